@@ -51,8 +51,8 @@ def launch(
     """Start a training over several nodes, ours or any other script.
 
     With torchrun, run it on each node with that node's rank. Read from the environment: NPROC_PER_NODE (auto),
-    BACKEND (nccl or gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an environment to use. The log is
-    logs/distributed_training/latest_node<rank>.log.
+    BACKEND (nccl or gloo; default nccl, on a single node without GPUs gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an
+    environment to use. The log is logs/distributed_training/latest_node<rank>.log.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def launch(
         master_addr=master_addr,
         master_port=master_port,
         nproc_per_node=os.environ.get("NPROC_PER_NODE", "auto"),
-        backend=os.environ.get("BACKEND", "nccl"),
+        backend=os.environ.get("BACKEND", "auto"),
         log_level=os.environ.get("LOG_LEVEL", "WARNING"),
         python=node.python_of(os.environ, venv),
     )

@@ -111,7 +111,8 @@ class _Run:
 
         print(f"run directory: {self.run_dir}", flush=True)
         _say(f"each peer {self.trained}")
-        _say(f"starting a coordinator and {self.num_peers} peers, which takes a few seconds")
+        peers = f"{self.num_peers} peer{'' if self.num_peers == 1 else 's'}"
+        _say(f"starting a coordinator and {peers}, which takes a few seconds")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}
         view = asyncio.create_task(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new)))
