@@ -116,7 +116,7 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
         log.warning("%s; trying an older checkpoint", damage[0])
     why = f" ({problems[0]})" if problems else ""
     raise UserError(
-        f"there is no whole checkpoint in {checkpoint}{why}; name what --ckpt.path said, or a step's"
+        f"no complete checkpoint in {checkpoint}{why}; give the directory of --ckpt.path, or one model_step_<N> in it"
     )
 
 

@@ -121,7 +121,7 @@ def _ran(argv: list[str]) -> int:
         sys.stdout.flush()
     except CycloptsError as error:
         verb = " ".join(["diloco", *known_verb(argv)[0]])
-        print_box("diloco", f"{explained(error)}\n`{verb} --help` says what can be given.")
+        print_box("diloco", f"{explained(error)}\nSee `{verb} --help`.")
         return USER_ERROR
     except UserError as error:
         print_box("diloco", str(error))

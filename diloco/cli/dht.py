@@ -42,7 +42,7 @@ def start(
     host_maddrs: tuple
         Addresses to listen on.
     announce_maddrs: tuple
-        Addresses others reach this node by, where they differ from those it listens on.
+        Addresses at which others reach this node, if they differ from --host-maddrs.
     initial_peers: tuple
         Members of a DHT to join; default: begin a new one.
     discover: bool
@@ -50,15 +50,16 @@ def start(
     run_id: str
         Name of the run.
     identity_path: Path
-        The key that makes this node's address; default: <state-dir>/coordinator/<run-id>.key, made when missing.
+        File of the key that gives this node its peer id; default: <state-dir>/coordinator/<run-id>.key, created if
+        missing.
     state_dir: Path
         Where keys and the ledger of world ranks live; default: $XDG_STATE_HOME/diloco.
     admission: bool
-        Admit only peers that have the swarm secret; default: if the run has been started so before.
+        Admit only peers that have the swarm secret; default: as the run was last started.
     allowlist_file: Path
         With --admission: a file of the peer ids that are admitted, one a line, read again when it changes.
     token_days: float
-        With --admission: days that a peer may stay before its right to is renewed.
+        With --admission: days for which a peer's token is valid.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.launch.swarm_config import state_dir as default_state_dir

@@ -63,7 +63,7 @@ def doctor(
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int
-        Peers on this machine, with this one: they share its cores and memory.
+        Number of peers on this machine, this one included; they share its cores and memory.
     discover: bool
         Find the run on this network, in place of --initial-peers, by asking over UDP multicast.
     role: str

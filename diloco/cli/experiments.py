@@ -118,9 +118,9 @@ def run(
     yes: bool
         Do not ask.
     python: str
-        A Python on the pods that has all that training needs; default: an environment is made there.
+        A Python on the pods with everything installed; default: create an environment there.
     source: Path
-        The code to send; default: the clone that this command runs from.
+        Directory of the code to copy; default: the clone that this command runs from.
     """
     from provisioning.experiments import runs
     from provisioning.experiments.sets import load

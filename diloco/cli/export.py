@@ -27,14 +27,14 @@ def export(
     Parameters
     ----------
     checkpoint: str
-        A model_step_<N> directory or URL, or what --ckpt.path named: then the newest that is whole.
+        A model_step_<N> directory or URL, or the path given as --ckpt.path, for the newest complete checkpoint there.
     directory: Path
         The model's directory; it must not exist yet.
     weights: str
         Of a swarm's checkpoint: `agreed` are those of the last outer step, the same on all peers; `own` those that the
         peer had trained on from there.
     push_to_hub: str
-        Upload the directory to this model repository of Hugging Face too; one that is not there yet is made private.
+        Also upload the model to this repository at Hugging Face; a new repository is private.
     as_json: bool
         Print a JSON object instead of words.
     """

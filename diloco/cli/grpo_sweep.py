@@ -46,13 +46,13 @@ def grpo_sweep(
     Parameters
     ----------
     instances: int
-        How many; 1 is the quick test of one.
+        Number of instances; 1 is a quick test.
     seeds: str
-        One for each, apart by commas; default: --seed and the numbers after it.
+        One per instance, separated by commas; default: --seed and the numbers after it.
     average: bool
         Let the instances average their weights: one run, of the first seed, with as many peers.
     min_free_gb: float
-        Room that has to be free on the disk.
+        Gigabytes that have to be free on the disk.
     config: Path
         A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags beat it.
     """

@@ -51,34 +51,34 @@ def launch(
     """Start a training over several nodes, ours or any other script.
 
     With torchrun, run it on each node with that node's rank. Read from the environment: NPROC_PER_NODE (auto),
-    BACKEND (nccl or gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an environment to use. The log is
-    logs/distributed_training/latest_node<rank>.log.
+    BACKEND (nccl or gloo; default nccl, on a single node without GPUs gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an
+    environment to use. The log is logs/distributed_training/latest_node<rank>.log.
 
     Parameters
     ----------
     config: Path
         The trainer's flags, as TOML or YAML.
     num_nodes: int
-        How many nodes.
+        Number of nodes.
     node_rank: int
-        Which of them this is (torchrun).
+        Rank of this node (torchrun).
     master_addr: str
-        The first node, as the others reach it (torchrun).
+        Address of the first node (torchrun).
     master_port: int
-        A free port on it.
+        A free port on the first node.
     engine: str
         torchrun starts it here; slurm and pbs submit a job that does on each node; ray makes a Ray cluster of pods
         that are set up, and submits a job with a worker on each, which starts a process for each of its GPUs.
     program: str
         What Python is called with, such as "train.py --fast".
     config_flag: str
-        The flag by which the program is told its configuration; "" for none.
+        The flag that passes the configuration file to the program; "" for none.
     venv: Path
-        An environment to use.
+        A virtual environment to use.
     gpus_per_node: int
         GPUs to ask the batch system for; 0: none.
     time_limit: str
-        How long the batch system may let it run.
+        Time limit of the batch job.
     partition: str
         Partition (Slurm) or queue (PBS).
     storage: str
@@ -114,7 +114,7 @@ def launch(
         master_addr=master_addr,
         master_port=master_port,
         nproc_per_node=os.environ.get("NPROC_PER_NODE", "auto"),
-        backend=os.environ.get("BACKEND", "nccl"),
+        backend=os.environ.get("BACKEND", "auto"),
         log_level=os.environ.get("LOG_LEVEL", "WARNING"),
         python=node.python_of(os.environ, venv),
     )

@@ -165,13 +165,13 @@ def trained(config: TrainConfig) -> str:
     else:
         data = "random tokens" if config.fake_data else config.dataset_name_or_path
         batch = f"{config.total_batch_size} samples of {config.seq_length} tokens"
-    # Said, not mended: the rates are part of the manifest, and whoever tries a few steps of a long run wants its own.
+    # Not changed: the rates are part of the manifest, and a few steps of a long run may be a trial of them.
     warmup = ""
     if config.end_step <= config.warmup_steps:
         warmup = f"; the learning rate rises for all of them, since --warmup-steps is {config.warmup_steps}"
     return (
         f"trains {config.path_model} on {data}: {config.end_step} steps of {batch}, "
-        f"averaged every {config.hv.local_steps}{warmup}"
+        f"averaged every {config.hv.local_steps} steps{warmup}"
     )
 
 

@@ -50,8 +50,8 @@ TOLD = tuple(
 )
 
 NOT_KEPT = (
-    "no checkpoints are asked for: if the last peer stops before the end, nothing of this run is kept; "
-    "--ckpt.interval keeps it"
+    "no checkpoints are saved: if all peers stop before the end, the progress of the run is lost; "
+    "--ckpt.interval 100 saves one every 100 steps"
 )
 
 app = App(name="peer", config=[_SOURCE])
@@ -90,7 +90,7 @@ def peer(
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int
-        Peers on this machine, with this one: they share its cores and memory.
+        Number of peers on this machine, this one included; they share its cores and memory.
     discover: bool
         Find the run on this network, in place of --initial-peers, by asking over UDP multicast; and answer who asks.
     role: str
@@ -157,7 +157,7 @@ def discovered(hv: HvConfig) -> tuple[str, ...]:
 
     found = tuple(found_here(hv.run_id))
     for maddr in found:
-        note = f"{maddr} answered on this network, where anybody can; give --initial-peers to be sure whom you meet"
+        note = f"found {maddr} on this network, where anybody may answer; to choose the peer, use --initial-peers"
         print(f"note: {note}", file=sys.stderr)
     if not found and hv.world_rank is None:
         raise UserError(

@@ -90,11 +90,11 @@ def logs(
     names: str
         Pods; default: all.
     follow: bool
-        Go on printing what is written.
+        Keep printing new lines.
     job: str
         peer, dht, or the name of an experiment's job; default: the peer's, and of a pod without one those of all jobs.
     lines: int
-        How many lines to begin with.
+        Number of lines to print first.
     """
     from provisioning.swarm.logs import follow_all
 
@@ -187,7 +187,7 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
     names: str
         Pods; default: all.
     hours: float
-        How much longer.
+        Hours to add.
     """
     from provisioning.renting import operations
 
@@ -359,7 +359,7 @@ def add(name: str, *, key_file: Path | None = None) -> int:
     name: str
         Name of the key at Lambda, and of its file below ~/.ssh.
     key_file: Path
-        Another place for the file.
+        Another path for the file.
     """
     from provisioning.machines.keys import write_private
     from provisioning.providers.lambda_cloud import LambdaProvider

@@ -22,7 +22,7 @@ StateFile = Annotated[
     Path | None,
     Parameter(
         name="--state-file",
-        help="Where it is written down which pods are yours; default: $XDG_STATE_HOME/diloco/pods.sqlite.",
+        help="File that records which pods are yours; default: $XDG_STATE_HOME/diloco/pods.sqlite.",
     ),
 ]
 Inventory = Annotated[
@@ -74,9 +74,9 @@ class Given:
     """What goes to the pods besides the code, and what comes back."""
 
     secret: Words = ()
-    """Variables of your environment for the programs there, besides WANDB_API_KEY, WANDB_PROJECT and HF_TOKEN."""
+    """Environment variables to pass to the pods, besides WANDB_API_KEY, WANDB_PROJECT and HF_TOKEN."""
     mount: Words = ()
-    """Files and directories to copy there: PATH, or PATH:PLACE with a place below the pod's directory."""
+    """Files and directories to copy to the pods: PATH, or PATH:PLACE with a place below the pod's directory."""
     fetch: Fetch = None
     run_dir: str | None = None
     """Where that goes, a directory for each pod: a path, or a URL for fsspec; default: runs/<UTC time>-<name>."""

@@ -59,7 +59,7 @@ class Wish:
     """Which pods, in the words of PodSpec. What is not given is as is usual for their provider."""
 
     pods: Number = None
-    """How many pods."""
+    """Number of pods."""
     file: Path | None = None
     """Instead: a TOML file with [[pods]]."""
     provider: Annotated[str, Parameter(help=f"{LISTED}; or several: lium,runpod.")] = "local"
@@ -82,7 +82,7 @@ class Wish:
     image: str | None = None
     """Container image or template, where the provider takes one."""
     spot: Annotated[bool, Parameter(negative="")] = False
-    """Also take machines that may be taken back at any time."""
+    """Also rent machines that the provider may take back at any time."""
 
     @property
     def gpu_types(self) -> list[str]:
@@ -96,11 +96,11 @@ class Care:
     replace: Switch = False
     """Replace pods that die or are taken back, by the next offer that fits; their peers join again."""
     budget: Amount = None
-    """Dollars for all pods, from the first on, beyond which none is replaced any more."""
+    """Dollars for all pods together, beyond which no pod is replaced."""
     idle_stop: bool | None = None
     """Give all pods back once the run has ended and its results are fetched; default: where they cost money."""
     retry_until_up: Switch = False
-    """While not all pods can be had, wait and ask again, in place of giving up."""
+    """If there are too few offers, wait and try again instead of giving up."""
 
 
 CARE = Care()
@@ -134,7 +134,7 @@ def provision(
     Parameters
     ----------
     offers: bool
-        Only list what could be rented for these flags.
+        Only list the offers that match these flags.
     plan: bool
         Only show what would be done.
     yes: bool
@@ -144,9 +144,9 @@ def provision(
     run_id: str
         Name of the run.
     python: str
-        A Python on the pods that has all that training needs; default: an environment is made there.
+        A Python on the pods with everything installed; default: create an environment there.
     source: Path
-        The code to send; default: the clone that this command runs from.
+        Directory of the code to copy; default: the clone that this command runs from.
     boot_timeout: float
         Seconds a pod may take until it answers; then the next offer is tried.
     epoch_timeout: float

@@ -52,11 +52,11 @@ def run(
     Parameters
     ----------
     peers: int
-        How many peers.
+        Number of peers.
     lose_peer: int
         Kill this peer (its world rank) half-way, and start it again.
     baseline: bool
-        Afterwards train one peer alone for as many steps, and show beside the swarm's result what it came to.
+        Afterwards train one peer alone for as many steps, and compare its result with the swarm's.
     config: Path
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     """
@@ -110,8 +110,9 @@ class _Run:
         from diloco.launch.local_swarm import LocalSwarm
 
         print(f"run directory: {self.run_dir}", flush=True)
-        _say(self.trained)
-        _say(f"starting a coordinator and {self.num_peers} peers, which takes a few seconds")
+        _say(f"each peer {self.trained}")
+        peers = f"{self.num_peers} peer{'' if self.num_peers == 1 else 's'}"
+        _say(f"starting a coordinator and {peers}, which takes a few seconds")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}
         view = asyncio.create_task(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new)))
@@ -131,7 +132,7 @@ class _Run:
         from diloco.launch.baseline import NAME, LoneTraining
         from diloco.launch.report import baseline_line
 
-        _say("trains one peer alone for as many steps, to compare")
+        _say("now one peer trains alone for as many steps, to compare; Ctrl-C skips this")
         lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
         await lone.run()
         swarm = self._summary(self.records)

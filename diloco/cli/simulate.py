@@ -79,7 +79,7 @@ class Training:
     overlap: Annotated[int, Parameter(converter=whole, validator=at_least(0), alias="--hv.overlap-steps")] = 0
     """Inner steps trained while a round takes place (tau)."""
     codec: Annotated[CodecName, Parameter(alias="--hv.compression")] = "fp32"
-    """What pseudo-gradients look like on the wire."""
+    """Codec of pseudo-gradients on the wire."""
     batch_tokens: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e12)))] = 524288
     """Tokens that one peer trains in a step."""
 
@@ -89,17 +89,17 @@ class Pods:
     """The machines and their links."""
 
     peers: Annotated[int | None, Parameter(converter=whole, validator=(at_least(1), up_to(MAX_PEERS)))] = None
-    """How many; default 8, or those of --peers-file."""
+    """Number of peers; default 8, or those of --peers-file."""
     gpu: str = "H100"
-    """What each has: H100, A100, 4090 and the like."""
+    """GPU type of each peer: H100, A100, 4090 and the like."""
     gpus: Count = 8
-    """How many of them each has."""
+    """Number of GPUs of each peer."""
     flops: Annotated[float | None, Number, Parameter(validator=at_least(LEAST_FLOPS))] = None
-    """Instead of --gpu: FLOP/s of a peer at its peak, 989T."""
+    """Instead of --gpu: peak FLOP/s of a peer, such as 989T."""
     mfu: Annotated[float, Parameter(validator=(at_least(0.001), up_to(1)))] = 0.4
-    """The part of the peak that training uses."""
+    """Fraction of the peak that training achieves."""
     step_time: Annotated[float | None, Seconds] = None
-    """Instead of all that: what an inner step takes."""
+    """Instead of --gpu, --flops and --mfu: the duration of an inner step."""
     cores: Annotated[float, Parameter(validator=(finite, at_least(LEAST_CORES)))] = 8.0
     """Processor cores that the daemon may use."""
     bandwidth: Bandwidth = (500e6,)
@@ -109,7 +109,7 @@ class Pods:
     rtt: Annotated[float, Seconds] = 0.08
     """Round trip between two peers."""
     window: Annotated[float | None, Number] = None
-    """Bytes that a TCP connection has under way at most; none: as many as fill the link."""
+    """Maximum TCP window in bytes; default: as much as fills the link."""
     price: Annotated[float, Positive] = 0.0
     """Dollars per hour of one peer."""
     peers_file: Path | None = None
@@ -122,11 +122,11 @@ class Chances:
     """What goes wrong."""
 
     mtbf: Annotated[float | None, Long] = None
-    """Mean time between two losses of one peer: 6h; none: nobody is lost."""
+    """Mean time between two failures of one peer, such as 6h; default: no failures."""
     restart: Annotated[float, Long] = 300.0
     """From a loss until the peer is back and asks for the state."""
     jitter: Annotated[float, Parameter(validator=(at_least(0), up_to(0.5)))] = 0.005
-    """How much a peer's steps vary from epoch to epoch, as a part of their time."""
+    """Variation of a peer's step time from epoch to epoch, as a fraction."""
     seed: Annotated[int, Parameter(converter=whole, validator=at_least(0))] = 0
     """The same seed gives the same run."""
 
@@ -152,9 +152,9 @@ def simulate(
     epochs: int
         Averagings to simulate; default 20, fewer of large swarms, more where failures are to be counted.
     plot: Path
-        Draw utilisation over bandwidth there (png, svg, pdf).
+        File for a plot of utilisation over bandwidth (png, svg, pdf).
     assumptions: bool
-        Also list what is assumed.
+        Also list the assumptions.
     as_json: bool
         One JSON object on stdout.
     """

@@ -53,7 +53,7 @@ def status(
         Seconds to wait for an answer.
     swarm_secret_file: str
         File with the swarm secret, or the secret itself in DILOCO_SWARM_SECRET: only admitted peers are shown then.
-        In a run that has one, peers tell of more than their announcements only to who has it.
+        Peers of a closed swarm give details only to those who have it.
     """
     if not initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")

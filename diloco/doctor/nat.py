@@ -8,7 +8,7 @@ from typing import Literal
 
 from diloco.doctor.findings import Finding, failed, passed, warned
 
-Kind = Literal["public", "filtered", "mapped", "hidden"]
+Kind = Literal["direct", "filtered", "mapped", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Seen:
 
     @property
     def kind(self) -> Kind:
-        """`public` and `filtered`: seen under its own address, and reached or not; `mapped` and `hidden`: seen under
+        """`direct` and `filtered`: seen under its own address, and reached or not; `mapped` and `hidden`: seen under
         another address (NAT), and reached or not."""
         is_reached = any(not error for error in self.errors.values())
         if self.host == self.local:
-            return "public" if is_reached else "filtered"
+            return "direct" if is_reached else "filtered"
         return "mapped" if is_reached else "hidden"
 
 
@@ -72,20 +72,22 @@ def judged_nat(seen: Seen) -> Finding:
             f"{seen.by} is on this machine or behind the same address, so nothing is known of the outside",
             "diloco doctor --initial-peers <maddr>  # of a peer elsewhere",
         )
-    near = "" if ipaddress.ip_address(host).is_global else ", on a private network"
-    if seen.kind == "public":
-        return passed("nat", f"public: seen as {host}{near}, which is this machine's own")
+    is_global = ipaddress.ip_address(host).is_global
+    near = "" if is_global else ", on a private network"
+    if seen.kind == "direct":
+        kind = "public" if is_global else "direct"
+        return passed("nat", f"{kind}: seen as {host}, this machine's own address{near}")
     if seen.kind == "mapped":
         return passed("nat", f"mapped: seen as {host}{near}, and calls to it get through")
     if seen.kind == "filtered":
         return warned(
             "nat",
-            f"filtered: seen as {host}{near}, this machine's own, but a firewall keeps calls out",
+            f"filtered: seen as {host}, this machine's own address{near}, but a firewall blocks calls to it",
             "sudo ufw allow 30002:30003/tcp  # or in the cloud's firewall; then name them by --hv.host-maddrs",
         )
     return warned(
         "nat",
-        f"hidden: seen as {host}{near}, and calls to it do not come here",
+        f"hidden: seen as {host}{near}, and calls to it do not reach this machine",
         f"--hv.announce-maddrs /ip4/{host}/tcp/PORT  # once a router or pod maps that port to this machine",
     )
 

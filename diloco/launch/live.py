@@ -14,7 +14,7 @@ from diloco.launch.phase_file import read_phase
 from diloco.train.lines import PhaseLines, RecordLines
 from diloco.train.metrics_file import PeerFigures, Record, Tail, figure, num_contributors, size
 from diloco.train.run_dir import METRICS
-from peers.monitor.phases import in_short, in_words, span
+from peers.monitor.phases import furthest_training, in_short, in_words, span
 from peers.protocol.reports import Phase
 
 if TYPE_CHECKING:
@@ -199,11 +199,10 @@ def caption_of(
     minutes, seconds = divmod(int(elapsed_s), 60)
     parts = [f"{minutes}:{seconds:02d}"]
     known = {peer: phase for peer, phase in (phases or {}).items() if phase}
-    training = [phase for phase in known.values() if phase.name == "training" and phase.total]
-    if not training:
+    furthest = furthest_training(known.values())
+    if furthest is None:
         parts += [f"{peer} is {in_words(phase)}" for peer, phase in list(known.items())[:_MAX_PHASES]]
-    if training:
-        furthest = max(training, key=lambda phase: phase.done)
+    else:
         left = f", {span(furthest.left_s)} left" if furthest.left_s is not None else ""
         parts.append(f"step {furthest.done:.0f} of {furthest.total:.0f}{left}")
     in_turn = sorted(evaluations, key=lambda record: int(record.get("step") or 0))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import DilocoError, UserError
 from diloco.launch.live import Shown
@@ -21,13 +22,14 @@ from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import num_cores, threads_per_rank, visible_gpus
 from diloco.train.run_dir import last_words, reason_in
 from peers.admission.secrets import SECRET_ENV
-from peers.daemon.restarts import USER_ERROR, RestartPolicy, WorkerEnd
+from peers.daemon.restarts import USER_ERROR, WORKER_ENDED, RestartPolicy, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.protocol.reports import Phase
 
 ADDRESS_FLAG = "--initial-peers "
 _PORTS = range(20_000, 30_000)
 _START_TIMEOUT_S = 60.0
+_LOG_INTERVAL_S = 1.0
 # A peer needs a few seconds to stop its own workers and p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
 # LocalSwarm sets these fields for each peer.
@@ -92,12 +94,13 @@ class LocalSwarm:
         # The log may begin with the output of an earlier run, which names another port.
         said_before = log.stat().st_size if log.exists() else 0
         coordinator = asyncio.create_task(self._coordinator.run())
-        tasks = [coordinator]
+        tasks: list[asyncio.Task[Any]] = [coordinator]
         try:
             address = await printed_address(self._coordinator, coordinator, said_before)
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
+            tasks += [asyncio.create_task(self._relay_failures(peer)) for peer in self.peers]
             pending: set[asyncio.Task[WorkerEnd]] = set(ends)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -110,6 +113,8 @@ class LocalSwarm:
         finally:
             supervisors = [self._coordinator, *(peer.supervisor for peer in self.peers)]
             await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_up(self, peer: LocalPeer) -> None:
@@ -117,6 +122,18 @@ class LocalSwarm:
         self.say(f"the training ended before {peer.shown.name} was back in it")
         await peer.supervisor.stop()
         peer.shown.state = "late"
+
+    async def _relay_failures(self, peer: LocalPeer) -> None:
+        """Say why a peer's worker has failed and is started again, which only the peer's log has; until cancelled."""
+        log, offset = self._log_of(peer), 0
+        while True:
+            await asyncio.sleep(_LOG_INTERVAL_S)
+            new = log.read_bytes()[offset:] if log.exists() else b""
+            lines = new[: new.rfind(b"\n") + 1]
+            offset += len(lines)
+            for line in lines.decode(errors="replace").splitlines():
+                if line.startswith(WORKER_ENDED):
+                    self.say(f"{peer.shown.name}: {line}")
 
     def _log_of(self, peer: LocalPeer) -> Path:
         return peer.shown.run_dir / "logs" / "peer.log"
@@ -145,7 +162,9 @@ class LocalSwarm:
             if end.restarts:
                 shown.restarted(time.time())
                 why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
-                self.say(f"{shown.name} ended with {end.code}; starting it again by the same command{why}")
+                self.say(
+                    f"{shown.name} ended with exit code {end.code}; starting it again by the same command{why}"
+                )
 
         return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
 

@@ -176,6 +176,7 @@ def _named_peer(text: str) -> str:
         return text
     whole = str(with_peer_id(address))
     print(
-        f"note: {text} says that it is {whole}; give that address to be sure whom you meet", file=sys.stderr
+        f"note: at {text} is the peer {whole}; give this address to accept no other peer there",
+        file=sys.stderr,
     )
     return whole

@@ -76,10 +76,15 @@ def trainer_of(config: TrainConfig) -> str:
 def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
     """The configuration with the defaults of its mode and optimizer in the fields that are not in `named`.
 
-    Raises UserError if mode and optimizer cannot be combined.
+    Raises UserError for an optimizer or a dataset of the other mode.
     """
     if config.mode == "grpo" and config.optimizer != "adamw":
         raise UserError(f"--optimizer {config.optimizer} is for pretraining: leave it out under --mode grpo.")
+    if config.mode == "pretrain" and "grpo.dataset" in named and config.grpo.dataset != GrpoConfig().dataset:
+        raise UserError(
+            f"--dataset {config.grpo.dataset} is for --mode grpo, which is not given. To pretrain on it: "
+            f"--dataset-name-or-path {config.grpo.dataset}"
+        )
     defaults = GRPO_DEFAULTS if config.mode == "grpo" else MUON_DEFAULTS if config.optimizer == "muon" else {}
     own = {name: value for name, value in defaults.items() if name not in named}
     hv: dict[str, Any] = {
@@ -150,7 +155,8 @@ def explained(error: CycloptsError) -> str:
         )
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
         return _unknown_flag(error)
-    return str(error)
+    # Of an unknown verb, without cyclopts' list of all verbs.
+    return str(error).partition(" Available commands:")[0]
 
 
 def _unknown_flag(error: UnknownOptionError) -> str:

@@ -94,7 +94,7 @@ def line_of(record: Record) -> str | None:
             )
         case "event" if record.get("event") == "start":
             rank = record.get("world_rank")
-            place = "" if rank is None else f" as world rank {rank}"
+            place = "" if rank is None else f", as world rank {rank}"
             return f"starts at step {_number(record, 'step')}, epoch {_number(record, 'epoch')}{place}"
         case "event" if record.get("event") == "checkpoint":
             return f"saved step {_number(record, 'step')}, {size(record.get('bytes'))}"

@@ -168,7 +168,9 @@ class Daemon:
         await self._network.start()
         await self._reachability.start()
         await self._presence.enter(self._config.world_rank)
-        log.info("in the swarm; other peers that are here: %d", len(self._presence.view) - 1)
+        log.info("joined the swarm; other peers: %d", len(self._presence.view) - 1)
+        for maddr in self._presence.maddrs[:1]:
+            log.info("peers can also join through this one: --initial-peers %s", maddr)
         self._spawn(self._presence.announce_forever())
         await self._reports.start()
         await self._rollouts.start(self._dht.transport.serve)

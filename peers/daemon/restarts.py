@@ -14,6 +14,8 @@ from peers.timing import CONNECT_S, PROBE_S, RETRY_S
 FINISHED = 0
 USER_ERROR = 2
 """The exit code of a worker that needs its user to act: starting it again would change nothing."""
+WORKER_ENDED = "the worker ended with"
+"""Begins the line that says why a worker is started again."""
 GAVE_UP = "the worker failed"
 """Begins the message of a peer that has given up on its worker; starting that peer again would change nothing."""
 
@@ -55,9 +57,9 @@ class WorkerEnd:
     def in_words(self) -> str:
         """For the log, where the worker is started again."""
         if self.num_same > 1:
-            return f"the worker ended with {self.code} again, for the same reason, and is started again"
+            return f"{WORKER_ENDED} {self.code} again, for the same reason, and is started again"
         why = f": {self.reason}" if self.reason else ""
-        return f"the worker ended with {self.code} and is started again{why}"
+        return f"{WORKER_ENDED} {self.code} and is started again{why}"
 
     def given_up(self, policy: RestartPolicy) -> str:
         """For the user, where the worker is given up on."""

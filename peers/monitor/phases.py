@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,13 @@ def training_left_s(points: Sequence[Point], step: int, end_step: int) -> float 
         return None
     first, last = lately[0], lately[-1]
     return time_left_s(last.step - first.step, last.time - first.time, max(0, end_step - step))
+
+
+def furthest_training(phases: Iterable[Phase | None]) -> Phase | None:
+    """Of the peers that are training, the phase of the one that is furthest: every view takes the run's time left from
+    it, so that all views show the same."""
+    training = (phase for phase in phases if phase and phase.name == "training" and phase.total)
+    return max(training, key=lambda phase: phase.done, default=None)
 
 
 def in_words(phase: Phase) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from peers.monitor.facts import peer_facts, swarm_facts
 from peers.monitor.observations import LOST, SILENT, Event, Observation, Observations
-from peers.monitor.phases import in_short, in_words, training_left_s
+from peers.monitor.phases import furthest_training, in_short, in_words, training_left_s
 from peers.monitor.stragglers import stragglers_of
 from peers.monitor.verdict import is_still, verdict_of
 from peers.protocol.records import NO_RANK
@@ -67,14 +67,15 @@ def holders_of(observations: Observations, *, now: float) -> dict[int, Observati
 
 def _progress(peers: Sequence[Observation]) -> dict[str, Any]:
     """Progress of the run: the step of the peer that is furthest, of how many, and the time left."""
-    step = max((peer.announcement.step for peer in peers), default=0)
+    furthest = max(peers, key=lambda peer: peer.announcement.step, default=None)
+    step = furthest.announcement.step if furthest else 0
     end_step = max((peer.report.figures.end_step for peer in peers if peer.report), default=0)
-    left = [training_left_s(peer.curve.points, step, end_step) for peer in peers]
-    return {
-        "step": step,
-        "end_step": end_step,
-        "left_s": min((left_s for left_s in left if left_s is not None), default=None),
-    }
+    training = furthest_training(peer.report.phase for peer in peers if peer.report)
+    if training is not None:
+        left_s = training.left_s
+    else:
+        left_s = training_left_s(furthest.curve.points, step, end_step) if furthest else None
+    return {"step": step, "end_step": end_step, "left_s": left_s}
 
 
 def _in_order(shown: Mapping[str, Observation], states: Mapping[str, str]) -> list[str]:

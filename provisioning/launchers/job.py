@@ -28,7 +28,7 @@ class LaunchJob:
     master_addr: str = "localhost"
     master_port: int = 29500
     nproc_per_node: str = "auto"
-    backend: str = "nccl"
+    backend: str = "auto"
     log_level: str = "WARNING"
     python: str = sys.executable
     """The interpreter of the environment to use."""

@@ -99,11 +99,14 @@ def checked(job: LaunchJob) -> tuple[LaunchJob, int]:
     """The job with a backend that this node has, and its number of processes. Raises UserError for what is missing."""
     free_mb = free_gpu_memory()
     backend = job.backend
+    if backend == "auto":
+        # All nodes need the same backend, and this one sees only its own GPUs.
+        backend = "gloo" if job.num_nodes == 1 and not free_mb else "nccl"
     if backend not in ("nccl", "gloo"):
         raise UserError(f'BACKEND "{backend}" is neither nccl nor gloo.')
     if backend == "nccl" and not free_mb:
         raise UserError(
-            "BACKEND nccl needs GPUs, and nvidia-smi shows none here; set BACKEND=gloo to train on CPUs."
+            "BACKEND nccl needs GPUs, and nvidia-smi shows none here; to train on CPUs, set BACKEND=gloo on every node."
         )
     if backend == "nccl" and min(free_mb) < _MIN_FREE_GPU_MB:
         index = free_mb.index(min(free_mb))

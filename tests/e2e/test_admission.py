@@ -66,7 +66,7 @@ def test_only_peers_with_the_secret_train_and_it_is_written_nowhere(start, model
     more = ("--galaxy-size", 2, "--path-model", model, "--hv.local-steps", 20, *SHORT)
     first = start(*typed(ADMITTED, *more, maddr=maddr), name="first")
     # Who says what to train has to be there first.
-    wait_until(lambda: "in the swarm" in first.stdout, "the first peer", command=first)
+    wait_until(lambda: "joined the swarm" in first.stdout, "the first peer", command=first)
     monkeypatch.setenv("DILOCO_SWARM_SECRET", secret)
     second = start(*typed(SECOND, "--world-rank", 1, maddr=maddr), name="second")
     monkeypatch.delenv("DILOCO_SWARM_SECRET")

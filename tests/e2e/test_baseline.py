@@ -34,7 +34,9 @@ def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_th
     assert steps["alone"][3]["loss"] != steps["peer"][3]["loss"]
     assert not any(record["kind"] == "epoch" for record in alone)
 
-    report, _, after = command.stdout.partition("--- trains one peer alone for as many steps, to compare\n")
+    report, _, after = command.stdout.partition(
+        "--- now one peer trains alone for as many steps, to compare; Ctrl-C skips this\n"
+    )
     assert "all peers held bit-identical anchors after every epoch" in report
     own = [f"{r['bits_per_byte']:.3f}" for r in alone if r["kind"] == "eval"][-1]
     shared = [f"{r['bits_per_byte']:.3f}" for r in peer if r["kind"] == "eval"][-1]

@@ -107,7 +107,7 @@ def test_the_dashboard_shows_a_swarm_by_day_and_night_on_every_screen_and_who_ha
         )
         window.until("return document.querySelector('#peers tbody tr').dataset.rank === '2'", "trouble first")
         window.until(
-            "return document.querySelector('#loss .key').innerText.includes('2: lost')", "its legend"
+            "return document.querySelector('#loss .key').innerText.includes('peer 2: lost')", "its legend"
         )
         window.until(
             "return document.querySelector('#events').innerText.includes('Peer 2 was lost')", "the event"

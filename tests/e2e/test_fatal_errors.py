@@ -45,6 +45,7 @@ def test_a_run_ends_with_the_reason_of_its_peer(start, model):
     (box,) = text_of_boxes(command.stderr)
     assert "the worker failed 3 times in a row" in box and REASON in box
     assert "starting it again" not in command.stdout
+    assert command.stdout.count(f"--- peer 0: the worker ended with 1 and is started again: {REASON}") == 1
 
 
 def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp_path):

@@ -29,7 +29,7 @@ RUN = ".venv/bin/diloco run --peers 3 --max-steps 200"
 INSTALL = (
     "python3 -m venv .venv",
     ". .venv/bin/activate",
-    "pip install --constraint constraints.txt --editable .",
+    "pip install --constraint constraints.txt --editable '.[dashboard,data]'",
 )
 DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001"
 DISCOVERABLE = "diloco dht start --discover"
@@ -161,7 +161,7 @@ def maddr(coordinator: Command) -> str:
 
 @pytest.fixture(scope="module")
 def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[str, Any], str]:
-    """The README's two peers, from the first one's start to the end, and `diloco status` while it waits.
+    """README's two peers, from the first one's start to the end, and `diloco status` while it waits.
 
     In place of the model of 150 million parameters a tiny one on random tokens, for 300 steps.
     """
@@ -179,7 +179,10 @@ def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[st
         assert looks < 20, status
     table = run(typed(STATUS, maddr=maddr), "table")
     assert table.wait() == 0, table.stderr
-    second = run(typed(SECOND, maddr=maddr), "second")
+    # By the address that the first peer prints, as after the death of the coordinator.
+    printed = re.search(r"join through this one: --initial-peers (\S+)", first.stdout)
+    assert printed is not None, first.stdout
+    second = run(typed(SECOND, maddr=printed.group(1)), "second")
     for peer in (first, second):
         assert peer.wait() == 0, peer.stderr
     return first, second, status, table.stdout
@@ -408,7 +411,7 @@ def test_a_pod_announces_the_ports_it_is_reached_by(run, maddr, model):
     short = ("--fake-data", "--path-model", model, "--galaxy-size", 2, "--run-id", "pod", "--world-rank", 0)
     inside = {"hv__host_maddrs": "/ip4/127.0.0.1/tcp/0", "hv__data_port": 0}
     peer = run(typed(POD, *short, maddr=maddr, **inside), "pod")
-    wait_until(lambda: "in the swarm" in peer.stdout, "the pod in the swarm", command=peer)
+    wait_until(lambda: "joined the swarm" in peer.stdout, "the pod in the swarm", command=peer)
     found: list[dict[str, Any]] = []
     looks = 0
     while not found:

@@ -15,7 +15,10 @@ def test_the_laptops_recipe_trains_averages_and_reports(start, tmp_path):
         cwd=ROOT,
     )
     assert command.wait(300) == 0, command.stderr
-    assert "trains demo on stdlib: 100 steps of 8 samples of 128 tokens, averaged every 50" in command.stdout
+    assert (
+        "trains demo on stdlib: 100 steps of 8 samples of 128 tokens, averaged every 50 steps"
+        in command.stdout
+    )
     records = (tmp_path / "run" / "peer-0" / "metrics.jsonl").read_text()
     assert records.count('"kind": "epoch"') == 2
     assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()

@@ -78,12 +78,12 @@ WRONG = {
     "address that is cut short": ("peer --initial-peers /ip4/127.0.0.1/tcp/1/p2p/12D3", "copied whole"),
     "host and port of nobody": (
         "peer --initial-peers 127.0.0.1:CLOSED",
-        "nobody at 127.0.0.1:CLOSED says its peer id: connection refused. Paste the whole line that `diloco dht "
-        "start` prints there: --initial-peers /ip4/127.0.0.1/tcp/CLOSED/p2p/",
+        "cannot get the peer id from 127.0.0.1:CLOSED: connection refused. Is `diloco dht start` running there? If so, "
+        "paste the whole address that it printed: --initial-peers /ip4/127.0.0.1/tcp/CLOSED/p2p/",
     ),
     "host and port of somebody silent": (
         "status --initial-peers 127.0.0.1:OTHER",
-        "nobody answers at 127.0.0.1:OTHER within 3 s",
+        "cannot get the peer id from 127.0.0.1:OTHER: no answer within 3 s",
     ),
     "port in use, of the peer": (
         "peer --world-rank 0 --host-maddrs /ip4/127.0.0.1/tcp/OTHER",
@@ -111,6 +111,10 @@ WRONG = {
     "GPUs that are not there": ("run --device cuda", "no GPU here"),
     "data that is not there": ("peer --dataset-name-or-path /nowhere/text", "there is no /nowhere/text"),
     "data of another kind": ("run --dataset-name-or-path NO_TEXT", "has no column with text"),
+    "the data of the other mode": (
+        "run --dataset EMPTY",
+        "is for --mode grpo, which is not given. To pretrain on it: --dataset-name-or-path",
+    ),
     "empty file": ("run --dataset-name-or-path EMPTY_FILE", "holds no text"),
     "empty directory": ("run --dataset-name-or-path EMPTY", "so there is no text to train on"),
     "tiny data": ("run --dataset-name-or-path SHORT", "has 10 bytes of text, too few"),

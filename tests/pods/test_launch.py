@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.train.metrics_file import Tail
+from provisioning.launchers import node as this_node
 from provisioning.launchers.job import LaunchJob, default_interface, network_env, torchrun_argv
 from tests.support.commands import ROOT, Command, check_gone, model_directory, text_of_boxes, wait_until
 
@@ -91,6 +92,12 @@ def test_ctrl_c_ends_all_processes(tmp_path, cpus):
     assert command.code not in (0, None)
 
 
+def test_a_single_node_without_gpus_trains_on_its_cpus_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(this_node, "free_gpu_memory", lambda: [])
+    job, num_processes = this_node.checked(LaunchJob(config=config(tmp_path), nproc_per_node="1"))
+    assert (job.backend, num_processes) == ("gloo", 1)
+
+
 WRONG = {
     "no such file": (["nowhere.toml"], {}, "cannot be read"),
     "YAML that is none": (["bad.yaml"], {}, "is not YAML"),
@@ -98,6 +105,11 @@ WRONG = {
     "YAML of what no flag can be": (["odd.yaml"], {}, "holds what no flag can have"),
     "a place for logs that is none": (["../config.toml"], {}, "cannot be made"),
     "no GPUs": (["config.toml"], {"BACKEND": "nccl"}, "set BACKEND=gloo"),
+    "no GPUs on one of several nodes": (
+        ["config.toml", "2"],
+        {"BACKEND": "auto"},
+        "set BACKEND=gloo on every node",
+    ),
     "unknown backend": (["config.toml"], {"BACKEND": "mpi"}, "neither nccl nor gloo"),
     "number of processes": (["config.toml"], {"NPROC_PER_NODE": "many"}, "neither auto nor a number"),
     "rank beyond the nodes": (["config.toml", "2", "2"], {}, "the last one is 1"),

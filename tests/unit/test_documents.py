@@ -85,7 +85,7 @@ def test_what_migration_says_of_flags_is_true():
 def test_what_migration_says_of_flags_that_went_is_true():
     table = PAGES["docs/migration.md"].partition("# Coming from diloco before certificates")[2]
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]
-    gone = {flag for row in rows if row[2].startswith(" gone") for flag in _flags(row[1])}
+    gone = {flag for row in rows if row[2].startswith(" removed") for flag in _flags(row[1])}
     assert gone == {"--hv.audit"} and not gone & _flags_taken()
     assert _flags("".join(row[2] for row in rows)) - {"--path-model"} <= _flags_taken()
 

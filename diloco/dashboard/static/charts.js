@@ -117,7 +117,7 @@ export class Chart {
   tell(x) {
     const entries = [...this.lines].sort(([a], [b]) => a - b).map(([rank, line]) => {
       const said = x === null ? this.gone.get(rank) : this.formatY(nearest(line, x)[1]);
-      const entry = element("span", said ? `${rank}: ${said}` : `peer ${rank}`, this.gone.has(rank) ? "gone" : "");
+      const entry = element("span", said ? `peer ${rank}: ${said}` : `peer ${rank}`, this.gone.has(rank) ? "gone" : "");
       entry.prepend(element("i", "", colour(rank)));
       return entry;
     });

@@ -16,7 +16,7 @@ const COLUMNS = [
   ["up", (peer) => rate(peer.upload_bytes_per_s), "number"],
   ["down", (peer) => rate(peer.download_bytes_per_s), "number"],
   ["path", (peer) => peer.path || "–", ""],
-  ["on", (peer) => peer.hardware || "–", ""],
+  ["hardware", (peer) => peer.hardware || "–", ""],
   ["weights", (peer) => peer.anchor_digest.slice(0, 8) || "–", "mono"],
   ["seen", (peer) => span(peer.last_seen_s) + " ago", "number"],
 ];

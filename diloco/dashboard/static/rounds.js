@@ -15,7 +15,7 @@ const PARTS = [
 ];
 const MOST_ROUNDS = 6;
 const MOST_PEERS = 16;
-const BAR = 12, ROW = 16, LEFT = 34, RIGHT = 58, AXIS = 20;
+const BAR = 12, ROW = 16, LEFT = 34, RIGHT = 58, AXIS = 20, GAP = 6;
 const NOTICEABLE_S = 0.05;
 /** Bars longer than this multiple of the median round are cut off. */
 const CLIPPED_AT = 3;
@@ -65,9 +65,18 @@ export function drawRounds(holder, rounds) {
   });
   const longest = axisOf(drawn.map((one) => one.length));
   const scale = (width - LEFT - RIGHT) / longest;
-  holder.replaceChildren(...drawn.map((one) => roundOf(one, scale, longest, width)));
+  holder.replaceChildren(...drawn.map((one) => roundOf(one, scale, longest, width)), axis(scale, longest, width));
   const isCut = drawn.some((one) => one.length > longest * 1.001);
-  return `from the first peer that was ready, each by its own clock${isCut ? `; bars are cut off at ${duration(longest)}` : ""}`;
+  return `seconds since the first peer was ready${isCut ? `; bars longer than ${duration(longest)} are cut off` : ""}`;
+}
+
+/** The common axis of all rounds, below them. */
+function axis(scale, longest, width) {
+  const svg = shape("svg", { role: "img", width, height: AXIS, "aria-label": "seconds" });
+  for (const at of ticks(0, longest, Math.max(3, width / 140))) {
+    svg.append(shape("text", { x: LEFT + at * scale, y: AXIS - 6, class: "axis x" }, `${Number(at.toPrecision(3))} s`));
+  }
+  return svg;
 }
 
 function roundOf({ round, bars, start, length }, scale, longest, width) {
@@ -78,12 +87,9 @@ function roundOf({ round, bars, start, length }, scale, longest, width) {
     (missing > 0 ? `, ${missing} more` : "")));
   if (round.num_failures) heading.append(element("strong", failuresOf(round), "fault"));
   if (!round.agrees) heading.append(element("strong", "anchors differ", "fault"));
-  const height = bars.length * ROW + AXIS;
+  const height = bars.length * ROW + GAP;
   const svg = shape("svg", { role: "img", width, height, "aria-label": `the parts of epoch ${round.epoch}` });
   bars.forEach((bar, index) => drawBar(svg, bar, bar.start - start, index * ROW, scale, longest));
-  for (const at of ticks(0, longest, Math.max(2, width / 140))) {
-    svg.append(shape("text", { x: LEFT + at * scale, y: height - 6, class: "axis x" }, `${Number(at.toPrecision(3))} s`));
-  }
   box.append(heading, svg);
   return box;
 }

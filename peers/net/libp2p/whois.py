@@ -31,20 +31,23 @@ def with_peer_id(address: Maddr, *, timeout_s: float = PROBE_S) -> Maddr:
     """The address with the id of the peer that answers there. Raises UserError where none does."""
     where = f"{address.host}:{address.port}"
     paste = (
-        f"Paste the whole line that `diloco dht start` prints there: --initial-peers {address}/p2p/12D3KooW…"
+        "Is `diloco dht start` running there? If so, paste the whole address that it printed: "
+        f"--initial-peers {address}/p2p/12D3KooW…"
     )
     try:
         certificate = _certificate_at(address, timeout_s)
         return replace(address, peer_id=_peer_id_in(certificate))
     except TimeoutError:
         raise UserError(
-            f"nobody answers at {where} within {timeout_s:g} s, to say its peer id. {paste}"
+            f"cannot get the peer id from {where}: no answer within {timeout_s:g} s. {paste}"
         ) from None
     except (ssl.SSLError, EOFError, ValueError, UnsupportedAlgorithm):
-        raise UserError(f"what answers at {where} is no peer of a swarm. {paste}") from None
+        raise UserError(
+            f"cannot get the peer id from {where}: another program listens there. {paste}"
+        ) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UserError(f"nobody at {where} says its peer id: {reason}. {paste}") from error
+        raise UserError(f"cannot get the peer id from {where}: {reason}. {paste}") from error
 
 
 def _certificate_at(address: Maddr, timeout_s: float) -> bytes:

@@ -131,13 +131,13 @@ def test_a_chosen_batch_divides_by_the_ranks_of_the_peer():
 
 def test_one_line_says_what_is_trained_and_why():
     choice = chosen(TrainConfig(), (), machine(2, num_peers=3))
-    what = "trains demo on stdlib: 1200 steps of 8 samples of 128 tokens, averaged every 50"
+    what = "trains demo on stdlib: 1200 steps of 8 samples of 128 tokens, averaged every 50 steps"
     why = "chosen for 2 cores without a GPU, shared by 3 peers (--path-model names another model)"
     assert choice.in_words(choice.config) == f"{what}; {why}"
     assert choice.in_words(replace(choice.config, lr=1.0)) == f"{what}; as the swarm does"
     assert choice.in_words(choice.config, has_joined=True) == f"{what}; as the swarm does"
     named = chosen(TrainConfig(path_model="demo"), {"path_model", "seq_length"}, machine(2))
-    assert named.in_words(named.config).endswith("averaged every 500")
+    assert named.in_words(named.config).endswith("averaged every 500 steps")
     on_gpus = chosen(TrainConfig(), (), gpus(1, 24))
     assert "chosen for 1 GPU of 24 GiB (" in on_gpus.in_words(on_gpus.config)
 

@@ -30,7 +30,7 @@ def port(*, announced: int = 30003, is_named: bool = True) -> Port:
 @pytest.mark.parametrize(
     ("local", "error", "kind"),
     [
-        (PUBLIC, "", "public"),
+        (PUBLIC, "", "direct"),
         (PUBLIC, "no answer in time", "filtered"),
         (PRIVATE, "", "mapped"),
         (PRIVATE, "connection refused", "hidden"),
@@ -41,6 +41,13 @@ def test_the_kind_of_nat_follows_from_two_addresses_and_a_call(local, error, kin
     assert seen(local=local, error=error).kind == kind
     assert found.said.startswith(kind)
     assert found.verdict == ("pass" if not error else "warn")
+
+
+def test_only_an_address_of_the_internet_is_called_public():
+    found = judged_nat(seen(host="9.9.9.9", local="9.9.9.9"))
+    assert found.said == "public: seen as 9.9.9.9, this machine's own address"
+    found = judged_nat(seen(host=PRIVATE, local=PRIVATE))
+    assert found.said == f"direct: seen as {PRIVATE}, this machine's own address, on a private network"
 
 
 def test_a_peer_on_this_machine_proves_nothing_of_the_outside():

@@ -194,6 +194,13 @@ def test_the_caption_says_how_far_the_run_is_and_when_it_will_be_done():
     assert caption_of([], elapsed_s=5, phases=phases) == "0:05, step 20 of 80, 10 min left"
 
 
+def test_the_time_left_in_the_caption_is_that_of_the_furthest_peer_as_in_status():
+    furthest = Phase(name="training", done=20.0, total=80.0, unit="steps", left_s=600.0)
+    behind = Phase(name="training", done=15.0, total=80.0, unit="steps", left_s=50.0)
+    for phases in ({"peer 0": furthest, "peer 1": behind}, {"peer 0": behind, "peer 1": furthest}):
+        assert caption_of([], elapsed_s=5, phases=phases).endswith("step 20 of 80, 10 min left")
+
+
 def test_until_somebody_trains_the_caption_says_what_keeps_each_peer():
     phases = {
         "peer 0": Phase(name="starting", detail="the training process"),

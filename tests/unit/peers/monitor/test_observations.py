@@ -12,7 +12,7 @@ from peers.monitor.observations import (
 )
 from peers.monitor.stragglers import stragglers_of
 from peers.monitor.summary import holders_of, path_in_a_word, summary_of
-from peers.protocol.reports import Certified, Evaluation, Incident, Point, Standing
+from peers.protocol.reports import Certified, Evaluation, Incident, Phase, Point, Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, figures_of, reported
@@ -372,3 +372,14 @@ def test_how_far_the_run_is_follows_the_peer_that_is_furthest():
     reported(observations, "B", 0.0, world_rank=1, step=7, figures=figures)
     swarm = summary_of("run", observations, now=0.0, unix_now=30.0)
     assert swarm["progress"] == {"step": 10, "end_step": 100, "left_s": 90.0}
+
+
+def test_the_time_left_is_what_the_furthest_training_peer_says():
+    observations, figures = Observations(), figures_of(end_step=100)
+    points = tuple(Point(time=10.0 + i, step=i, loss=1.0, tokens_per_s=1.0) for i in range(11))
+    phase = Phase(name="training", done=10.0, total=100.0, unit="steps", left_s=200.0)
+    reported(observations, "A", 0.0, world_rank=0, step=10, figures=figures, phase=phase)
+    slower = Phase(name="training", done=7.0, total=100.0, unit="steps", left_s=50.0)
+    reported(observations, "B", 0.0, world_rank=1, step=7, figures=figures, points=points, phase=slower)
+    swarm = summary_of("run", observations, now=0.0, unix_now=30.0)
+    assert swarm["progress"] == {"step": 10, "end_step": 100, "left_s": 200.0}
