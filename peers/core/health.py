@@ -201,7 +201,7 @@ class Swarm:
         """
         off_head_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
-            if is_first or now < health.at_head_at + off_head_s or health.trains_at(head):
+            if is_first or now < health.at_head_at + off_head_s or health.status.head == head:
                 health.at_head_at = now
         for peer_id, health in self._peers.items():
             if is_first or peer_id in signers:

@@ -199,11 +199,13 @@ def test_strangers_slow_down_nobodys_heartbeat():
     assert (timing.beat_s, timing.silence_s) == before
 
 
-def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back():
+@pytest.mark.parametrize("phase", ["training", "fetching"])
+def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back(phase):
+    """Also one that fetches another state there: until it is elsewhere it may take part in the next commit."""
     swarm, ahead = a_swarm("b"), commit(HEAD, "b")
     look(swarm, 1.0)
     # For long it trains ahead of this peer; then it is lost, and this peer comes to where it stood.
-    swarm.heard("b", status(ahead, sequence=2), 1.5)
+    swarm.heard("b", status(ahead, phase, sequence=2), 1.5)
     for now in range(2, 31):
         swarm.heard("b", None, float(now))
         look(swarm, float(now))
