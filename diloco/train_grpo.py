@@ -47,7 +47,7 @@ from diloco.rl.sampling import sampled, token_ids
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.servers import opened_servers
 from diloco.rl.task_choice import open_task
-from diloco.rl.tasks import Message
+from diloco.rl.tasks import Message, scores
 from diloco.rl.trainer import PeerTrainer, reward_functions
 from diloco.rl.turns import EvaluateWhenDue
 from diloco.train.devices import visible_gpus
@@ -210,6 +210,7 @@ class Training:
         trainer = PeerTrainer(
             rows=self.rows,
             evaluation=self.evaluate,
+            compared=self.compared if config.grpo.rollout == "peers" else None,
             model=self.model,
             args=args,
             reward_funcs=reward_functions(self.task),
@@ -266,6 +267,8 @@ class Training:
             chat_template=str(self.tokenizer.chat_template or ""),
             step_of=lambda: self.trainer.state.global_step,
             generate=self.own_groups,
+            judge=self.judge,
+            on_event=partial(self.metrics.write, "event"),
         )
         clean_ups.append(self.peer_rollouts.close)
 
@@ -322,6 +325,15 @@ class Training:
         for figures in self.peer_rollouts.senders.values():
             self.metrics.write("rollouts", step=self.trainer.state.global_step, **figures)
         return groups
+
+    def compared(self, differences: Sequence[float]) -> None:
+        assert self.peer_rollouts is not None
+        self.peer_rollouts.compared(differences)
+
+    def judge(self, example: int, tokens: Sequence[int]) -> list[float]:
+        """The scores of a completion, as a rollout peer should have found them."""
+        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return scores(self.task, text, self.task.example(example))
 
     def own_groups(self) -> list[Group]:
         """The completions of one generation, by this trainer's model."""

@@ -8,6 +8,7 @@ other learners of the run wait for this one's work at every epoch, and would los
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from diloco.options.trainer import TrainConfig
 from diloco.rl.policy_files import PolicyFiles
 from diloco.rl.push import Publisher
+from diloco.rl.rollout_checks import RolloutChecks
 from diloco.rl.tasks import Task
 from peers.daemon.link import WorkerLink
 
@@ -55,15 +57,19 @@ class PeerRollouts:
         chat_template: str,
         step_of: Callable[[], int],
         generate: Callable[[], list[Group]],
+        judge: Callable[[int, Sequence[int]], Sequence[float]],
+        on_event: Callable[..., None] = lambda **_: None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`generate` makes one generation's groups without rollout peers."""
+        """`generate` makes one generation's groups without rollout peers; `judge` scores an example's completion."""
         self.publisher = Publisher(dtype)
         self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
         self._link, self._files = link, PolicyFiles(directory)
         self._told = {"terms": dict(terms), "chat_template": chat_template}
         self._step_of, self._generate, self._patience_s = step_of, generate, patience_s
+        self._judge, self._on_event = judge, on_event
+        self._checks, self._random = RolloutChecks(), random.SystemRandom()
         self._waits = True
         self._last: Sequence[Group] = ()
 
@@ -87,8 +93,32 @@ class PeerRollouts:
                 self._patience_s,
             )
         self._waits = bool(groups)
+        self._check(groups)
         self._last = groups or self._generate()
         return list(self._last)
+
+    def compared(self, differences: Sequence[float]) -> None:
+        """How far the learner's log-probabilities of each completion taken last are from the sampler's: nats per token.
+
+        Leaves out who has cheated, by this and by what `take` has found.
+        """
+        senders = [group.peer_id for group in self._last for _ in group.tokens]
+        for peer_id, difference in zip(senders, differences, strict=True):
+            if peer_id:
+                self._checks.generated(peer_id, difference)
+        for peer_id, reason in self._checks.cheats().items():
+            log.warning("left rollout peer %s out: %s", peer_id, reason)
+            self._on_event(event="rollout_peer_left_out", peer_id=peer_id, reason=reason)
+            self._link.send("leave out", peer_id=peer_id, reason=reason)
+            self._checks.forget(peer_id)
+
+    def _check(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for tokens, logprobs in zip(group.tokens, group.logprobs, strict=True):
+                self._checks.came(group.peer_id, tokens, logprobs)
+            one = self._random.randrange(len(group.tokens))
+            found = self._judge(group.example, group.tokens[one])
+            self._checks.judged_again(group.peer_id, group.scores[one], found)
 
     def figures(self) -> dict[str, Any]:
         """Of the last generation, for the step's record."""

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor
 from trl import GRPOTrainer
@@ -26,9 +27,18 @@ class PeerTrainer(GRPOTrainer):
     A row that holds `written`, tokens and log-probabilities, has been completed already, and `judged` has its scores.
     """
 
-    def __init__(self, *, rows: Rows, evaluation: Callable[[], dict[str, float]], **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        rows: Rows,
+        evaluation: Callable[[], dict[str, float]],
+        compared: Callable[[Sequence[float]], None] | None = None,
+        **arguments: Any,
+    ) -> None:
+        """`compared` is called on the main rank with the mean absolute difference between the trainer's and the
+        sampler's log-probabilities of each row, in nats per token."""
         super().__init__(**arguments)
-        self._rows = rows
+        self._rows, self._compared = rows, compared
         self._evaluation = evaluation
         self._written: list[tuple[list[int], list[float]] | None] = []
 
@@ -39,7 +49,18 @@ class PeerTrainer(GRPOTrainer):
         own = rows[first : first + len(inputs)]
         assert len(own) == len(inputs), (len(rows), len(inputs), first)
         self._written = [row.pop("written", None) for row in own]
-        return super()._generate_and_score_completions(own)
+        found: dict[str, Tensor | Any] = super()._generate_and_score_completions(own)
+        if self._compared is not None:
+            self._compare(found)
+        return found
+
+    def _compare(self, found: dict[str, Tensor | Any]) -> None:
+        mask = found["completion_mask"]
+        apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * mask
+        each = (apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        all_ranks = gather_object(each)
+        if self._compared is not None and self.accelerator.is_main_process:
+            self._compared(all_ranks)
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *arguments: Any, **named: Any

@@ -75,6 +75,8 @@ class RolloutQueue:
         self.terms: Terms | None = None
         self.step = 0
         self.senders: dict[str, Sender] = {}
+        self.left_out: set[str] = set()
+        """Who has cheated, as the learner's trainer found out."""
         self._steps: dict[str, int] = {}
         """The step of each policy that rollouts may be of, by its digest."""
         self._waiting: deque[tuple[str, Rollout]] = deque()
@@ -98,6 +100,8 @@ class RolloutQueue:
 
     def offer(self, peer_id: str, rollout: Rollout, now: float) -> str:
         """Why the rollout was dropped; empty if it waits to be trained on. Raises ProtocolError for a false one."""
+        if peer_id in self.left_out:
+            raise ProtocolError("it was left out")
         sender = self.sender(peer_id)
         self._check(rollout, sender)
         sender.next_number += 1
@@ -110,6 +114,14 @@ class RolloutQueue:
         if len(self._waiting) > self.terms.num_kept:
             self._dropped(self._waiting.popleft()[0], "surplus")
         return ""
+
+    def leave_out(self, peer_id: str) -> None:
+        """Take no more from this rollout peer, and forget what waits of it."""
+        if len(self.left_out) < MAX_SENDERS:
+            self.left_out.add(peer_id)
+        kept = deque((sender, rollout) for sender, rollout in self._waiting if sender != peer_id)
+        self.sender(peer_id).dropped["left out"] += len(self._waiting) - len(kept)
+        self._waiting = kept
 
     def take(self, count: int) -> list[Waiting]:
         """So many rollouts, the oldest first, if so many wait that are not too old; else none."""

@@ -109,6 +109,8 @@ class RolloutService:
                         rollouts=[_told(one) for one in taken],
                         senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
                     )
+                case "leave out":
+                    self.queue.leave_out(str(message["peer_id"]))
                 case kind:
                     raise ProtocolError(f"unknown message {kind!r} about rollouts")
             message = await connection.receive()
@@ -163,7 +165,8 @@ class RolloutService:
             await channel.send(Refusal(why=error.why), ANSWER_S)
             await channel.let_the_other_close(OFTEN_S)
             return False
-        if self.queue.terms is None or len(self._streams) >= MAX_STREAMS:
+        is_left_out = peer_id in self.queue.left_out
+        if self.queue.terms is None or is_left_out or len(self._streams) >= MAX_STREAMS:
             await channel.send(NoPolicy(), ANSWER_S)
             await channel.let_the_other_close(OFTEN_S)
             return False

@@ -21,6 +21,7 @@ class Daemon:
     def __init__(self) -> None:
         self.queue: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
 
     def send(self, kind: str, **fields: Any) -> None:
         self.asked.append({"kind": kind, **fields})
@@ -60,6 +61,8 @@ def source(daemon, tmp_path):
         chat_template="T",
         step_of=lambda: 12,
         generate=lambda: [OWN],
+        judge=lambda example, tokens: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
+        on_event=lambda **fields: daemon.events.append(fields),
     )
 
 
@@ -96,6 +99,36 @@ def test_the_daemon_is_told_of_each_policy_and_of_the_step_that_it_is_of(daemon,
     assert (told["kind"], told["step"], told["chat_template"]) == ("policy", 12, "T")
     assert told["digest"] == source.publisher.digest == told["files"][-1]["leads_to"]
     assert told["terms"] == {"vocab_size": 9}
+
+
+def left_out(daemon: Daemon) -> list[str]:
+    return [asked["peer_id"] for asked in daemon.asked if asked["kind"] == "leave out"]
+
+
+@pytest.mark.parametrize(
+    ("differences", "scores", "reason"),
+    [
+        ([0.01, 0.02], [[1.0, 1.0], [0.0, 0.0]], ""),
+        ([2.0, 1.5], [[1.0, 1.0], [0.0, 0.0]], "nats per token"),
+        ([0.01, 0.02], [[0.5, 1.0], [1.0, 1.0]], "judged again were false"),
+    ],
+)
+def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differences, scores, reason):
+    for _ in range(10):
+        daemon.queue = [{**sent(0), "scores": scores}]
+        source.take(1)
+        source.compared(differences)
+    assert set(left_out(daemon)) == ({"peer"} if reason else set())
+    assert bool(daemon.events) is bool(reason)
+    if reason:
+        assert reason in daemon.events[0]["reason"]
+
+
+def test_a_learners_own_completions_are_not_compared(daemon, source):
+    for _ in range(10):
+        source.take(1)
+        source.compared([9.0, 9.0])
+    assert left_out(daemon) == []
 
 
 def test_completions_of_a_prompt_are_rows_side_by_side_with_what_was_judged():

@@ -93,3 +93,13 @@ def test_only_so_many_rollout_peers_are_remembered(queue):
     for index in range(MAX_SENDERS + 5):
         queue.sender(f"peer{index}")
     assert len(queue.senders) == MAX_SENDERS and "peer0" not in queue.senders
+
+
+def test_nothing_more_is_taken_from_one_that_was_left_out(queue):
+    queue.offer("x", rollout(FIRST), 1.0)
+    queue.offer("y", rollout(FIRST), 1.0)
+    queue.leave_out("x")
+    assert [one.peer_id for one in queue.take(1)] == ["y"]
+    assert queue.senders["x"].dropped == {"left out": 1}
+    with pytest.raises(ProtocolError, match="left out"):
+        queue.offer("x", rollout(FIRST + 1), 2.0)

@@ -176,6 +176,18 @@ def test_without_a_trainer_that_wants_rollouts_a_rollout_peer_is_told_to_look_el
     asyncio.run(run())
 
 
+def test_who_was_left_out_gets_no_policy(identity, tmp_path):
+    async def run() -> None:
+        service = service_with()
+        publish(service, tmp_path)
+        service.queue.leave_out(identity.peer_id)
+        with pytest.raises(PeerUnreachable, match="takes no rollouts"):
+            async with stream_to(service, identity):
+                pass
+
+    asyncio.run(run())
+
+
 def test_who_is_not_admitted_hears_why(identity, tmp_path):
     async def run() -> None:
         service = service_with(Gate(Admission(RUN, b"k" * 32)))
