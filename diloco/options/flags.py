@@ -17,7 +17,6 @@ from diloco.options.checks import (
     at_least,
     attention,
     codec,
-    count_or_auto,
     duration,
     finite,
     loggers,
@@ -70,11 +69,6 @@ def auto(most: float = math.inf) -> Parameter:
     return Parameter(
         converter=rate_or_auto(most), metavar="NUMBER|auto", show_default=lambda value: value or "auto"
     )
-
-
-def auto_count() -> Parameter:
-    """A flag for a whole number from 1 on, or `auto`."""
-    return Parameter(converter=count_or_auto, metavar="INT|auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,8 +274,8 @@ class TrainConfig:
     """Tokens per sample."""
     total_batch_size: Count = field(default=512, metadata=SHARED)
     """Samples per inner step of one peer, over all its ranks."""
-    per_device_train_batch_size: Annotated[int | Literal["auto"], auto_count()] = 32
-    """Samples per forward pass of one rank; the default shrinks to a divisor of the total, auto finds it by trying."""
+    per_device_train_batch_size: Count = 32
+    """Samples per forward pass of one rank; the default shrinks to a divisor of the total."""
     optimizer: Literal["adamw", "muon"] = field(default="adamw", metadata=SHARED)
     """The inner optimizer; muon uses Muon for hidden matrices and AdamW at a fifth of the rate for the rest."""
     lr: Rate = field(default=4e-4, metadata=SHARED)
