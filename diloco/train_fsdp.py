@@ -242,7 +242,6 @@ class Trainer:
                 micro_batch_size=self.inner.micro_batch_size,
                 on_scored=reached,
             )
-        self.checkpoints.scored(result.loss)
         self.progress.evaluated(self.outer.nominal_step, result.loss)
         self.metrics.write(
             "eval",

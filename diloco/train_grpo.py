@@ -393,7 +393,6 @@ class Training:
             figures = on_rank_zero(
                 lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
             )
-        self.kept.scored(figures["reward"])
         self.metrics.write("eval", **self.position(), **figures)
         return figures
 

@@ -82,9 +82,7 @@ class CkptConfig:
     resume: str | None = None
     """A model_step_<N> directory or URL, or `auto` for the newest complete one under the path."""
     topk: Count | None = None
-    """How many of this peer's own checkpoints to keep; default: all."""
-    keep: Literal["last", "best"] = "last"
-    """Which ones --ckpt.topk keeps: the last, or those with the best evaluations (--eval-every) and the last one."""
+    """How many of this peer's own checkpoints to keep, the last ones; default: all."""
     required: bool = False
     """End the training if a checkpoint cannot be saved; default: log the error and continue."""
     delta_interval: Count | None = None
