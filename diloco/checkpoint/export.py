@@ -1,4 +1,4 @@
-"""Exports the model of a checkpoint as a transformers directory, and uploads it to Hugging Face."""
+"""Exports the model of a checkpoint as a transformers directory."""
 
 from __future__ import annotations
 
@@ -65,26 +65,6 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
             "directory": str(directory),
             "parameters": sum(tensor.numel() for tensor in state.values()),
         }
-
-
-def pushed(directory: Path, repository: str, *, step: int) -> str:
-    """Upload a model's directory; returns its URL. Raises UserError."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
-    api = HfApi()
-    try:
-        url = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=url.repo_id, folder_path=directory, commit_message=f"Step {step} of a diloco training"
-        )
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{directory} is written, but not uploaded to {repository} ({reason}); `hf auth login`, or a token that "
-            "may write in HF_TOKEN, lets it. Then `hf upload` sends the directory"
-        ) from error
-    return str(url)
 
 
 def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tuple[Store, Candidate, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -257,10 +256,7 @@ def worker_environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
 
 
 async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
-    # Not at the top: `--help` needs no event loop.
-    import asyncio
-
-    from diloco.launch.live import Shown, show, show_log
+    from diloco.launch.live import Shown, show, show_log, viewed
     from diloco.launch.phase_file import write_phase
     from peers.daemon.config import DaemonConfig
     from peers.daemon.main import run_daemon
@@ -269,17 +265,12 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     shown = Shown("this peer", workplace.run_dir, since=time.time())
     # Only our trainers write metrics; the user's own program prints what it likes.
     watched = show_log(workplace.worker_log) if workplace.program else show([shown])
-    view = asyncio.create_task(watched)
-    try:
+    async with viewed(watched):
         code = await run_daemon(
             DaemonConfig(**fields),
             worker=workplace.command,
             on_phase=lambda phase: write_phase(workplace.run_dir, phase),
         )
-    finally:
-        view.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await view
     if code == 2:
         raise UserError(last_words(workplace.worker_log) or f"See {workplace.worker_log}.")
     print(f"training is done; everything is in {workplace.run_dir}", flush=True)

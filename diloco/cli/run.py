@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -102,10 +101,7 @@ class _Run:
     records: dict[str, list[Record]] = field(default_factory=dict)
 
     async def until_reported(self) -> int:
-        # Not at the top: `--help` needs no event loop.
-        import asyncio
-
-        from diloco.launch.live import show
+        from diloco.launch.live import show, viewed
         from diloco.launch.local_swarm import LocalSwarm
 
         print(f"run directory: {self.run_dir}", flush=True)
@@ -114,13 +110,8 @@ class _Run:
         _say(f"starting a coordinator and {peers}, which takes a few seconds")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}
-        view = asyncio.create_task(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new)))
-        try:
+        async with viewed(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))):
             await swarm.run()
-        finally:
-            view.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await view
         code = self._report(swarm.shown)
         if self.has_baseline:
             await self._compare()

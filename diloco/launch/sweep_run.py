@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError
-from diloco.launch.live import Shown, show
+from diloco.launch.live import Shown, show, viewed
 from diloco.launch.local_swarm import coordinator_command, free_port, printed_address
 from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
@@ -55,13 +54,10 @@ class Sweep:
             for instance, shown in zip(self.instances, self._shown, strict=True):
                 shown.name = f"peer {instance.number}"
         supervisors: list[Supervisor] = []
-        view = asyncio.create_task(show(self._shown, on_records=self._received))
         try:
-            await self._train(supervisors)
+            async with viewed(show(self._shown, on_records=self._received)):
+                await self._train(supervisors)
         finally:
-            view.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await view
             await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
         return self._report()
 

@@ -166,9 +166,9 @@ def _unknown_flag(error: UnknownOptionError) -> str:
     return f"There is no flag {typed}.{hint}"
 
 
-def flat_values(config: Any, prefix: str = "") -> dict[str, Any]:
+def flat_values(config: Any) -> dict[str, Any]:
     """Every field by its dotted name."""
-    return {name: value for name, value, _shared in _walk(config, prefix)}
+    return {name: value for name, value, _shared in _walk(config, "")}
 
 
 def shared_fields() -> frozenset[str]:
