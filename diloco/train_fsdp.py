@@ -32,7 +32,6 @@ from diloco.options.model_files import load_model_config, model_files, save_pret
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, device_mesh, joined, on_rank_zero
-from diloco.train.auto_batch import find_micro_batch_size
 from diloco.train.evaluation import evaluate
 from diloco.train.inner import InnerLoop
 from diloco.train.lines import LinePrinter
@@ -122,17 +121,9 @@ class Trainer:
             optimizer_of(config.optimizer, model, weight_decay=config.weight_decay),
             precision=precision,
             device=device,
-            micro_batch_size=micro_batch_size_of(config),
+            micro_batch_size=config.per_device_train_batch_size,
             max_grad_norm=config.max_grad_norm,
         )
-        if config.per_device_train_batch_size == "auto":
-            with progress.phase("starting", "finding the batch size that fits"):
-                self.inner.micro_batch_size = find_micro_batch_size(
-                    self.inner,
-                    num_samples=config.total_batch_size // world.num_ranks,
-                    seq_length=config.seq_length,
-                    vocab_size=model.config.vocab_size,
-                )
         self.checkpoints = Checkpoints(
             config.ckpt,
             world,
@@ -251,7 +242,6 @@ class Trainer:
                 micro_batch_size=self.inner.micro_batch_size,
                 on_scored=reached,
             )
-        self.checkpoints.scored(result.loss)
         self.progress.evaluated(self.outer.nominal_step, result.loss)
         self.metrics.write(
             "eval",
@@ -288,18 +278,13 @@ class Trainer:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def micro_batch_size_of(config: TrainConfig) -> int:
-    """Samples per forward pass; 1 for `auto`, until the size is known."""
-    return 1 if config.per_device_train_batch_size == "auto" else config.per_device_train_batch_size
-
-
 def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
     """Raise UserError if this machine has too little memory to train the model."""
     model_config = load_model_config(config.path_model)
     copies = world.num_local_ranks if config.sharding_strategy == "NO_SHARD" else 1
     need = memory_needed_bytes(
         num_parameters(model_config) * copies,
-        activation_tokens=micro_batch_size_of(config) * config.seq_length * world.num_local_ranks,
+        activation_tokens=config.per_device_train_batch_size * config.seq_length * world.num_local_ranks,
         config=model_config,
         optimizer=config.optimizer,
         on_gpu=device.type == "cuda",

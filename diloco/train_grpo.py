@@ -27,7 +27,7 @@ from diloco.checkpoint.restore import refuse_to_begin_anew, skipped_event
 from diloco.checkpoint.saver import check_saved
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.launch.sweep_report import report
+from diloco.launch.report import report
 from diloco.launch.worker import Assignment, assigned, exit_code, leave
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
@@ -393,7 +393,6 @@ class Training:
             figures = on_rank_zero(
                 lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
             )
-        self.kept.scored(figures["reward"])
         self.metrics.write("eval", **self.position(), **figures)
         return figures
 

@@ -8,7 +8,7 @@ trains on this machine in a minute. On two pods, as a Ray job:
     diloco launch --engine ray examples/alexnet.toml 2 --program examples/alexnet_ray.py
 
 Plainly, the ranks average their gradients in every step. Where `Diloco(model)` finds a daemon, each peer trains by
-itself, and the weights are averaged every --hv.local-steps steps: with `--as-peers` behind the command above, or by
+itself, and the weights are averaged every --hv.local-steps steps, by
 `diloco peer --worker "python examples/alexnet_ray.py"`. Without a network it trains on made pictures.
 """
 

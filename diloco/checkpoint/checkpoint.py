@@ -64,7 +64,6 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
         self._checked_step = self._saved_at_ms = self._number = 0
         self._contributors: tuple[int, ...] = ()
-        self._loss: float | None = None
         self._staging: Path | None = None
         """The directory that is being written, if any."""
         self._deleting: Candidate | None = None
@@ -115,10 +114,6 @@ class Checkpoints:
         interval = self._config.interval
         return interval is not None and step // interval > self._checked_step // interval
 
-    def scored(self, loss: float) -> None:
-        """Note the loss of an evaluation, which `--ckpt.keep best` compares checkpoints by."""
-        self._loss = loss
-
     def save(self, outer: Diloco, *, step: int) -> None:
         """Copy the state of nominal step `step` to host memory and start a thread that writes it.
 
@@ -147,9 +142,7 @@ class Checkpoints:
             num_ranks=self._world.num_ranks,
             number=self._number,
             contributors=self._contributors,
-            loss=self._loss,
         )
-        self._loss = None
         self._number += 1
         save = _Save(step, outer.world_rank, part, staging, state, copies, mark, outer_files)
         self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
@@ -235,8 +228,7 @@ class Checkpoints:
     def _delete_old(self, part: str) -> None:
         """Delete this peer's checkpoints in excess of `--ckpt.topk`; other peers delete their own."""
         try:
-            kept = candidates_in(self._store, part)
-            for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
+            for old in to_delete(candidates_in(self._store, part), topk=self._config.topk):
                 self._deleting = old
                 self._store.delete(old.name, old.part)
                 self._deleting = None

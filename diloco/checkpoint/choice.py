@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from diloco.checkpoint.mark import Mark
 
@@ -105,22 +103,6 @@ def of_others(
     return None if is_in_it and registration.was_saving_its_first(best.mark) else best
 
 
-def to_delete(
-    kept: Collection[Candidate], *, topk: int | None, keep: Literal["last", "best"]
-) -> list[Candidate]:
-    """The checkpoints that --ckpt.topk and --ckpt.keep say to delete.
-
-    With `best`, the newest is kept as well, to resume from, and checkpoints without an evaluation rank last.
-    """
-    ranked = newest_first(kept)
-    if topk is None or not ranked:
-        return []
-    newest = ranked[0]
-    if keep == "best":
-        ranked.sort(key=_loss_of)
-    return [one for one in ranked[topk:] if one is not newest]
-
-
-def _loss_of(candidate: Candidate) -> float:
-    loss = candidate.mark.loss
-    return math.inf if loss is None or math.isnan(loss) else loss
+def to_delete(kept: Collection[Candidate], *, topk: int | None) -> list[Candidate]:
+    """The checkpoints that --ckpt.topk says to delete."""
+    return [] if topk is None else newest_first(kept)[topk:]

@@ -50,8 +50,6 @@ class Mark:
     """World ranks in the last commit; empty if unknown."""
     head: str = ""
     """Head of the chain in the outer state; empty without a swarm."""
-    loss: float | None = None
-    """Loss of the newest evaluation since the previous checkpoint, if any."""
 
     def to_bytes(self) -> bytes:
         content = {**asdict(self), "seal": _NO_SEAL}
@@ -76,7 +74,6 @@ class Mark:
 
     @classmethod
     def _of(cls, content: Mapping[str, Any]) -> Mark:
-        loss = content["loss"]
         return cls(
             position=Position(**{name: _count(value) for name, value in content["position"].items()}),
             tokens=tuple(_count(value) for value in content["tokens"]),
@@ -88,9 +85,7 @@ class Mark:
             number=_count(content["number"]),
             saved_at_ms=_count(content["saved_at_ms"]),
             contributors=tuple(_count(value) for value in content["contributors"]),
-            # Versions without certificates called this field `lineage`.
-            head=str(content.get("head", content.get("lineage", ""))),
-            loss=None if loss is None else float(loss),
+            head=str(content["head"]),
         )
 
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.watched import Watched
 from diloco.errors import UserError
 from diloco.options.checks import at_least, up_to, whole
 from diloco.options.extras import require
-from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
     from peers.admission.secrets import SwarmSecret
 
-DEFAULTS = HvConfig()
 TOKEN_ENV = "DILOCO_DASHBOARD_TOKEN"
 LEAST_TOKEN_CHARACTERS = 16
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -30,12 +29,9 @@ Port = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(6
 @app.default
 def dashboard(
     *,
-    initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
-    run_id: Name = DEFAULTS.run_id,
+    swarm: Annotated[Watched, Parameter(name="*")] = Watched(),  # noqa: B008
     host: str = "127.0.0.1",
     port: Port = 8420,
-    timeout: Seconds = 20.0,
-    swarm_secret_file: str | None = None,
 ) -> int:
     """Show a swarm on a web page until Ctrl-C: its peers, loss and speed, the rounds part by part, and what went wrong.
 
@@ -44,32 +40,21 @@ def dashboard(
 
     Parameters
     ----------
-    initial_peers: tuple
-        Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT.
-    run_id: str
-        Name of the run.
     host: str
         Address to serve on. The page is not encrypted: for other machines, an SSH tunnel is better.
     port: int
         Port to serve on; 0: any free one.
-    timeout: float
-        Seconds to wait for the swarm's first answer.
-    swarm_secret_file: str
-        File with the swarm secret, or the secret itself in DILOCO_SWARM_SECRET, where the run has one.
     """
-    if not initial_peers:
-        raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
+    secret = swarm.secret()
     require("dashboard", "diloco dashboard")
     token = token_from(os.environ.get(TOKEN_ENV))
     listener = listening(host, port)
     from diloco.cli.interrupts import run_interruptible
-    from peers.admission.secrets import load_secret
     from peers.net.dht.node import load_hivemind
 
-    secret = load_secret(swarm_secret_file, os.environ)
     # Takes seconds, during which an event loop would not notice a signal.
     load_hivemind()
-    return run_interruptible(_serve(run_id, initial_peers, timeout, secret, listener, token))
+    return run_interruptible(_serve(swarm, secret, listener, token))
 
 
 def token_from(text: str | None) -> str:
@@ -104,21 +89,12 @@ def address_of(listener: socket.socket, token: str) -> str:
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={quote(token, safe='')}"
 
 
-async def _serve(
-    run_id: str,
-    initial_peers: tuple[str, ...],
-    timeout_s: float,
-    secret: SwarmSecret | None,
-    listener: socket.socket,
-    token: str,
-) -> int:
+async def _serve(swarm: Watched, secret: SwarmSecret | None, listener: socket.socket, token: str) -> int:
     from diloco.dashboard.feed import Feed
     from diloco.dashboard.server import application, served
-    from peers.monitor.observer import SETTLE_S, observing
 
     with listener:
-        async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
-            await observer.settled(SETTLE_S)
+        async with swarm.observed(secret) as observer:
             host, port = listener.getsockname()[:2]
             if host not in _LOOPBACK:
                 print("note: the page and its token travel unencrypted; an SSH tunnel to loopback would not.")

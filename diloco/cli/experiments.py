@@ -70,8 +70,6 @@ def run(
     destroy: Switch = False,
     yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
     as_json: AsJson = False,
-    python: str | None = None,
-    source: Path | None = None,
     given: Annotated[Given, Parameter(name="*", group="To the pods and back")] = GIVEN,
     state_file: StateFile = None,
     inventory: Inventory = None,
@@ -117,10 +115,6 @@ def run(
         Give the pods back at the end.
     yes: bool
         Do not ask.
-    python: str
-        A Python on the pods with everything installed; default: create an environment there.
-    source: Path
-        Directory of the code to copy; default: the clone that this command runs from.
     """
     from provisioning.experiments import runs
     from provisioning.experiments.sets import load
@@ -142,7 +136,7 @@ def run(
     if provider is not None:
         found = _on_own_machines(found, provider)
     ledger, of = opened(state_file or _default_state_file(name)), trainer_named(trainer)
-    setup = replace(given.setup(python, source), extras=of.extras)
+    setup = replace(given.setup(), extras=of.extras)
     if not plan:
         remember_results(ledger, given, Path(name).stem)
 

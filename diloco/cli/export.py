@@ -19,7 +19,6 @@ def export(
     directory: Path,
     *,
     weights: Literal["agreed", "own"] = "agreed",
-    push_to_hub: Annotated[str | None, Parameter(name="--push-to-hub", metavar="OWNER/NAME")] = None,
     as_json: Annotated[bool, Parameter("--json")] = False,
 ) -> None:
     """Write a checkpoint's model, configuration and tokenizer as transformers loads them.
@@ -33,21 +32,13 @@ def export(
     weights: str
         Of a swarm's checkpoint: `agreed` are those of the last outer step, the same on all peers; `own` those that the
         peer had trained on from there.
-    push_to_hub: str
-        Also upload the model to this repository at Hugging Face; a new repository is private.
     as_json: bool
         Print a JSON object instead of words.
     """
     if directory.exists():
         raise UserError(f"{directory} exists already; name another")
-    from diloco.checkpoint.export import exported, pushed
+    from diloco.checkpoint.export import exported
 
     told = exported(checkpoint, directory, weights=weights)
-    if push_to_hub is not None:
-        told["url"] = pushed(directory, push_to_hub, step=told["step"])
-    if as_json:
-        print(json.dumps(told), flush=True)
-        return
-    print(f"{directory}: the {told['weights']} weights of {told['checkpoint']}", flush=True)
-    if "url" in told:
-        print(f"uploaded to {told['url']}", flush=True)
+    words = f"{directory}: the {told['weights']} weights of {told['checkpoint']}"
+    print(json.dumps(told) if as_json else words, flush=True)

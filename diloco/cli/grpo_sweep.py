@@ -12,11 +12,10 @@ from cyclopts import App, Parameter
 from diloco.errors import UserError
 from diloco.launch.sweep import check_room, overruled, planned
 from diloco.options.checks import at_least, whole
-from diloco.options.extras import check_extras
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
-from diloco.train.devices import visible_gpus
+from diloco.train.devices import this_machine, visible_gpus
 
 _SOURCE = ValueSource()
 
@@ -40,8 +39,8 @@ def grpo_sweep(
 ) -> int:
     """Train the same task with several seeds at once, or with --average as the peers of one swarm.
 
-    Instance i has its vLLM server on GPU 2i, its trainer on GPU 2i + 1, and port 8000 + i. Everything is checked before
-    anything starts; servers have to answer a request within --grpo.vllm-timeout before trainers do.
+    Instance i has its trainer on GPU 2i + 1, which starts a vLLM server on GPU 2i and port 8000 + i. Everything is
+    checked before anything starts.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ def grpo_sweep(
         A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags beat it.
     """
     from diloco.cli.interrupts import run_interruptible
-    from diloco.rl.task_choice import check_task
+    from diloco.doctor.before_start import check_choices
 
     named = _SOURCE.named | {"mode"}
     train = replace(train, mode="grpo")
@@ -66,8 +65,7 @@ def grpo_sweep(
     train = settled(for_mode(train, named), named)
     # So that a mistyped name is reported once, not by each instance.
     load_model_config(train.path_model)
-    check_extras(train)
-    check_task(train.grpo)
+    check_choices(train, this_machine(os.environ, train.device))
     plan = planned(
         train,
         num_instances=instances,

@@ -43,7 +43,6 @@ def launch(
     partition: str | None = None,
     storage: str | None = None,
     cpus_per_node: Rank | None = None,
-    as_peers: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     state_file: StateFile = None,
     inventory: Inventory = None,
@@ -85,9 +84,6 @@ def launch(
         A directory that all nodes share (Ray).
     cpus_per_node: int
         Cores that Ray may give out on each node; default: all.
-    as_peers: str
-        Instead of one training over all nodes, start a peer on each of them with these flags of `diloco peer`, such as
-        "--hv.local-steps 20", and the program as its worker (Ray).
     dry_run: bool
         Only print the job script, or for Ray the cluster as a file for `ray up`.
     """
@@ -124,13 +120,10 @@ def launch(
         wish = OnPods(
             storage=storage,
             cpus_per_node=cpus_per_node or None,
-            peer_flags=as_peers,
             state_file=state_file,
             inventory=inventory,
         )
         return print_cluster_yaml(job, wish) if dry_run else run_on_pods(job, wish)
-    if as_peers is not None:
-        raise UserError("--as-peers is for --engine ray; with the others, start `diloco peer` on each node.")
     if engine == "torchrun":
         job, nproc = node.checked(job)
         return node.run(job, nproc, os.environ, here)

@@ -28,7 +28,6 @@ class OnPods:
     storage: str | None
     """A directory that all nodes share; on this machine alone it need not be named."""
     cpus_per_node: int | None
-    peer_flags: str | None
     state_file: Path | None
     inventory: Path | None
 
@@ -127,7 +126,6 @@ def ray_job(job: LaunchJob, wish: OnPods, rows: Sequence[Row], ledger: Ledger) -
     return RayJob(
         num_nodes=job.num_nodes,
         ranks_per_node=num_processes(job.nproc_per_node, on_gpus[0] if on_gpus else 0),
-        peer_flags=wish.peer_flags,
         program=[*job.program, *named, *job.more],
         storage=wish.storage or str(ledger.path.parent / "ray"),
         use_gpu=bool(on_gpus),

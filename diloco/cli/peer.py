@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import shlex
 import shutil
@@ -18,6 +16,13 @@ from cyclopts import App, Parameter
 
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError
+from diloco.launch.workplace import (
+    check_not_refused,
+    path_with_this_python,
+    tell_in,
+    worker_command,
+    worker_log,
+)
 from diloco.options.checks import at_least, whole
 from diloco.options.extras import check_extras
 from diloco.options.flags import HvConfig
@@ -33,22 +38,13 @@ from diloco.options.trainer import (
     trainer_of,
 )
 from diloco.rl.gpus import gpus_for_ranks
-from diloco.train.devices import num_cores, num_ranks, this_machine, threads_per_rank
-from diloco.train.run_dir import created_run_dir, last_words, reason_in, written_config
+from diloco.train.devices import num_ranks, this_machine
+from diloco.train.run_dir import created_run_dir
 
 if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
 
 _SOURCE = ValueSource()
-_LINK_ENV = "DILOCO_LINK"
-TOLD = tuple(
-    f"peers.daemon.{name}"
-    for name in (
-        *("agreement", "daemon", "downloads", "main", "rollout_peer", "rollout_service", "runtime"),
-        "worker_monitor",
-    )
-)
-
 NOT_KEPT = (
     "no checkpoints are saved: if all peers stop before the end, the progress of the run is lost; "
     "--ckpt.interval 100 saves one every 100 steps"
@@ -176,7 +172,7 @@ def program_of(worker: str | None) -> tuple[str, ...]:
         words = tuple(shlex.split(worker))
     except ValueError as error:
         raise UserError(f"--worker {worker}: {error}.") from error
-    if not words or shutil.which(words[0], path=_path_with_this_python()) is None:
+    if not words or shutil.which(words[0], path=path_with_this_python()) is None:
         raise UserError(f"--worker {worker!r} names no program that is here to be started.")
     return words
 
@@ -193,10 +189,6 @@ def unread_by_a_program(named: Collection[str]) -> str:
     )
 
 
-def _path_with_this_python() -> str:
-    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-
-
 @dataclass(frozen=True)
 class Workplace:
     """How this peer's workers are started."""
@@ -210,14 +202,9 @@ class Workplace:
     num_peers: int = 1
     """Peers on this machine."""
 
-    @property
-    def worker_log(self) -> Path:
-        return self.run_dir / "logs" / "worker.log"
-
     def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
         """The workers' command line, after writing the configuration that it names."""
         from diloco.launch.swarm_config import adopted
-        from peers.daemon.supervisor import WorkerCommand
 
         config = adopted(
             self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
@@ -229,38 +216,19 @@ class Workplace:
             if world_rank == 0 and config.ckpt.interval is None:
                 print(NOT_KEPT, flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
-        path = written_config(config, self.run_dir)
-        return WorkerCommand(
-            argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
-            env=worker_environment(link_path, num_workers=self.num_ranks * self.num_peers),
-            cwd=Path.cwd(),
-            log_path=self.worker_log,
-            reason_in=reason_in,
+        return worker_command(
+            config,
+            self.run_dir,
+            link_path,
+            module=trainer_of(config),
+            program=self.program,
             num_ranks=self.num_ranks,
+            num_peers=self.num_peers,
         )
 
 
-def worker_environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
-    """The environment of one of so many workers on this machine."""
-    from peers.admission.secrets import SECRET_ENV
-
-    return {
-        # The secret is for the daemon alone: a training program has no use for it, and may log its environment.
-        **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
-        # "python" in --worker is the one that runs this.
-        "PATH": _path_with_this_python(),
-        _LINK_ENV: str(link_path),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-        or str(threads_per_rank(num_cores(), num_workers)),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
-    # Not at the top: `--help` needs no event loop.
-    import asyncio
-
-    from diloco.launch.live import Shown, show, show_log
+    from diloco.launch.live import Shown, show, show_log, viewed
     from diloco.launch.phase_file import write_phase
     from peers.daemon.config import DaemonConfig
     from peers.daemon.main import run_daemon
@@ -268,35 +236,13 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     tell_in(workplace.run_dir / "logs" / "daemon.log")
     shown = Shown("this peer", workplace.run_dir, since=time.time())
     # Only our trainers write metrics; the user's own program prints what it likes.
-    watched = show_log(workplace.worker_log) if workplace.program else show([shown])
-    view = asyncio.create_task(watched)
-    try:
+    watched = show_log(worker_log(workplace.run_dir)) if workplace.program else show([shown])
+    async with viewed(watched):
         code = await run_daemon(
             DaemonConfig(**fields),
             worker=workplace.command,
             on_phase=lambda phase: write_phase(workplace.run_dir, phase),
         )
-    finally:
-        view.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await view
-    if code == 2:
-        raise UserError(last_words(workplace.worker_log) or f"See {workplace.worker_log}.")
+    check_not_refused(code, workplace.run_dir)
     print(f"training is done; everything is in {workplace.run_dir}", flush=True)
     return 0
-
-
-def tell_in(path: Path) -> None:
-    """Log to this file, and print what the daemon does between epochs, so that the user does not wait in the dark."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
-    for name in TOLD:
-        logging.getLogger(name).addHandler(_Printer())
-
-
-class _Printer(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # To what is stdout by then: while the table is shown, that prints above it.
-        print(record.getMessage(), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,83 +15,77 @@ from diloco.options.flags import HvConfig, Name, Seconds, address_list
 if TYPE_CHECKING:
     from peers.admission.ban_change import ChangedBans
 
-DEFAULTS = HvConfig()
-_KEY = "File with the admission key; default: that of the coordinator on this machine."
 _PEERS = "Peer ids, or the last characters of peers that are in the swarm (of the list, to unban), 6 or more."
 
 app = App(name="peers")
 
-InitialPeers = Annotated[
-    tuple[str, ...],
-    address_list(of_peers=True),
-    Parameter(help="Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."),
-]
-RunId = Annotated[Name, Parameter(help="Name of the run.")]
-KeyFile = Annotated[Path | None, Parameter(help=_KEY)]
-StateDir = Annotated[Path | None, Parameter(help="Where the coordinator keeps its keys.")]
-Timeout = Annotated[Seconds, Parameter(help="Seconds that the swarm may take to answer.")]
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """The run's admission key."""
+
+    run_id: Name = HvConfig.run_id
+    """Name of the run."""
+    admission_key_file: Path | None = None
+    """File with the admission key; default: that of the coordinator on this machine."""
+    state_dir: Path | None = None
+    """Where the coordinator keeps its keys."""
+
+    @property
+    def path(self) -> Path:
+        from diloco.launch.swarm_config import state_dir as default_state_dir
+
+        if self.admission_key_file is not None:
+            return self.admission_key_file
+        return (self.state_dir or default_state_dir()) / "coordinator" / f"{self.run_id}.admission-key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Key):
+    """A run whose ban list is read or changed."""
+
+    initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = ()
+    """Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."""
+    timeout: Seconds = 20.0
+    """Seconds that the swarm may take to answer."""
+
+
+RunFlags = Annotated[Run, Parameter(name="*")]
 
 
 @app.command
-def ban(
-    *peer_ids: Annotated[str, Parameter(help=_PEERS)],
-    initial_peers: InitialPeers = (),
-    run_id: RunId = DEFAULTS.run_id,
-    admission_key_file: KeyFile = None,
-    state_dir: StateDir = None,
-    timeout: Timeout = 20.0,
-) -> int:
+def ban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: RunFlags = Run()) -> int:
     """Ban peers from a run: they are dropped at once, whatever they do, and let in nowhere any more."""
     _check_named(peer_ids)
-    where = initial_peers, run_id, admission_key_file, state_dir, timeout
-    return _change(where, lambda outcome: _tell(outcome, "banned"), ban=peer_ids)
+    return _change(run, lambda outcome: _tell(outcome, "banned"), ban=peer_ids)
 
 
 @app.command
-def unban(
-    *peer_ids: Annotated[str, Parameter(help=_PEERS)],
-    initial_peers: InitialPeers = (),
-    run_id: RunId = DEFAULTS.run_id,
-    admission_key_file: KeyFile = None,
-    state_dir: StateDir = None,
-    timeout: Timeout = 20.0,
-) -> int:
+def unban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: RunFlags = Run()) -> int:
     """Let banned peers back in: started again, they join."""
     _check_named(peer_ids)
-    where = initial_peers, run_id, admission_key_file, state_dir, timeout
-    return _change(where, lambda outcome: _tell(outcome, "no longer banned"), unban=peer_ids)
+    return _change(run, lambda outcome: _tell(outcome, "no longer banned"), unban=peer_ids)
 
 
 @app.command(name="list")
-def list_(
-    *,
-    initial_peers: InitialPeers = (),
-    run_id: RunId = DEFAULTS.run_id,
-    admission_key_file: KeyFile = None,
-    state_dir: StateDir = None,
-    timeout: Timeout = 20.0,
-) -> int:
+def list_(*, run: RunFlags = Run()) -> int:
     """Print the banned peers of a run, one a line."""
-    where = initial_peers, run_id, admission_key_file, state_dir, timeout
-    return _change(where, lambda outcome: print(*sorted(outcome.bans.peer_ids), sep="\n", flush=True))
+    return _change(run, lambda outcome: print(*sorted(outcome.bans.peer_ids), sep="\n", flush=True))
 
 
 @app.command
-def new_secret(
-    *, run_id: RunId = DEFAULTS.run_id, admission_key_file: KeyFile = None, state_dir: StateDir = None
-) -> int:
+def new_secret(*, key: Annotated[Key, Parameter(name="*")] = Key()) -> int:
     """Replace the swarm secret: who has only the old one is given no token any more; peers that train go on."""
     from peers.admission.secrets import replace_secret
 
-    key_path = _key_path(run_id, admission_key_file, state_dir)
-    secret_path = key_path.with_suffix(".swarm-secret")
-    replace_secret(key_path, secret_path)
+    secret_path = key.path.with_suffix(".swarm-secret")
+    replace_secret(key.path, secret_path)
     print(f"a new swarm secret is in {secret_path}; give it to the peers before their tokens are half over")
     return 0
 
 
 def _change(
-    where: tuple[tuple[str, ...], str, Path | None, Path | None, float],
+    run: Run,
     say: Callable[[ChangedBans], None],
     *,
     ban: Collection[str] = (),
@@ -102,27 +97,20 @@ def _change(
     from peers.admission.secrets import load_key
     from peers.net.dht.node import load_hivemind
 
-    initial_peers, run_id, admission_key_file, state_dir, timeout = where
-    if not initial_peers:
+    if not run.initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
-    key_path = _key_path(run_id, admission_key_file, state_dir)
-    key, kept_at = load_key(key_path), key_path.with_suffix(".bans")
+    key, kept_at = load_key(run.path), run.path.with_suffix(".bans")
 
     async def change() -> int:
-        say(await change_bans(run_id, initial_peers, key, kept_at, ban=ban, unban=unban, timeout_s=timeout))
+        changed = await change_bans(
+            run.run_id, run.initial_peers, key, kept_at, ban=ban, unban=unban, timeout_s=run.timeout
+        )
+        say(changed)
         return 0
 
     # Takes seconds, in which an event loop would not notice a signal.
     load_hivemind()
     return run_interruptible(change())
-
-
-def _key_path(run_id: str, admission_key_file: Path | None, state_dir: Path | None) -> Path:
-    from diloco.launch.swarm_config import state_dir as default_state_dir
-
-    if admission_key_file is not None:
-        return admission_key_file
-    return (state_dir or default_state_dir()) / "coordinator" / f"{run_id}.admission-key"
 
 
 def _check_named(peer_ids: tuple[str, ...]) -> None:

@@ -77,11 +77,15 @@ class Given:
     """Environment variables to pass to the pods, besides WANDB_API_KEY, WANDB_PROJECT and HF_TOKEN."""
     mount: Words = ()
     """Files and directories to copy to the pods: PATH, or PATH:PLACE with a place below the pod's directory."""
+    python: str | None = None
+    """A Python on the pods with everything installed; default: create an environment there."""
+    source: Path | None = None
+    """Directory of the code to copy; default: the clone that this command runs from."""
     fetch: Fetch = None
     run_dir: str | None = None
     """Where that goes, a directory for each pod: a path, or a URL for fsspec; default: runs/<UTC time>-<name>."""
 
-    def setup(self, python: str | None, source: Path | None) -> Setup:
+    def setup(self) -> Setup:
         """Raises UserError for a secret or a file that is not there."""
         import os
 
@@ -89,8 +93,8 @@ class Given:
 
         fetched(self.fetch)
         return Setup(
-            source=source_directory(source),
-            python=python,
+            source=source_directory(self.source),
+            python=self.python,
             secrets=secrets_of(os.environ, self.secret),
             mounts=[mount_of(word) for word in self.mount],
         )

@@ -116,8 +116,6 @@ def provision(
     as_json: AsJson = False,
     deploy_only: Switch = False,
     run_id: Name = DEFAULTS.run_id,
-    python: str | None = None,
-    source: Path | None = None,
     boot_timeout: Seconds = 900.0,
     epoch_timeout: Seconds = 3600.0,
     state_file: StateFile = None,
@@ -143,10 +141,6 @@ def provision(
         Rent the pods and set them up, but start nothing.
     run_id: str
         Name of the run.
-    python: str
-        A Python on the pods with everything installed; default: create an environment there.
-    source: Path
-        Directory of the code to copy; default: the clone that this command runs from.
     boot_timeout: float
         Seconds a pod may take until it answers; then the next offer is tried.
     epoch_timeout: float
@@ -165,7 +159,7 @@ def provision(
         from diloco.cli.offers import tell_offers
 
         return run(tell_offers(wish, where, as_json=as_json))
-    specs, setup = specs_of_flags(wish), given.setup(python, source)
+    specs, setup = specs_of_flags(wish), given.setup()
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
     async def attempt(fleet: Fleet) -> int:

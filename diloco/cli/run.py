@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +22,6 @@ from diloco.train.run_dir import METRICS, created_run_dir
 if TYPE_CHECKING:
     from diloco.launch.live import Shown
     from diloco.launch.local_swarm import LocalSwarm
-    from diloco.launch.report import Summary
 
 _SOURCE = ValueSource()
 
@@ -103,10 +101,7 @@ class _Run:
     records: dict[str, list[Record]] = field(default_factory=dict)
 
     async def until_reported(self) -> int:
-        # Not at the top: `--help` needs no event loop.
-        import asyncio
-
-        from diloco.launch.live import show
+        from diloco.launch.live import show, viewed
         from diloco.launch.local_swarm import LocalSwarm
 
         print(f"run directory: {self.run_dir}", flush=True)
@@ -115,13 +110,8 @@ class _Run:
         _say(f"starting a coordinator and {peers}, which takes a few seconds")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}
-        view = asyncio.create_task(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new)))
-        try:
+        async with viewed(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))):
             await swarm.run()
-        finally:
-            view.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await view
         code = self._report(swarm.shown)
         if self.has_baseline:
             await self._compare()
@@ -130,14 +120,14 @@ class _Run:
     async def _compare(self) -> None:
         """After the report: whatever comes of this, the swarm's figures have been told."""
         from diloco.launch.baseline import NAME, LoneTraining
-        from diloco.launch.report import baseline_line
+        from diloco.launch.report import baseline_line, plotted, summary_of
 
         _say("now one peer trains alone for as many steps, to compare; Ctrl-C skips this")
         lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
         await lone.run()
-        swarm = self._summary(self.records)
-        self._plot(swarm, alone=lone.records)
-        print(baseline_line(self._summary({NAME: lone.records}), swarm), flush=True)
+        swarm = summary_of(self.config, self.records)
+        plotted(self.config, self.records, self.run_dir, self._title(swarm.num_epochs), lone.records)
+        print(baseline_line(summary_of(self.config, {NAME: lone.records}), swarm), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""
@@ -153,44 +143,17 @@ class _Run:
             )
 
     def _report(self, shown: Sequence[Shown]) -> int:
+        from diloco.launch.report import plotted, summary_of, text_of
+
         model = next((peer.run_dir / "model" for peer in shown if (peer.run_dir / "model").is_dir()), None)
-        paths = {"model": model} if model else {}
-        text, agrees = self._rewards_report(paths) if self.config.mode == "grpo" else self._loss_report(paths)
-        print(text, flush=True)
-        return 0 if agrees else 1
-
-    def _loss_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
-        from diloco.launch.report import text_of
-
-        summary = self._summary(self.records)
-        paths |= {"plot of the losses": self._plot(summary), "everything": self.run_dir}
-        return text_of(summary, paths), summary.agrees
-
-    def _summary(self, records: Mapping[str, Sequence[Record]]) -> Summary:
-        from diloco.launch.report import summarise
-
-        tokens_per_step = self.config.total_batch_size * self.config.seq_length
-        return summarise(records, tokens_per_step=tokens_per_step, compression=self.config.hv.compression)
-
-    def _plot(self, summary: Summary, alone: Sequence[Record] = ()) -> Path:
-        from diloco.launch.plot import plot
-
-        picture = self.run_dir / "loss.png"
-        plot(self.records, picture, title=self._title(summary.num_epochs), alone=alone)
-        return picture
-
-    def _rewards_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
-        from diloco.launch.sweep_report import plot, summarise, text_of
-
-        summary = summarise(
-            self.records,
-            completions_per_step=self.config.total_batch_size,
-            compression=self.config.hv.compression,
-        )
-        picture = self.run_dir / "reward.png"
-        plot(self.records, picture, title=self._title(summary.num_epochs))
-        paths |= {"plot of the rewards": picture, "everything": self.run_dir}
-        return text_of(summary, paths), summary.agrees
+        summary = summary_of(self.config, self.records)
+        paths = {
+            **({"model": model} if model else {}),
+            **plotted(self.config, self.records, self.run_dir, self._title(summary.num_epochs)),
+            "everything": self.run_dir,
+        }
+        print(text_of(summary, paths), flush=True)
+        return 0 if summary.agrees else 1
 
     def _title(self, num_epochs: int) -> str:
         return f"{self.config.project}: {self.num_peers} peers, {num_epochs} epochs"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.errors import UserError
-from diloco.options.flags import HvConfig, Name, Seconds, address_list
+from diloco.cli.watched import Watched
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from peers.admission.secrets import SwarmSecret
     from peers.monitor.observer import Observer
 
-DEFAULTS = HvConfig()
 REDRAW_S = 1.0
 """Between two pictures of a swarm in which nothing happens."""
 LEAST_REDRAW_S = 0.2
@@ -29,62 +26,36 @@ app = App(name="status")
 @app.default
 def status(
     *,
-    initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
-    run_id: Name = DEFAULTS.run_id,
+    swarm: Annotated[Watched, Parameter(name="*")] = Watched(),  # noqa: B008
     watch: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    timeout: Seconds = 20.0,
-    swarm_secret_file: str | None = None,
 ) -> int:
     """Show who is in a swarm, from outside: every peer's state, epoch, loss, speed, link and anchor, who is waited for
     and why, and the last rounds with what went wrong.
 
     Parameters
     ----------
-    initial_peers: tuple
-        Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT.
-    run_id: str
-        Name of the run.
     watch: bool
         Keep looking until Ctrl-C: a table that is redrawn, or with --json a line whenever there is news.
     as_json: bool
         One JSON object instead of a table.
-    timeout: float
-        Seconds to wait for an answer.
-    swarm_secret_file: str
-        File with the swarm secret, or the secret itself in DILOCO_SWARM_SECRET: only admitted peers are shown then.
-        Peers of a closed swarm give details only to those who have it.
     """
-    if not initial_peers:
-        raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
+    secret = swarm.secret()
     from rich.console import Console
 
     from diloco.cli.interrupts import run_interruptible
-    from peers.admission.secrets import load_secret
     from peers.net.dht.node import load_hivemind
 
-    secret = load_secret(swarm_secret_file, os.environ)
-    with Console(stderr=True).status(f"asking the peers of {run_id} how they are") as waiting:
+    with Console(stderr=True).status(f"asking the peers of {swarm.run_id} how they are") as waiting:
         # Takes seconds, in which an event loop would not notice a signal.
         load_hivemind()
-        look = _look(run_id, initial_peers, timeout, secret, waiting, watch=watch, as_json=as_json)
-        return run_interruptible(look)
+        return run_interruptible(_look(swarm, secret, waiting, watch=watch, as_json=as_json))
 
 
 async def _look(
-    run_id: str,
-    initial_peers: tuple[str, ...],
-    timeout_s: float,
-    secret: SwarmSecret | None,
-    waiting: Status,
-    *,
-    watch: bool,
-    as_json: bool,
+    swarm: Watched, secret: SwarmSecret | None, waiting: Status, *, watch: bool, as_json: bool
 ) -> int:
-    from peers.monitor.observer import SETTLE_S, observing
-
-    async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
-        await observer.settled(SETTLE_S)
+    async with swarm.observed(secret) as observer:
         waiting.stop()
         if not watch:
             _print(observer.swarm(), as_json=as_json)

@@ -115,9 +115,9 @@ class FileCorpus:
             yield text_of(row, column, where=f"{path}, row {number}").encode("utf-8", errors="replace")
 
 
-def is_held_out(content: bytes, fraction: float = _HELD_OUT) -> bool:
+def is_held_out(content: bytes) -> bool:
     """Whether a document is for validation only. It depends on the content, so duplicates are treated alike."""
-    return xxhash.xxh3_64_intdigest(content) < fraction * 2**64
+    return xxhash.xxh3_64_intdigest(content) < _HELD_OUT * 2**64
 
 
 def _held_out_files(root: Path, files: list[Path]) -> frozenset[Path]:

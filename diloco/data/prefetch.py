@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 
 
+class _End:
+    """Stands for the end of the items."""
+
+
 class Prefetched(Generic[T]):
-    """Iterates over `items`, reading up to `depth` items ahead. An error of `items` is raised to the consumer.
+    """Iterates over `items`, reading up to `depth` + 1 items ahead. An error of `items` is raised to the consumer.
 
     A context manager: leaving it ends the thread, even if items are left.
     """
 
     def __init__(self, items: Iterator[T], depth: int = 2) -> None:
-        self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(items,), name="prefetch", daemon=True)
-        self._thread.start()
+        self._items = items
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead = deque(self._submitted() for _ in range(depth + 1))
 
     def __enter__(self) -> Self:
         return self
@@ -32,33 +35,15 @@ class Prefetched(Generic[T]):
         self.close()
 
     def __iter__(self) -> Iterator[T]:
-        while True:
-            item, error = self._queue.get()
-            if error is not None:
-                # Put back, so that iterating again after the end does not block for ever.
-                self._queue.put((None, error))
-                if isinstance(error, StopIteration):
-                    return
-                raise error
-            yield item  # type: ignore[misc]
+        # The end, or an error, stays in its place: iterating again meets it again.
+        while not isinstance(item := self._ahead[0].result(), _End):
+            self._ahead.popleft()
+            self._ahead.append(self._submitted())
+            yield item
 
     def close(self) -> None:
         """End the thread; repeating it is safe."""
-        self._stopped.set()
-        while self._thread.is_alive():
-            # The thread may be blocked on a full queue.
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
+        self._reader.shutdown(cancel_futures=True)
 
-    def _read(self, items: Iterator[T]) -> None:
-        try:
-            for item in items:
-                if self._stopped.is_set():
-                    return
-                self._queue.put((item, None))
-        except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
-            self._queue.put((None, error))
-        else:
-            self._queue.put((None, StopIteration()))
+    def _submitted(self) -> Future[T | _End]:
+        return self._reader.submit(next, self._items, _End())

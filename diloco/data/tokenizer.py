@@ -23,56 +23,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_BYTES = 256
-BOS, EOS, PAD, IM_START, IM_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-# Three reserved ones make the vocabulary size a multiple of eight, which tensor cores need for full speed.
-SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END, "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def build_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """The tokenizer whose files are in the byte-level presets; a test compares those files with this function."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    # Split at line ends, so that no pre-token ("word") is longer than a line.
-    lines = pre_tokenizers.Split("\n", "merged_with_previous")
-    symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([lines, symbols])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def load_tokenizer(path_model: str, config: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(path_model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a preset, directory or hub id; the byte-level one if the model has none.
 
-    `config` is the model's config.json if the caller has it already (a peer that took it from the manifest may not have
-    the directory). Raises UserError if the tokenizer does not load, has no eos, or has more ids than the model's
-    vocabulary.
+    Raises UserError if the tokenizer does not load, has no eos, or has more ids than the model's vocabulary.
     """
-    config = load_model_config(path_model) if config is None else config
     directory = directory_of(path_model, weights=False)
     if _has_tokenizer(directory):
         tokenizer = _from_directory(directory, path_model)
     else:
         tokenizer = _from_directory(PRESETS_DIR / "2m", "2m")
         log.warning("%s brings no tokenizer: text is read byte by byte (%d ids)", path_model, len(tokenizer))
-    vocab_size = int(config.get("vocab_size", 0))
+    vocab_size = int(load_model_config(path_model).get("vocab_size", 0))
     if vocab_size and len(tokenizer) > vocab_size:
         raise UserError(
             f"the model {path_model} knows {vocab_size} token ids, its tokenizer has {len(tokenizer)}; "

@@ -31,7 +31,7 @@ def check_room(
     """
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
-    tokens = (1 if samples == "auto" else samples) * config.seq_length * num_ranks if is_counted else 0
+    tokens = samples * config.seq_length * num_ranks if is_counted else 0
     check_peers_fit(
         config.path_model,
         num_peers=num_peers,

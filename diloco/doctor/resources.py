@@ -79,8 +79,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             return str(error)
         return ""
 
-    per_device = config.per_device_train_batch_size
-    samples = 1 if per_device == "auto" else per_device
+    samples = config.per_device_train_batch_size
     if said := problem_of(samples):
         fitting = next((size for size in _smaller(samples) if not problem_of(size)), None)
         fix = f"--per-device-train-batch-size {fitting}" if fitting else "--path-model 2m  # or more memory"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -12,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError
-from diloco.launch.live import Shown, show
+from diloco.launch.live import Shown, show, viewed
 from diloco.launch.local_swarm import OWN_FIELDS, environment_of_peers, gpu_of_peer
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, flat_values, to_toml
@@ -53,13 +51,8 @@ class LoneTraining:
                 doing = Doing("training", done=steps[-1]["step"], total=self.config.end_step, unit="steps")
                 write_phase(shown.run_dir, clock.at(doing, time.time()))
 
-        view = asyncio.create_task(show([shown], on_records=received))
-        try:
+        async with viewed(show([shown], on_records=received)):
             end = await Supervisor(command, policy=_POLICY).run()
-        finally:
-            view.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await view
         if end.code:
             raise DilocoError(
                 f"The training alone ended with {end.code}. The end of {command.log_path}:\n"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.launch.phase_file import read_phase
 from diloco.train.lines import PhaseLines, RecordLines
@@ -97,6 +98,18 @@ async def show(
                 await asyncio.sleep(_READ_INTERVAL_S)
         finally:
             read()
+
+
+@contextlib.asynccontextmanager
+async def viewed(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `show` or `show_log` while the block runs; it ends with a last look."""
+    task = asyncio.create_task(view)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def show_log(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs in a Ray worker: starts this node's ranks of a program, or a peer that has the program as its worker.
+"""Runs in a Ray worker: starts this node's ranks of a program.
 
 Programs are child processes of Ray's worker, so they can set up torch.distributed by themselves. They die with it.
 """
@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from peers.system import die_with_parent
 
-T = TypeVar("T")
-
-TRAINER = ("-m", "diloco.train_fsdp")
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.5
-_DHT_TIMEOUT_S = 120.0
-_RUN_ID = "ray"
 
 
 def run_node(config: Mapping[str, Any]) -> None:
@@ -41,17 +35,12 @@ def run_node(config: Mapping[str, Any]) -> None:
     if node == 0:
         print(f"one worker on each of {num_nodes} nodes: {', '.join(places)}", flush=True)
     num_ranks = int(config["ranks_per_node"])
-    if config["peer_flags"] is None:
-        host, port = _broadcast(node, lambda: (address, _free_port()))
-        ranks = [
-            rank_env(
-                node=node, num_nodes=num_nodes, local_rank=local, num_local=num_ranks, host=host, port=port
-            )
-            for local in range(num_ranks)
-        ]
-        code = run_all([([sys.executable, *config["program"]], env) for env in ranks])
-    else:
-        code = _run_peer(config, node, num_nodes, address)
+    host, port = _from_first_node((address, _free_port()) if node == 0 else None)
+    ranks = [
+        rank_env(node=node, num_nodes=num_nodes, local_rank=local, num_local=num_ranks, host=host, port=port)
+        for local in range(num_ranks)
+    ]
+    code = run_all([([sys.executable, *config["program"]], env) for env in ranks])
     if code:
         raise RuntimeError(f"node {node} ended with {code}")
 
@@ -69,17 +58,6 @@ def rank_env(
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
-
-
-def peer_argv(
-    flags: Sequence[str], program: Sequence[str], *, address: str, num_peers: int, ranks: int, run_dir: Path
-) -> list[str]:
-    """The command of a peer that waits for all others; its worker is our trainer, or the given program."""
-    words = ["-m", "diloco", "peer", "--initial-peers", address, "--run-id", _RUN_ID]
-    words += ["--galaxy-size", str(num_peers), "--nproc-per-node", str(ranks), "--run-dir", str(run_dir)]
-    if tuple(program[: len(TRAINER)]) == TRAINER:
-        return [*words, *program[len(TRAINER) :], *flags]
-    return [*words, "--worker", shlex.join(["python", *program]), *flags]
 
 
 def run_all(programs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
@@ -102,44 +80,7 @@ def run_all(programs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
         _end(processes)
 
 
-def _run_peer(config: Mapping[str, Any], node: int, num_nodes: int, address: str) -> int:
-    """Run a peer of a swarm with a secret. The first node also runs the coordinator."""
-    storage = Path(config["storage"]) / config["name"]
-    with contextlib.ExitStack() as stack:
-        where, secret = _broadcast(node, lambda: stack.enter_context(_coordinator(storage, address)))
-        argv = peer_argv(
-            config["peer_flags"],
-            config["program"],
-            address=where,
-            num_peers=num_nodes,
-            ranks=int(config["ranks_per_node"]),
-            run_dir=storage / f"peer-{node}",
-        )
-        return run_all([([sys.executable, *argv], {"DILOCO_SWARM_SECRET": secret})])
-
-
-@contextlib.contextmanager
-def _coordinator(storage: Path, address: str) -> Iterator[tuple[str, str]]:
-    """Run `diloco dht start`; yields its address and the swarm secret. Its state is kept in `storage`."""
-    from provisioning.swarm.commands import address_in
-
-    storage.mkdir(parents=True, exist_ok=True)
-    log = storage / f"dht-{time.time_ns()}.log"
-    argv = [sys.executable, "-m", "diloco", "dht", "start", "--admission", "--run-id", _RUN_ID]
-    argv += ["--state-dir", str(storage), "--host-maddrs", f"/ip4/{address}/tcp/0"]
-    process = _started(argv, {}, log)
-    try:
-        deadline = time.monotonic() + _DHT_TIMEOUT_S
-        while (found := address_in(log.read_text())) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"`diloco dht start` gave no address: {log.read_text()[-800:]}")
-            time.sleep(_POLL_S)
-        yield found, (storage / "coordinator" / f"{_RUN_ID}.swarm-secret").read_text()
-    finally:
-        _end([process])
-
-
-def _started(argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> subprocess.Popen[bytes]:
+def _started(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process in the job's working directory; Ray's worker itself runs in another one."""
     import diloco
 
@@ -148,22 +89,18 @@ def _started(argv: Sequence[str], env: Mapping[str, str], log: Path | None = Non
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_NAMES}
     path = os.pathsep.join(filter(None, (str(directory), kept.get("PYTHONPATH"))))
     parent_pid = os.getpid()
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(log.open("wb")) if log else None
-        return subprocess.Popen(
-            list(argv),
-            env={**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **env},
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent_pid),
-        )
+    return subprocess.Popen(
+        list(argv),
+        env={**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **env},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(parent_pid),
+    )
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM, so that a peer leaves its swarm, then SIGKILL to what is left of the process groups."""
+    """Send SIGTERM, then SIGKILL to what is left of the process groups."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process in processes:
@@ -174,13 +111,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
 
-def _broadcast(node: int, make: Callable[[], T]) -> T:
-    """Make a value on the first node and broadcast it to all."""
+def _from_first_node(value: tuple[str, int] | None) -> tuple[str, int]:
+    """The first node's value, on all nodes."""
     import torch.distributed as dist
 
-    found: list[Any] = [make() if node == 0 else None]
+    found: list[Any] = [value]
     dist.broadcast_object_list(found, src=0)
-    result: T = found[0]
+    result: tuple[str, int] = found[0]
     return result
 
 

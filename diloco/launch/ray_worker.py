@@ -1,8 +1,7 @@
 """The Ray job: Ray Train's TorchTrainer places one worker on each node, which starts a program there.
 
 The program is our trainer or any script that takes its rank from torchrun's variables. If one rank dies, Ray restarts
-all of them, and the program resumes from its own checkpoint. With --peer-flags, each node runs a peer of its own
-instead, with the program as its worker.
+all of them, and the program resumes from its own checkpoint.
 
     python -m diloco.launch.ray_worker --num-nodes 2 --storage /shared -- -m diloco.train_fsdp --config config.toml
 """
@@ -10,7 +9,6 @@ instead, with the program as its worker.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -29,9 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         train_loop_config={
             "program": program,
             "ranks_per_node": ranks,
-            "peer_flags": None if arguments.peer_flags is None else shlex.split(arguments.peer_flags),
-            "storage": arguments.storage,
-            "name": arguments.name,
         },
         scaling_config=ScalingConfig(
             num_workers=arguments.num_nodes,
@@ -60,9 +55,6 @@ def _parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", default="diloco", help="of the run, in that directory")
     parser.add_argument("--max-failures", type=int, default=2)
     parser.add_argument("--use-gpu", action="store_true")
-    parser.add_argument(
-        "--peer-flags", help='start a peer on each node, with flags like "--hv.local-steps 20"'
-    )
     index = argv.index("--") if "--" in argv else len(argv)
     arguments, program = parser.parse_args(argv[:index]), argv[index + 1 :]
     if not program:

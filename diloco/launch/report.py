@@ -9,14 +9,15 @@ from pathlib import Path
 
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.plot import absences, lives_of, plot
+from diloco.launch.results import Losses, Rewards, decimal
+from diloco.launch.reward_plot import plot_rewards
 from diloco.launch.run_facts import disagreements, facts_of, waited_s
 from diloco.options.flags import TrainConfig
-from diloco.train.metrics_file import Record, Tail, figure, size
+from diloco.train.metrics_file import Record, Tail, size
 from diloco.train.run_dir import METRICS
 from peers.core.defaults import SHARE_OF_EPOCH, overlap_steps_for
 from peers.monitor.verdict import Verdict, verdict_of
 
-UNIFORM_BITS_PER_BYTE = 8.0
 _SHOWN_SHARE = 0.0005
 
 
@@ -24,11 +25,7 @@ _SHOWN_SHARE = 0.0005
 class Summary:
     """The figures of a run, from the records of all its peers. None means not recorded."""
 
-    bits_before: float | None
-    bits_after: float | None
-    unigram_bits: float | None
-    eval_bytes: int | None
-    tokens: int
+    results: Losses | Rewards
     duration_s: float
     sent_bytes: int
     num_epochs: int
@@ -53,15 +50,25 @@ class Summary:
         return self.num_epochs > 0 and not self.disagreements
 
 
-def summarise(
-    records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: int, compression: str = "fp32"
-) -> Summary:
+def summary_of(config: TrainConfig, records_of: Mapping[str, Sequence[Record]]) -> Summary:
     """`records_of` holds each peer's records in the order of writing."""
+    compression, batch = config.hv.compression, config.total_batch_size
+    if config.mode == "grpo":
+        # The records of GRPO's steps have their duration, so that their tokens need not be known.
+        return summarise(records_of, completions_per_step=batch, compression=compression)
+    return summarise(records_of, tokens_per_step=batch * config.seq_length, compression=compression)
+
+
+def summarise(
+    records_of: Mapping[str, Sequence[Record]],
+    *,
+    tokens_per_step: int = 0,
+    completions_per_step: int = 0,
+    compression: str = "fp32",
+) -> Summary:
     records = [record for peer in records_of.values() for record in peer]
-    evaluations = sorted((r for r in records if r.get("kind") == "eval"), key=_time)
     epochs = [record for record in records if record.get("kind") == "epoch"]
     times = [_time(record) for record in records if "time" in record]
-    last = evaluations[-1] if evaluations else {}
     duration_s = max(times) - min(times) if times else 0.0
     still = [float(record["blocked_s"]) for record in epochs if "blocked_s" in record]
     waited = [waited_s(record) for record in epochs if "blocked_s" in record]
@@ -70,11 +77,9 @@ def summarise(
     waited_share = sum(waited) / whole_s if still_share is not None else 0.0
     rounds = [seconds - waiting for seconds, waiting in zip(still, waited, strict=True)]
     return Summary(
-        bits_before=evaluations[0].get("bits_per_byte") if evaluations else None,
-        bits_after=last.get("bits_per_byte") if len(evaluations) > 1 else None,
-        unigram_bits=last.get("unigram_bits_per_byte"),
-        eval_bytes=last.get("eval_bytes"),
-        tokens=tokens_per_step * sum(record.get("kind") == "step" for record in records),
+        results=Rewards.of(records, completions_per_step)
+        if completions_per_step
+        else Losses.of(records, tokens_per_step),
         duration_s=duration_s,
         sent_bytes=sum(int(record.get("sent_bytes") or 0) for record in epochs),
         num_epochs=len({record["epoch"] for record in epochs}),
@@ -93,55 +98,53 @@ def summarise(
 
 def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
     """The text of the report."""
-    held_out = f" ({figure(summary.eval_bytes)}B held out)" if summary.eval_bytes else ""
+    *results, trained = summary.results.lines()
+    together = ", all peers together" if summary.num_peers > 1 else ""
     lines = [
-        *verdict_lines(summary.verdict),
-        f"bits per byte on validation{held_out}",
-        f"  uniform               {UNIFORM_BITS_PER_BYTE:.3f}",
-        f"  byte frequencies      {_bits(summary.unigram_bits)}",
-        f"  before training       {_bits(summary.bits_before)}{_above_uniform(summary.bits_before)}",
-        f"  after training        {_bits(summary.bits_after)}",
-        f"trained                 {figure(summary.tokens)} tokens in {summary.duration_s:.0f} s"
-        + (", all peers together" if summary.num_peers > 1 else ""),
-        *lost_lines(summary.lost),
+        f"verdict                 {summary.verdict.text}",
+        *(f"  and                   {one}" for one in summary.verdict.more),
+        *results,
+        f"{trained} in {summary.duration_s:.0f} s{together}",
+        *(f"lost                    {one}" for one in summary.lost),
         *(_averaged(summary) if in_swarm else []),
         *(f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()),
     ]
     return "\n".join(lines)
 
 
-def _above_uniform(bits: float | None) -> str:
-    return (
-        " (above uniform: random weights are sure of some bytes)"
-        if (bits or 0.0) > UNIFORM_BITS_PER_BYTE
-        else ""
-    )
-
-
 def baseline_line(alone: Summary, swarm: Summary) -> str:
-    """The line of the report that compares the swarm with the same training without a swarm."""
+    """The line of the report that compares the swarm with the same pretraining without a swarm."""
+    assert isinstance(alone.results, Losses) and isinstance(swarm.results, Losses)
     return (
-        f"alone                   {_bits(alone.bits_after)} bits per byte after as many steps as each peer's, in "
-        f"{alone.duration_s:.0f} s; the swarm {_bits(swarm.bits_after)}, in {swarm.duration_s:.0f} s"
+        f"alone                   {decimal(alone.results.bits_after)} bits per byte after as many steps as each "
+        f"peer's, in {alone.duration_s:.0f} s; the swarm {decimal(swarm.results.bits_after)}, in "
+        f"{swarm.duration_s:.0f} s"
     )
+
+
+def plotted(
+    config: TrainConfig,
+    records_of: Mapping[str, Sequence[Record]],
+    run_dir: Path,
+    title: str,
+    alone: Sequence[Record] = (),
+) -> dict[str, Path]:
+    """Write the run's plot; returns its path by what it is called in the report."""
+    if config.mode == "grpo":
+        picture = run_dir / "reward.png"
+        plot_rewards(records_of, picture, title=title)
+        return {"plot of the rewards": picture}
+    picture = run_dir / "loss.png"
+    plot(records_of, picture, title=title, alone=alone)
+    return {"plot of the losses": picture}
 
 
 def report(config: TrainConfig, run_dir: Path) -> None:
     """Print the report of a trainer that was started by hand, from its metrics, and write its plot."""
-    tokens_per_step = config.total_batch_size * config.seq_length
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
-    summary = summarise(records_of, tokens_per_step=tokens_per_step, compression=config.hv.compression)
-    picture = run_dir / "loss.png"
-    plot(records_of, picture, title=config.project)
-    paths = {"model": run_dir / "model", "plot of the losses": picture, "everything": run_dir}
-    print(text_of(summary, paths, in_swarm=wants_swarm(config)), flush=True)
-
-
-def verdict_lines(verdict: Verdict) -> list[str]:
-    return [
-        f"verdict                 {verdict.text}",
-        *(f"  and                   {one}" for one in verdict.more),
-    ]
+    paths = {"model": run_dir / "model", **plotted(config, records_of, run_dir, config.project)}
+    summary = summary_of(config, records_of)
+    print(text_of(summary, {**paths, "everything": run_dir}, in_swarm=wants_swarm(config)), flush=True)
 
 
 def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
@@ -154,10 +157,6 @@ def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
         for peer, records in records_of.items()
         for gone, back in absences(lives_of(records), ended_at)
     ]
-
-
-def lost_lines(lost: Sequence[str]) -> list[str]:
-    return [f"lost                    {one}" for one in lost]
 
 
 def seen_from_here(path: Path) -> Path:
@@ -183,7 +182,7 @@ def _overlap_advice(
     records: Sequence[Record], rounds: Sequence[float], share: float, tokens_per_step: int
 ) -> int | None:
     rates = [float(r["tokens_per_s"]) for r in records if r.get("kind") == "step" and r.get("tokens_per_s")]
-    if share < SHARE_OF_EPOCH or not rates:
+    if share < SHARE_OF_EPOCH or not rates or not tokens_per_step:
         return None
     return overlap_steps_for(statistics.median(rounds), tokens_per_step / statistics.median(rates))
 
@@ -214,10 +213,6 @@ def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str
         f"PROBLEM: anchors differed after {len(disagreements)} of {num_epochs} epochs; "
         f"first after epoch {epoch}: {held}"
     )
-
-
-def _bits(value: float | None) -> str:
-    return f"{value:.3f}" if value is not None else "not recorded"
 
 
 def _time(record: Record) -> float:

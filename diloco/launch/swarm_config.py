@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,29 +54,14 @@ def daemon_config(
     AdmissionSettings(
         swarm_secret_file=hv.swarm_secret_file, admission_key_file=hv.admission_key_file
     ).secret()
+    # Not at the top: it loads torch, and the checks above need none of it.
+    from peers.daemon.config import DaemonConfig
+
+    told = {item.name: getattr(hv, item.name) for item in fields(DaemonConfig) if hasattr(hv, item.name)}
     return {
-        "run_id": hv.run_id,
-        "swarm_secret_file": hv.swarm_secret_file,
-        "admission_key_file": hv.admission_key_file,
-        "allowlist_file": hv.allowlist_file,
-        "initial_peers": list(hv.initial_peers),
-        "host_maddrs": list(hv.host_maddrs),
-        "announce_maddrs": list(hv.announce_maddrs),
-        "transport": hv.transport,
-        "data_port": hv.data_port,
-        "announce_data_maddrs": list(hv.announce_data_maddrs),
-        "world_rank": hv.world_rank,
-        "galaxy_size": hv.galaxy_size,
-        "quorum": hv.quorum,
-        "grace": hv.grace,
-        "matchmaking_time": hv.matchmaking_time,
-        "averaging_timeout": hv.averaging_timeout,
-        "all_reduce_strategy": hv.all_reduce_strategy,
-        "timeout_waiting_for_peers": hv.timeout_waiting_for_peers,
-        "fail_rank_drop": hv.fail_rank_drop,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in told.items()},
         # For display only. Peers may have different torch versions: shared state is computed without torch's kernels.
         "hardware": f"{hardware_in_words(os.environ, config.device)}, torch {version('torch')}",
-        "metrics_port": hv.metrics_port,
         "manifest": manifest_of(config, has_own_worker=has_own_worker),
         "named": sorted(_named_in_manifest(named)),
         "state_dir": str(state_dir()),

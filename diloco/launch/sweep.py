@@ -15,7 +15,7 @@ from diloco.train.run_dir import METRICS, slug
 FIRST_PORT = 8000
 _LAST_PORT = 65535
 _LARGEST_SEED = 2**48
-_PER_INSTANCE_FIELDS = (
+PER_INSTANCE_FIELDS = (
     "run_dir",
     "ckpt.path",
     "ckpt.delta_path",
@@ -55,13 +55,12 @@ class Instance:
     def deltas_dir(self) -> Path:
         return Path("checkpoints") / f"deltas_{self.dataset}_{self.suffix}"
 
-    def log_of(self, what: str) -> Path:
-        """The log file of `what`, which is `training` or `vllm`."""
-        gpu = self.server_gpu if what == "vllm" else self.trainer_gpu
-        where = "cpu" if gpu is None else f"gpu{gpu}"
-        return LOGS / f"{what}_instance{self.number}_{where}_seed{self.seed}.log"
+    @property
+    def log(self) -> Path:
+        where = "cpu" if self.trainer_gpu is None else f"gpu{self.trainer_gpu}"
+        return LOGS / f"training_instance{self.number}_{where}_seed{self.seed}.log"
 
-    def flags(self, *, url: str | None, seed: int) -> list[str]:
+    def flags(self, *, seed: int) -> list[str]:
         """The flags that differ between instances."""
         own = {
             "--seed": str(seed),
@@ -70,7 +69,6 @@ class Instance:
             "--run-dir": str(self.output_dir),
             "--ckpt.path": str(self.output_dir / "checkpoints"),
             "--ckpt.delta-path": str(self.deltas_dir),
-            **({"--rollout-url": url} if url else {}),
         }
         return [word for pair in own.items() for word in pair]
 
@@ -120,7 +118,7 @@ def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
     values, defaults = flat_values(config), flat_values(TrainConfig())
     return [
         f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own."
-        for name in _PER_INSTANCE_FIELDS
+        for name in PER_INSTANCE_FIELDS
         if name in named and values[name] != defaults[name]
     ]
 
@@ -161,10 +159,10 @@ def check_room(
 def trainer_environment(
     instance: Instance, environment: Mapping[str, str], *, threads: int
 ) -> dict[str, str]:
-    """The environment of an instance's trainer, which sees only its own GPU."""
+    """The environment of an instance's trainer, which sees its own GPU and, last, that of its server."""
     own = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads), "PYTHONUNBUFFERED": "1"}
     if instance.trainer_gpu is not None:
-        own["CUDA_VISIBLE_DEVICES"] = instance.trainer_gpu
+        own["CUDA_VISIBLE_DEVICES"] = f"{instance.trainer_gpu},{instance.server_gpu}"
     kept = {name: value for name, value in environment.items() if name != "DILOCO_LINK"}
     return {**kept, **own}
 

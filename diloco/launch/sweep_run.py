@@ -1,9 +1,8 @@
-"""Runs a sweep: its servers, health checks, trainers, the live view, and the report at the end."""
+"""Runs a sweep: its trainers, which start their own servers, the live view, and the report at the end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -11,22 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco.errors import DilocoError, UserError
-from diloco.launch.live import Shown, show
+from diloco.errors import DilocoError
+from diloco.launch.live import Shown, show, viewed
 from diloco.launch.local_swarm import coordinator_command, free_port, printed_address
-from diloco.launch.sweep import LOGS, Instance, trainer_environment
-from diloco.options.model_files import directory_of, has_weights
+from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
-from diloco.rl.own_server import OwnServer, vllm_command
 from diloco.train.devices import num_cores, threads_per_rank
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import last_words
 from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 
-BETWEEN_SERVERS_S = 2.0
 BETWEEN_TRAINERS_S = 5.0
-_WATCH_INTERVAL_S = 1.0
 # A trainer that fails is not restarted; it can be resumed from its checkpoints.
 _ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
 
@@ -44,7 +39,7 @@ class Sweep:
     def __post_init__(self) -> None:
         LOGS.mkdir(parents=True, exist_ok=True)
         self._config_path = LOGS / "sweep.toml"
-        own = {"seed", "run_dir", "grpo.vllm_port", "grpo.rollout_url", "grpo.run_suffix", "hv.world_rank"}
+        own = {"seed", "grpo.vllm_port", *PER_INSTANCE_FIELDS}
         self._config_path.write_text(to_toml(self.config, only=self.named - own), encoding="utf-8")
         self._shown = [Shown(instance.name, instance.output_dir) for instance in self.instances]
         self._codes: dict[int, int] = {}
@@ -55,73 +50,18 @@ class Sweep:
 
     async def until_reported(self) -> int:
         """Run the sweep and print its report. Returns 0 if every instance has finished. No process is left."""
-        servers = self._servers() if self.config.grpo.rollout == "vllm" else {}
         if self.average:
             for instance, shown in zip(self.instances, self._shown, strict=True):
                 shown.name = f"peer {instance.number}"
         supervisors: list[Supervisor] = []
-        watch: asyncio.Task[None] | None = None
         try:
-            urls = await self._start_servers(servers)
-            watch = asyncio.create_task(_restart_dead(servers))
-            view = asyncio.create_task(show(self._shown, on_records=self._received))
-            try:
-                await self._train(urls, supervisors)
-            finally:
-                view.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await view
+            async with viewed(show(self._shown, on_records=self._received)):
+                await self._train(supervisors)
         finally:
-            if watch:
-                watch.cancel()
             await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
-            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers.values()))
         return self._report()
 
-    def _servers(self) -> dict[int, OwnServer]:
-        """The server of each instance, not started yet. Raises UserError if vLLM or the model's weights are missing."""
-        grpo = self.config.grpo
-        directory = directory_of(self.config.path_model, weights=True)
-        if not has_weights(directory):
-            raise UserError(
-                f"{self.config.path_model} has no weights that a server could start with; name a trained model"
-            )
-        return {
-            instance.number: OwnServer(
-                vllm_command(
-                    python=grpo.vllm_python,
-                    model=directory,
-                    dtype="float32" if instance.server_gpu is None else "bfloat16",
-                    port=instance.port,
-                    gpu=instance.server_gpu,
-                    more=grpo.vllm_args,
-                    log_path=instance.log_of("vllm"),
-                    timeout_s=grpo.vllm_timeout,
-                    environment=os.environ,
-                )
-            )
-            for instance in self.instances
-        }
-
-    async def _start_servers(self, servers: dict[int, OwnServer]) -> dict[int, str]:
-        """Start the servers one after the other and wait until all serve. Raises UserError if one does not."""
-        starts: list[asyncio.Task[None]] = []
-        for number, server in servers.items():
-            if starts:
-                await asyncio.sleep(BETWEEN_SERVERS_S)
-            _say(f"instance {number}: starting its vLLM server on port {server.command.port}")
-            starts.append(asyncio.create_task(asyncio.to_thread(server.start)))
-        try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers.values()))
-            await asyncio.gather(*starts, return_exceptions=True)
-            raise
-        if servers:
-            _say(f"all {len(servers)} servers have answered a request")
-        return {number: server.url for number, server in servers.items()}
-
-    async def _train(self, urls: dict[int, str], supervisors: list[Supervisor]) -> None:
+    async def _train(self, supervisors: list[Supervisor]) -> None:
         swarm: list[str] = []
         if self.average:
             coordinator = Supervisor(
@@ -145,9 +85,7 @@ class Sweep:
                 await asyncio.sleep(BETWEEN_TRAINERS_S)
             own = [*swarm, "--hv.world-rank", str(instance.number)] if swarm else []
             seed = self.instances[0].seed if self.average else instance.seed
-            command = self._trainer(
-                instance, [*instance.flags(url=urls.get(instance.number), seed=seed), *own]
-            )
+            command = self._trainer(instance, [*instance.flags(seed=seed), *own])
             supervisors.append(Supervisor(command, policy=_ONCE))
             ends.append(asyncio.create_task(self._run_trainer(instance, supervisors[-1])))
         await asyncio.gather(*ends)
@@ -159,7 +97,7 @@ class Sweep:
         self._codes[instance.number] = code
         shown.state = "done" if code == 0 else "failed"
         if code:
-            log = instance.log_of("training")
+            log = instance.log
             _say(f"{instance.name} failed with {code}; the end of {log}:\n{last_words(log)}")
 
     def _trainer(self, instance: Instance, flags: Sequence[str]) -> WorkerCommand:
@@ -170,7 +108,7 @@ class Sweep:
                 instance, self._environment, threads=threads_per_rank(num_cores(), len(self.instances))
             ),
             cwd=Path.cwd(),
-            log_path=instance.log_of("training"),
+            log_path=instance.log,
         )
 
     def _received(self, index: int, new: Sequence[Record]) -> None:
@@ -189,24 +127,9 @@ class Sweep:
         if failed:
             raise DilocoError(
                 f"{len(failed)} of {len(self.instances)} instances failed: "
-                + ", ".join(f"{one.name} ({one.log_of('training')})" for one in failed)
+                + ", ".join(f"{one.name} ({one.log})" for one in failed)
             )
         return 0
-
-
-async def _restart_dead(servers: dict[int, OwnServer]) -> None:
-    """Restart servers that have died; their trainers wait for them and push the weights again."""
-    while True:
-        await asyncio.sleep(_WATCH_INTERVAL_S)
-        for number, server in servers.items():
-            if server.has_died:
-                _say(f"instance {number}: its vLLM server died; starting another")
-                try:
-                    await asyncio.to_thread(server.restart)
-                except DilocoError as error:
-                    # The trainer of this server gives up by itself; the others continue.
-                    _say(f"instance {number}: {error}")
-                    server.stop()
 
 
 def _say(text: str) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from diloco.options.common_names import nearest
 from peers.protocol.codecs import CODEC_NAMES
@@ -100,16 +100,6 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
         return value
 
     return convert
-
-
-def count_or_auto(_type: Any, tokens: Sequence[Token]) -> int | Literal["auto"]:
-    """Converts a whole number from 1 on; keeps `auto`."""
-    if tokens[-1].value == "auto":
-        return "auto"
-    number = whole(_type, tokens)
-    if number < 1:
-        raise ValueError("It must be auto or 1 or more.")
-    return number
 
 
 def duration(_type: Any, tokens: Sequence[Token]) -> float:

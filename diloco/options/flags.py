@@ -17,7 +17,6 @@ from diloco.options.checks import (
     at_least,
     attention,
     codec,
-    count_or_auto,
     duration,
     finite,
     loggers,
@@ -72,11 +71,6 @@ def auto(most: float = math.inf) -> Parameter:
     )
 
 
-def auto_count() -> Parameter:
-    """A flag for a whole number from 1 on, or `auto`."""
-    return Parameter(converter=count_or_auto, metavar="INT|auto")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CkptConfig:
     """Where and when to save, and what to start from."""
@@ -88,9 +82,7 @@ class CkptConfig:
     resume: str | None = None
     """A model_step_<N> directory or URL, or `auto` for the newest complete one under the path."""
     topk: Count | None = None
-    """How many of this peer's own checkpoints to keep; default: all."""
-    keep: Literal["last", "best"] = "last"
-    """Which ones --ckpt.topk keeps: the last, or those with the best evaluations (--eval-every) and the last one."""
+    """How many of this peer's own checkpoints to keep, the last ones; default: all."""
     required: bool = False
     """End the training if a checkpoint cannot be saved; default: log the error and continue."""
     delta_interval: Count | None = None
@@ -280,8 +272,8 @@ class TrainConfig:
     """Tokens per sample."""
     total_batch_size: Count = field(default=512, metadata=SHARED)
     """Samples per inner step of one peer, over all its ranks."""
-    per_device_train_batch_size: Annotated[int | Literal["auto"], auto_count()] = 32
-    """Samples per forward pass of one rank; the default shrinks to a divisor of the total, auto finds it by trying."""
+    per_device_train_batch_size: Count = 32
+    """Samples per forward pass of one rank; the default shrinks to a divisor of the total."""
     optimizer: Literal["adamw", "muon"] = field(default="adamw", metadata=SHARED)
     """The inner optimizer; muon uses Muon for hidden matrices and AdamW at a fifth of the rate for the rest."""
     lr: Rate = field(default=4e-4, metadata=SHARED)

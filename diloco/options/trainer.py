@@ -104,8 +104,6 @@ def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) 
     total, device = config.total_batch_size, config.per_device_train_batch_size
     if total % num_ranks:
         raise UserError(f"--total-batch-size {total} does not divide by the {num_ranks} ranks of this peer.")
-    if device == "auto":
-        return config
     per_rank = total // num_ranks
     fitting = next(size for size in range(min(device, per_rank), 0, -1) if per_rank % size == 0)
     if fitting != device and "per_device_train_batch_size" in named:
@@ -168,9 +166,9 @@ def _unknown_flag(error: UnknownOptionError) -> str:
     return f"There is no flag {typed}.{hint}"
 
 
-def flat_values(config: Any, prefix: str = "") -> dict[str, Any]:
+def flat_values(config: Any) -> dict[str, Any]:
     """Every field by its dotted name."""
-    return {name: value for name, value, _shared in _walk(config, prefix)}
+    return {name: value for name, value, _shared in _walk(config, "")}
 
 
 def shared_fields() -> frozenset[str]:

@@ -28,7 +28,6 @@ def batches_of(config: TrainConfig, num_ranks: int) -> tuple[int, int, int]:
     grpo = config.grpo
     per_rank = config.total_batch_size // num_ranks
     per_device = config.per_device_train_batch_size
-    per_device = per_rank if per_device == "auto" else per_device
     accumulation = per_rank // per_device
     batches = grpo.steps_per_generation or accumulation
     if per_device * batches * num_ranks % grpo.num_generations:

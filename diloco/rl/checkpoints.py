@@ -54,7 +54,6 @@ class KeepCheckpoints(TrainerCallback):
         self._contributors: tuple[int, ...] = ()
         self._registered: int | None = None
         """The world rank that the store records as having a complete checkpoint."""
-        self._loss: float | None = None
 
     def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
         """The checkpoint that --ckpt.resume means; its directory exists until the stack is closed. Raises UserError.
@@ -68,10 +67,6 @@ class KeepCheckpoints(TrainerCallback):
         if found is not None:
             self._number, self._contributors = found.mark.number + 1, found.mark.contributors
         return found
-
-    def scored(self, reward: float) -> None:
-        """Note the reward of an evaluation, which `--ckpt.keep best` compares checkpoints by."""
-        self._loss = -reward
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,7 +107,6 @@ class KeepCheckpoints(TrainerCallback):
             number=self._number,
             saved_at_ms=self._saved_at_ms,
             contributors=self._contributors,
-            loss=self._loss,
         )
         write_mark(written, mark)
         store.send(written, mark.files, step, part)
@@ -122,9 +116,8 @@ class KeepCheckpoints(TrainerCallback):
             with contextlib.suppress(OSError):
                 store.register(outer.world_rank, has_saved=True)
                 self._registered = outer.world_rank
-        self._number, self._loss = self._number + 1, None
-        kept = candidates_in(store, part)
-        for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
+        self._number += 1
+        for old in to_delete(candidates_in(store, part), topk=self._config.topk):
             store.delete(old.name, old.part)
         return sum(record.num_bytes for record in mark.files.values())
 

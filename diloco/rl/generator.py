@@ -132,8 +132,7 @@ def expected_of(model: PreTrainedModel) -> Expected:
 
 def prompts_at_once(config: TrainConfig) -> int:
     """How many prompts fill a batch of --per-device-train-batch-size."""
-    size = config.per_device_train_batch_size
-    return max(1, (config.total_batch_size if size == "auto" else size) // config.grpo.num_generations)
+    return max(1, config.per_device_train_batch_size // config.grpo.num_generations)
 
 
 def _numbers(logprobs: Sequence[float | None]) -> list[float]:

@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 _CODE_SYSTEM = SYSTEM.replace("your answer", "the Python code, without any explanation,")
 
 
-@dataclass(frozen=True)
+@dataclass
 class HubTask:
     """A finite data set: trains on the training split and holds out the test split."""
 

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -15,35 +14,6 @@ from diloco.rl.answers import Completion
 from diloco.rl.tasks import Component, Example, Reward, Task
 
 _FORM = "name a function as in rewards.py:short or package.module:short"
-
-
-@dataclass(frozen=True)
-class OwnRewardTask:
-    """Another task with the user's reward; prompts and `is_solved` are that task's."""
-
-    task: Task
-    rewards: tuple[Reward, ...]
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def num_examples(self) -> int:
-        return self.task.num_examples
-
-    @property
-    def num_held_out(self) -> int:
-        return self.task.num_held_out
-
-    def example(self, index: int) -> Example:
-        return self.task.example(index)
-
-    def held_out(self, index: int) -> Example:
-        return self.task.held_out(index)
-
-    def is_solved(self, completion: Completion, example: Example) -> bool:
-        return self.task.is_solved(completion, example)
 
 
 def check_reward(name: str) -> None:
@@ -58,8 +28,8 @@ def check_reward(name: str) -> None:
         raise UserError(f"--grpo.reward {name}: there is no module {place} here; {_FORM}")
 
 
-def with_reward(task: Task, name: str) -> OwnRewardTask:
-    """The task with the user's function as its only reward. Raises UserError if it is missing or cannot be loaded."""
+def use_reward(task: Task, name: str) -> None:
+    """Make the user's function the task's only reward. Raises UserError if it is missing or cannot be loaded."""
     check_reward(name)
     place, _, function = name.rpartition(":")
     try:
@@ -73,7 +43,7 @@ def with_reward(task: Task, name: str) -> OwnRewardTask:
     found = getattr(module, function, None)
     if not callable(found):
         raise UserError(f"--grpo.reward {name}: {place} has no function {function}")
-    return OwnRewardTask(task, (Reward(function, 1.0, _checked(found, name)),))
+    task.rewards = (Reward(function, 1.0, _checked(found, name)),)
 
 
 def _checked(function: Component, name: str) -> Component:

@@ -89,12 +89,6 @@ class OwnServer:
                 self._wait_until_it_serves()
                 return
 
-    @property
-    def has_died(self) -> bool:
-        """Whether the server has ended without `stop`."""
-        process = self._process
-        return process is not None and process.poll() is not None
-
     def note_served(self) -> None:
         """Note that the server has completed a request, which resets the count of deaths in a row."""
         self._deaths = 0

@@ -1,9 +1,7 @@
-"""A trainer's HTTP server, from which inference servers fetch its newest weights and check that it still uses them.
+"""A trainer's HTTP server, from which inference servers fetch its newest weights.
 
 Weights are served at a URL that contains their sha256, so only servers that were given the digest can fetch them: all
-weights, or a patch for a server that has the previous version. A server that a trainer uses also knows the URL of a
-*sign*, which answers as long as the trainer uses the server. When it does not, because the trainer has withdrawn it or
-has died, another trainer may take the server.
+weights, or a patch for a server that has the previous version.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import http.server
 import logging
-import secrets
 import socket
 import sys
 import threading
@@ -99,11 +96,9 @@ class Offers:
 
     def blob(self, content: bytes) -> str:
         """Serve this content; returns its URL, which ends with its sha256."""
-        return self._offered_at(f"/{hashlib.sha256(content).hexdigest()}", content)
-
-    def sign(self) -> str:
-        """A URL that answers until it is withdrawn or this process ends."""
-        return self._offered_at(f"/{secrets.token_hex(16)}", b"")
+        path = f"/{hashlib.sha256(content).hexdigest()}"
+        self._offered[path] = content
+        return self._url + path
 
     def withdraw(self, url: str) -> None:
         self._offered.pop(url.removeprefix(self._url), None)
@@ -112,10 +107,6 @@ class Offers:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def _offered_at(self, path: str, content: bytes) -> str:
-        self._offered[path] = content
-        return self._url + path
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -1,8 +1,7 @@
 """The servers of a trainer: pushes weights to them, distributes prompts among them, and recovers lost ones.
 
-Several trainers may share servers. A trainer locks all of its servers, in an order common to all trainers, from the
-push until the end of the rollouts, so that no completion is generated with another trainer's weights. The version is
-checked again afterwards.
+The version is checked again after each rollout: another trainer that pushes to the same server would otherwise go
+unnoticed.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
 RETURN_TIMEOUT_S = 600.0
-_LOCK_TIMEOUT_S = 900.0
-_WARN_AFTER_S = 10.0
 _HEALTH_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 _MAX_CONCURRENT = 64
@@ -43,14 +40,12 @@ class Rollouts:
         own: OwnServer | None = None,
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        # Sorted: two trainers that lock the same servers in different orders would deadlock.
-        self.servers = [ServerClient(url) for url in sorted(urls)]
+        self.servers = [ServerClient(url) for url in urls]
         self.publisher, self.own = publisher, own
         self.last_push: dict[str, Any] = {}
         """A server's answer to the last push that sent weights, with our own figures added."""
         self._on_event = on_event
         self._offers = {host: Offers(host) for host in {address_towards(url) for url in urls}}
-        self._signs: dict[str, str] = {}
 
     def push(self) -> None:
         """Push the newest weights to all servers. Raises DilocoError if one is lost for good or rejects them."""
@@ -76,7 +71,6 @@ class Rollouts:
 
     def _push_to_all(self) -> None:
         for server in self.servers:
-            self._lock(server)
             publisher, version = server.served()
             if (publisher, version) != (self.publisher.name, self.publisher.version):
                 self.last_push = self._push(server, publisher, version)
@@ -84,7 +78,7 @@ class Rollouts:
     def _push(self, server: ServerClient, publisher: str, version: int) -> dict[str, Any]:
         began = time.monotonic()
         label, blob = self.publisher.blob_for(publisher, version)
-        offers = self._offers_for(server)
+        offers = self._offers[address_towards(server.url)]
         url = offers.blob(blob)
         try:
             answer = server.pull(url)
@@ -113,34 +107,10 @@ class Rollouts:
         for server in self.servers:
             publisher, version = server.served()
             if (publisher, version) != (self.publisher.name, self.publisher.version):
-                raise ServerLost(f"{server.url} changed to version {version} of {publisher} meanwhile")
-            self._unlock(server)
+                raise ServerLost(
+                    f"{server.url} changed to other weights meanwhile; give each trainer servers of its own"
+                )
         return written
-
-    def _lock(self, server: ServerClient) -> None:
-        """Lock the server, waiting until no other trainer uses it."""
-        offers, began, has_warned = self._offers_for(server), time.monotonic(), False
-        while True:
-            if server.url not in self._signs:
-                self._signs[server.url] = offers.sign()
-            answer = server.call("diloco_take", sign=self._signs[server.url])
-            if answer["ok"]:
-                return
-            # Some of the server's workers may have accepted our lock: release it while we wait.
-            self._unlock(server)
-            waited_s = time.monotonic() - began
-            if waited_s > _LOCK_TIMEOUT_S:
-                raise ServerLost(f"{server.url}: {answer['error']}, for {_LOCK_TIMEOUT_S:g} s")
-            if waited_s > _WARN_AFTER_S and not has_warned:
-                log.warning("%s: %s; waiting until it is free", server.url, answer["error"])
-                has_warned = True
-            time.sleep(_POLL_S)
-
-    def _unlock(self, server: ServerClient) -> None:
-        self._offers_for(server).withdraw(self._signs.pop(server.url, ""))
-
-    def _offers_for(self, server: ServerClient) -> Offers:
-        return self._offers[address_towards(server.url)]
 
     def _until_done(self, action: Callable[[], Any]) -> Any:
         for attempt in range(1, MAX_ATTEMPTS + 1):

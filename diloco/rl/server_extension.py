@@ -22,8 +22,6 @@ from torch import Tensor
 from diloco.rl.weights import BadBlob, Expected, Held, Label, State
 
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# Kept short: while the server waits for the sign of a trainer whose machine is gone, nothing is generated.
-_SIGN_TIMEOUT_S = 3.0
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
 
@@ -40,14 +38,6 @@ class WeightsExtension:
             "digest": held.label.digest,
             "dtype": str(self.model_config.dtype),  # type: ignore[attr-defined]
         }
-
-    def diloco_take(self, sign: str) -> dict[str, Any]:
-        """Lock this worker for a trainer, for as long as the URL `sign` of that trainer answers."""
-        held = _held(self)
-        if held.sign not in ("", sign) and _answers(held.sign):
-            return {"ok": False, "error": "another trainer uses it"}
-        held.sign = sign
-        return {"ok": True}
 
     def diloco_pull(self, url: str, timeout: str) -> dict[str, Any]:
         """Fetch a blob, check it completely, and load it. If a check fails, the old weights stay in use.
@@ -83,17 +73,12 @@ class WeightsExtension:
         }
 
 
-class _Held(Held):
-    """A worker's state between two pushes: the host copy of its weights, and whose it is."""
-
-    sign = ""
-
-
-def _held(worker: Any) -> _Held:
+def _held(worker: Any) -> Held:
+    """The host copy of a worker's weights."""
     # A mixin's constructor would not be called.
     if not hasattr(worker, "_diloco_held"):
-        worker._diloco_held = _Held()
-    held: _Held = worker._diloco_held
+        worker._diloco_held = Held()
+    held: Held = worker._diloco_held
     return held
 
 
@@ -105,14 +90,6 @@ def _downloaded(url: str, timeout_s: float) -> bytes:
     with _WITHOUT_PROXY.open(url, timeout=timeout_s) as answer:
         blob: bytes = answer.read()
         return blob
-
-
-def _answers(url: str) -> bool:
-    try:
-        _downloaded(url, _SIGN_TIMEOUT_S)
-    except (OSError, http.client.HTTPException, ValueError):
-        return False
-    return True
 
 
 def _expected(worker: Any) -> Expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl.hub_tasks import HUB_TASKS, open_hub_task
-from diloco.rl.own_reward import check_reward, with_reward
+from diloco.rl.own_reward import check_reward, use_reward
 from diloco.rl.reasoning import PREFIX, open_generator
 from diloco.rl.sandbox.run import check_sandbox
 from diloco.rl.tasks import Task
@@ -31,5 +31,7 @@ def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
     check_task(grpo)
     name = grpo.dataset
     kind, _, place = name.partition("=")
-    task = open_hub_task(kind, place or None) if kind in HUB_TASKS else open_generator(name, seed=seed)
-    return with_reward(task, grpo.reward) if grpo.reward else task
+    task: Task = open_hub_task(kind, place or None) if kind in HUB_TASKS else open_generator(name, seed=seed)
+    if grpo.reward:
+        use_reward(task, grpo.reward)
+    return task

@@ -42,11 +42,8 @@ class Reward:
 class Task(Protocol):
     """Examples by number, the same on every machine. Training and held-out examples are numbered separately."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def rewards(self) -> tuple[Reward, ...]: ...
+    name: str
+    rewards: tuple[Reward, ...]
 
     @property
     def num_examples(self) -> int:

@@ -72,11 +72,6 @@ def packed(state: Mapping[str, Tensor], label: Label) -> bytes:
     return _saved(dict(state), label)
 
 
-def packed_changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> bytes:
-    """A patch from one state to another with the same names, shapes and dtypes."""
-    return _saved(_changes(old, new), label)
-
-
 def packed_smaller(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> tuple[Label, bytes]:
     """A patch from version `label.base`, or a whole blob if that is not larger; returns the matching label, too."""
     changes = _changes(old, new)

@@ -39,8 +39,6 @@ class RayJob:
     program: Sequence[str]
     """What Python is called with on each rank, in the directory of the code."""
     ranks_per_node: int = 1
-    peer_flags: str | None = None
-    """Start a peer on each node, with these flags, whose worker the program is; None: one training over all nodes."""
     storage: str
     """A directory that all nodes share."""
     use_gpu: bool
@@ -69,7 +67,6 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
     """
     words = ["--num-nodes", str(job.num_nodes), "--ranks-per-node", str(job.ranks_per_node)]
     words += ["--storage", job.storage, "--max-failures", str(job.max_failures)]
-    words += [f"--peer-flags={job.peer_flags}"] if job.peer_flags is not None else []
     words += ["--use-gpu"] if job.use_gpu else []
     runtime = json.dumps({"env_vars": ENV})
     return [

@@ -397,15 +397,3 @@ def test_checkpoints_at_a_url_are_kept_and_resumed_from(tmp_path, monkeypatch, k
     resumed = both[len(first) :]
     assert of_kind("step", resumed, *FIGURES) == of_kind("step", whole, *FIGURES)[3:]
     assert not list((tmp_path / "parts" / "checkpoints").iterdir())
-
-
-def test_the_best_checkpoints_by_evaluation_are_kept_with_the_newest(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
-    path = tmp_path / "checkpoints"
-    ckpt = CkptConfig(path=str(path), interval=1, topk=2, keep="best")
-    records = train(tiny_config(tmp_path, ckpt=ckpt, eval_interval=1, max_steps=5), tmp_path / "run")
-    losses = {step: loss for step, loss in of_kind("eval", records, "step", "loss") if step}
-    assert len(losses) == 5
-    best = sorted((step for step in losses if step < 5), key=losses.__getitem__)
-    kept = {int(entry.name.removeprefix("model_step_")) for entry in path.iterdir()}
-    assert 5 in kept and best[0] in kept and len(kept) in (2, 3)

@@ -95,27 +95,20 @@ def test_our_trainer_on_two_workers_survives_the_loss_of_one(tmp_path, commands)
     assert max(one["step"] for one in records if one["kind"] == "step") == 200
 
 
-def test_alexnet_runs_on_two_nodes_as_one_training_and_as_two_peers(tmp_path, commands):
+def test_alexnet_runs_on_two_nodes_as_one_training(tmp_path, commands):
     """The example's own words, on fewer pictures and a narrower net."""
     config = tmp_path / "alexnet.toml"
     text = (ROOT / "examples/alexnet.toml").read_text()
     config.write_text(f'{text}\npasses = 2\nmade = 1200\nwidth = 0.125\ndata = "{tmp_path / "data"}"\n')
     program = "--program examples/alexnet_ray.py"
-    command = in_namespace(
-        tmp_path / "ray",
-        LAUNCH.format(config=config, more=program),
-        LAUNCH.format(config=config, more=f"{program} --as-peers '--hv.local-steps 10'"),
-    )
+    command = in_namespace(tmp_path / "ray", LAUNCH.format(config=config, more=program))
     commands.append(command)
     assert command.wait(TIMEOUT_S) == 0, command.stdout + command.stderr
     check_gone(command, 30.0)
     placed = placements(command.stdout)
     assert len(placed) >= 2 and all(first != second for first, second in placed), command.stdout
-    # One training has the pictures shared out, two peers have all of them each.
-    assert len(re.findall(r"pass 2: train accuracy 0\.\d+, validation accuracy 0\.\d+", command.stdout)) == 3
+    assert len(re.findall(r"pass 2: train accuracy 0\.\d+, validation accuracy 0\.\d+", command.stdout)) == 1
     assert len(re.findall(r"test accuracy 0\.\d+ by 2 ranks$", command.stdout, re.M)) == 1
-    found = re.findall(r"test accuracy (0\.\d+) by 1 ranks, (\d+) times averaged", command.stdout)
-    assert len(found) == 2 and len(set(found)) == 1 and int(found[0][1]) == 4, command.stdout
 
 
 def test_the_cluster_can_be_written_down_for_rays_own_launcher():

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from diloco.rl.server_client import Sampling, Written
-from diloco.rl.weights import Label, digest_of, packed, packed_changes
+from diloco.rl.weights import Label, State, _changes, _saved, digest_of, packed
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLING = Sampling(max_tokens=5)
 CLOSE = 1e-4
+
+
+def packed_changes(old: State, new: State, label: Label) -> bytes:
+    """A patch, even where the whole would be shorter."""
+    return _saved(_changes(old, new), label)
 
 
 def difference(model: nn.Module, written: Sequence[Written]) -> float:

@@ -18,7 +18,6 @@ def at(
     step: int,
     *,
     saved_at_ms: int | None = None,
-    loss: float | None = None,
     contributors: tuple[int, ...] = (0, 1),
     number: int = 5,
 ) -> Candidate:
@@ -31,7 +30,6 @@ def at(
         saved_at_ms=step if saved_at_ms is None else saved_at_ms,
         contributors=contributors,
         head=f"head {step}",
-        loss=loss,
     )
     return Candidate(name=f"model_step_{step}", part="diloco_rank_0", mark=mark)
 
@@ -85,19 +83,8 @@ def test_before_the_first_commit_all_who_save_here_count():
 def test_the_last_are_those_saved_last_and_not_those_of_the_highest_steps():
     kept = [at(100, saved_at_ms=1), at(6, saved_at_ms=2), at(8, saved_at_ms=3)]
     assert steps(newest_first(kept)) == ["8", "6", "100"]
-    assert steps(to_delete(kept, topk=2, keep="last")) == ["100"]
-    assert to_delete(kept, topk=3, keep="last") == to_delete(kept, topk=None, keep="last") == []
-
-
-def test_the_best_are_kept_and_the_newest_with_them():
-    kept = [at(1, loss=3.0), at(2, loss=1.0), at(3, loss=2.0), at(4), at(5, loss=9.0)]
-    assert steps(to_delete(kept, topk=2, keep="best")) == ["1", "4"]
-    assert steps(to_delete(kept, topk=1, keep="best")) == ["3", "1", "4"]
-
-
-def test_without_evaluations_the_best_are_the_last():
-    kept = [at(1), at(2), at(3, loss=float("nan"))]
-    assert steps(to_delete(kept, topk=1, keep="best")) == ["2", "1"]
+    assert steps(to_delete(kept, topk=2)) == ["100"]
+    assert to_delete(kept, topk=3) == to_delete(kept, topk=None) == []
 
 
 def test_where_others_were_saving_their_very_first_all_begin_anew():

@@ -9,8 +9,9 @@ import pytest
 
 import peers.daemon
 from diloco.cli.machine_recipes import Choice, chosen
-from diloco.cli.peer import NOT_KEPT, TOLD, Workplace, program_of, unread_by_a_program
+from diloco.cli.peer import NOT_KEPT, Workplace, program_of, unread_by_a_program
 from diloco.errors import UserError
+from diloco.launch.workplace import TOLD
 from diloco.options.trainer import CkptConfig, TrainConfig
 from diloco.train.devices import Machine
 

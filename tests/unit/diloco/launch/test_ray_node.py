@@ -9,7 +9,7 @@ import pytest
 
 from diloco.cli.launch_ray import OnPods, check_reachable, ray_job
 from diloco.errors import UserError
-from diloco.launch.ray_node import peer_argv, rank_env, run_all
+from diloco.launch.ray_node import rank_env, run_all
 from provisioning.launchers.job import LaunchJob
 from provisioning.launchers.ray_cluster import RayJob
 from provisioning.ledger.ledger import Ledger
@@ -17,7 +17,7 @@ from provisioning.ledger.row import Row
 from provisioning.pods.pod import Offer, Pod
 from provisioning.pods.spec import PodSpec
 
-WISH = OnPods(storage="/shared", cpus_per_node=None, peer_flags=None, state_file=None, inventory=None)
+WISH = OnPods(storage="/shared", cpus_per_node=None, state_file=None, inventory=None)
 
 
 def job_on(directory: Path, *gpu_counts: int, nproc: str = "auto", wish: OnPods = WISH) -> RayJob:
@@ -71,20 +71,6 @@ def test_pods_whose_ports_are_mapped_cannot_be_nodes_of_one_cluster(tmp_path):
     with pytest.raises(UserError, match="pod-0 maps its ports"):
         check_reachable(row, pod, num_nodes=2)
     check_reachable(row, pod, num_nodes=1)
-
-
-def test_a_peers_worker_is_our_trainer_or_the_program():
-    where = {
-        "address": "/ip4/10.0.0.1/tcp/1/p2p/Qm",
-        "num_peers": 2,
-        "ranks": 8,
-        "run_dir": Path("/shared/peer-0"),
-    }
-    ours = peer_argv(["--hv.local-steps", "20"], ["-m", "diloco.train_fsdp", "--config", "c.toml"], **where)
-    assert ours[-4:] == ["--config", "c.toml", "--hv.local-steps", "20"] and "--worker" not in ours
-    theirs = peer_argv([], ["examples/my loop.py", "--quick"], **where)
-    assert theirs[-2:] == ["--worker", "python 'examples/my loop.py' --quick"]
-    assert ours[:10] == theirs[:10]
 
 
 SLEEPS = """

@@ -34,8 +34,12 @@ RECORDS = {
 
 def test_a_summary_tells_before_after_tokens_time_bytes_and_agreement():
     summary = summarise(RECORDS, tokens_per_step=1000)
-    assert (summary.bits_before, summary.bits_after, summary.unigram_bits) == (8.02, 2.1, 4.9)
-    assert (summary.tokens, summary.duration_s, summary.sent_bytes) == (4000, 60.0, 400)
+    assert (summary.results.bits_before, summary.results.bits_after, summary.results.unigram_bits) == (
+        8.02,
+        2.1,
+        4.9,
+    )
+    assert (summary.results.tokens, summary.duration_s, summary.sent_bytes) == (4000, 60.0, 400)
     assert (summary.num_epochs, summary.agrees) == (2, True)
 
 

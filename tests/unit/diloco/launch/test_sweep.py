@@ -34,9 +34,7 @@ def test_four_instances_on_eight_gpus_share_nothing():
     second = plan[1]
     assert second.output_dir == Path("outputs/trl_gsm8k_instance1_seed1337")
     assert second.deltas_dir == Path("checkpoints/deltas_gsm8k_instance1_seed1337")
-    logs = Path("logs/parallel_training")
-    assert second.log_of("training") == logs / "training_instance1_gpu3_seed1337.log"
-    assert second.log_of("vllm") == logs / "vllm_instance1_gpu2_seed1337.log"
+    assert second.log == Path("logs/parallel_training/training_instance1_gpu3_seed1337.log")
     named = replace(CONFIG, grpo=replace(CONFIG.grpo, run_suffix=second.suffix))
     assert run_name(named) == "trl_gsm8k_grpo_Qwen2.5-1.5B_instance1_seed1337"
 
@@ -48,16 +46,16 @@ def test_a_generators_options_are_no_part_of_names():
 
 def test_the_seed_is_really_in_the_trainers_arguments():
     second = planned(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)[1]
-    flags = second.flags(url="http://127.0.0.1:8001", seed=second.seed)
+    flags = second.flags(seed=second.seed)
     told = dict(zip(flags[::2], flags[1::2], strict=True))
     assert told["--seed"] == "1337" and told["--vllm-port"] == "8001"
-    assert told["--rollout-url"] == "http://127.0.0.1:8001"
     assert trainer_environment(second, {"A": "b"}, threads=3) == {
         "A": "b",
         "OMP_NUM_THREADS": "3",
         "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": "3",
+        "CUDA_VISIBLE_DEVICES": "3,2",
     }
+    assert split_gpus(["3", "2"], num_ranks=1, server=None, starts_server=True) == (("3",), "2")
 
 
 @pytest.mark.parametrize(

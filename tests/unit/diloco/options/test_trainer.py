@@ -105,14 +105,6 @@ def test_a_batch_size_that_was_not_named_shrinks_to_fit():
     assert settled(TrainConfig(total_batch_size=24), (), num_ranks=2).per_device_train_batch_size == 12
 
 
-def test_a_batch_size_to_be_found_stays_auto_on_its_way_to_the_worker(tmp_path):
-    config, named = parse_train_config(["--per-device-train-batch-size", "auto", "--total-batch-size", "24"])
-    assert config.per_device_train_batch_size == "auto"
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(config, only=named))
-    assert parse_train_config(["--config", str(path)])[0] == config
-
-
 def test_batch_sizes_that_cannot_be_divided_among_ranks_are_refused():
     with pytest.raises(UserError, match="the 5 ranks"):
         settled(TrainConfig(total_batch_size=24), (), num_ranks=5)

@@ -81,4 +81,3 @@ def test_a_blob_that_is_not_a_policy_of_this_model_changes_nothing(generator):
 def test_as_many_prompts_are_taken_at_once_as_fill_a_batch():
     assert prompts_at_once(replace(CONFIG, per_device_train_batch_size=32)) == 10
     assert prompts_at_once(replace(CONFIG, per_device_train_batch_size=2)) == 1
-    assert prompts_at_once(replace(CONFIG, per_device_train_batch_size="auto", total_batch_size=9)) == 3

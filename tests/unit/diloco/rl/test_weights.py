@@ -11,10 +11,10 @@ from diloco.rl.weights import (
     Label,
     check_state,
     digest_of,
-    packed_changes,
     patched,
     unpacked,
 )
+from tests.support.rollouts import packed_changes
 
 LABEL = Label(version=2, base=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.launch.sweep_report import summarise, text_of
+from diloco.launch.report import summarise, text_of
 
 
 def records(rewards: list[float], **figures: Any) -> list[dict[str, Any]]:

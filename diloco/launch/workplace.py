@@ -1,0 +1,101 @@
+"""Starts the workers of a peer whose daemon is this process, and prints what the daemon says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.errors import UserError
+from diloco.options.flags import TrainConfig
+from diloco.train.devices import num_cores, threads_per_rank
+from diloco.train.run_dir import last_words, reason_in, written_config
+
+if TYPE_CHECKING:
+    from peers.daemon.supervisor import WorkerCommand
+
+_LINK_ENV = "DILOCO_LINK"
+TOLD = tuple(
+    f"peers.daemon.{name}"
+    for name in (
+        *("agreement", "daemon", "downloads", "main", "rollout_peer", "rollout_service", "runtime"),
+        "worker_monitor",
+    )
+)
+
+
+def worker_command(
+    config: TrainConfig,
+    run_dir: Path,
+    link_path: Path,
+    *,
+    module: str,
+    program: Sequence[str] = (),
+    num_ranks: int = 1,
+    num_peers: int = 1,
+) -> WorkerCommand:
+    """The workers' command line, `program` or else our module, after writing the configuration that it names.
+
+    `num_peers` peers share this machine.
+    """
+    from peers.daemon.supervisor import WorkerCommand
+
+    path = written_config(config, run_dir)
+    return WorkerCommand(
+        argv=tuple(program) or (sys.executable, "-m", module, "--config", str(path)),
+        env=_environment(link_path, num_workers=num_ranks * num_peers),
+        cwd=Path.cwd(),
+        log_path=worker_log(run_dir),
+        reason_in=reason_in,
+        num_ranks=num_ranks,
+    )
+
+
+def worker_log(run_dir: Path) -> Path:
+    return run_dir / "logs" / "worker.log"
+
+
+def check_not_refused(code: int, run_dir: Path) -> None:
+    """Raise UserError, in the worker's words, if it ended because of what the user can mend."""
+    if code == 2:
+        log = worker_log(run_dir)
+        raise UserError(last_words(log) or f"See {log}.")
+
+
+def path_with_this_python() -> str:
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+def _environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
+    """The environment of one of so many workers on this machine."""
+    from peers.admission.secrets import SECRET_ENV
+
+    return {
+        # The secret is for the daemon alone: a training program has no use for it, and may log its environment.
+        **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
+        # "python" in --worker is the one that runs this.
+        "PATH": path_with_this_python(),
+        _LINK_ENV: str(link_path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or str(threads_per_rank(num_cores(), num_workers)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def tell_in(path: Path) -> None:
+    """Log to this file, and print what the daemon does between epochs, so that the user does not wait in the dark."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    for name in TOLD:
+        logging.getLogger(name).addHandler(_Printer())
+
+
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # To what is stdout by then: while the table is shown, that prints above it.
+        print(record.getMessage(), flush=True)
