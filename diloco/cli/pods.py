@@ -99,6 +99,7 @@ def logs(
     from provisioning.swarm.logs import follow_all
 
     ledger = opened_existing(state_file)
+    _say_if_empty(ledger)
     return run(
         _told(
             follow_all(ledger, access(inventory), names, job=job, lines=lines, goes_on=follow, write=_line),
@@ -240,12 +241,18 @@ def down(
     from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
+    _say_if_empty(ledger)
     words = fetched(fetch)
     no_longer_wanted(ledger, names)
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
     return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+
+
+def _say_if_empty(ledger: Ledger) -> None:
+    if not ledger.rows():
+        print(f"there are no pods in {ledger.path}", file=sys.stderr, flush=True)
 
 
 async def given_back(

@@ -124,6 +124,10 @@ WRONG = {
     "binary file": ("run --dataset-name-or-path BINARY", "holds zero bytes, so it is not text"),
     "unknown task": ("run --mode grpo --dataset sums", "--dataset sums is no task"),
     "checkpoint that is not there": ("run --ckpt.resume /nowhere", "there is no such directory"),
+    "checkpoint to export that is not there": (
+        "export /nowhere out",
+        "/nowhere does not exist; give the directory",
+    ),
     "checkpoints below a file": (
         "run --ckpt.path FILE/ckpt --ckpt.interval 5",
         "cannot be written to: Not a directory",
