@@ -43,7 +43,7 @@ TABLE = {
     "the reward falls": (
         swarm({"rewards": [(s, min(s, 500 - s) / 250) for s in range(500)]}),
         "warning",
-        "the reward falls: 0.102, from 0.95 at step 274; a lower --lr may mend it",
+        "the reward falls: 0.102, from 0.95 at step 274; a lower --lr may help",
     ),
     "the reward stays": (
         swarm({"rewards": [(s, 0.25) for s in range(500)]}),
