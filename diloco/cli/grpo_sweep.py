@@ -40,8 +40,8 @@ def grpo_sweep(
 ) -> int:
     """Train the same task with several seeds at once, or with --average as the peers of one swarm.
 
-    Instance i has its vLLM server on GPU 2i, its trainer on GPU 2i + 1, and port 8000 + i. Everything is checked before
-    anything starts; servers have to answer a request within --grpo.vllm-timeout before trainers do.
+    Instance i has its vLLM server on GPU 2i, its trainer on GPU 2i + 1, and port 8000 + i.Everything is checked first.
+    Trainers start once their servers have answered a request, within --grpo.vllm-timeout.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ def ban(
     state_dir: StateDir = None,
     timeout: Timeout = 20.0,
 ) -> int:
-    """Ban peers from a run: they are dropped at once, whatever they do, and let in nowhere any more."""
+    """Ban peers from a run: all peers drop them at once and refuse them from then on."""
     _check_named(peer_ids)
     where = initial_peers, run_id, admission_key_file, state_dir, timeout
     return _change(where, lambda outcome: _tell(outcome, "banned"), ban=peer_ids)
@@ -55,7 +55,7 @@ def unban(
     state_dir: StateDir = None,
     timeout: Timeout = 20.0,
 ) -> int:
-    """Let banned peers back in: started again, they join."""
+    """Lift a ban: the peers can join when they are started again."""
     _check_named(peer_ids)
     where = initial_peers, run_id, admission_key_file, state_dir, timeout
     return _change(where, lambda outcome: _tell(outcome, "no longer banned"), unban=peer_ids)
@@ -79,7 +79,7 @@ def list_(
 def new_secret(
     *, run_id: RunId = DEFAULTS.run_id, admission_key_file: KeyFile = None, state_dir: StateDir = None
 ) -> int:
-    """Replace the swarm secret: who has only the old one is given no token any more; peers that train go on."""
+    """Replace the swarm secret: the old one no longer admits anybody; peers that are training continue."""
     from peers.admission.secrets import replace_secret
 
     key_path = _key_path(run_id, admission_key_file, state_dir)

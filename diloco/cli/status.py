@@ -36,8 +36,8 @@ def status(
     timeout: Seconds = 20.0,
     swarm_secret_file: str | None = None,
 ) -> int:
-    """Show who is in a swarm, from outside: every peer's state, epoch, loss, speed, link and anchor, who is waited for
-    and why, and the last rounds with what went wrong.
+    """Show the peers of a swarm: state, epoch, loss, speed, link and anchor of each, whom a round waits for and why,
+    and the last rounds with their failures.
 
     Parameters
     ----------
