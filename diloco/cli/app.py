@@ -44,7 +44,7 @@ VERBS = {
         Verb("launch", "launch:app", "Start one training over several nodes."),
         Verb("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds side by side."),
     ),
-    "Look": (
+    "Watch and check": (
         Verb("status", "status:app", "Show the peers of a swarm."),
         Verb("dashboard", "dashboard:app", "Show a swarm on a web page."),
         Verb("doctor", "doctor:app", "Check this machine and its connection to a swarm."),
@@ -59,7 +59,7 @@ VERBS = {
         Verb("pods", "pods:app", "Manage rented pods."),
         Verb("experiments", "experiments:app", "Run many trainings on rented pods."),
     ),
-    "Say who may join": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
+    "Control access": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
 }
 """Sections of `diloco --help`, by purpose."""
 _GROUPS = {"dht": "The DHT's bootstrap node and the run's coordinator.", "ckpt": "What trainings have saved."}
