@@ -145,7 +145,8 @@ def _gone(swarm: SwarmFacts) -> Iterator[str]:
     others = "the others continue without it" if _there(swarm) else "nobody is left"
     for peer in swarm.peers:
         if peer.state in ("lost", "silent"):
-            since = f" {span(peer.gone_s)} ago" if peer.gone_s is not None else ""
+            # An observer that has just come knows that the peer is lost, and not since when.
+            since = f" {span(peer.gone_s)} ago" if peer.gone_s is not None and peer.gone_s >= 1 else ""
             what = f"was lost{since}" if peer.state == "lost" else "does not answer"
             yield f"peer {peer.world_rank} {what}, {others}; start it again with the same command"
 

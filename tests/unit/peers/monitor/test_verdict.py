@@ -164,3 +164,8 @@ def test_the_worst_comes_first_and_the_rest_is_not_lost():
 def test_when_everybody_is_lost_nobody_goes_on():
     verdict = verdict_of(SwarmFacts(peers=[PeerFacts(world_rank=0, state="lost")]))
     assert verdict.text == "peer 0 was lost, nobody is left; start it again with the same command"
+
+
+def test_an_observer_that_has_just_come_does_not_say_since_when_a_peer_is_lost():
+    verdict = verdict_of(swarm({}, {"state": "lost", "gone_s": 0.3}))
+    assert verdict.text.startswith("peer 1 was lost, the others continue without it")
