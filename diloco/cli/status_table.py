@@ -135,7 +135,7 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]], now: float) -> Table:
     heads = ("epoch", "ago", "peers", *(part.removesuffix("_s") for part in _ROUND_PARTS), "sent")
     for head in heads:
         table.add_column(head, no_wrap=True, justify="right")
-    table.add_column("failed attempts", justify="left")
+    table.add_column("failed", justify="left")
     for entry in rounds:
         peers = entry["peers"]
         slowest = [max(float(peer.get(part, 0.0)) for peer in peers) for part in _ROUND_PARTS]

@@ -63,7 +63,9 @@ def _trains(peer: Observation) -> str:
     if not steps:
         return f"it still trains, at step {done} of its epoch"
     left_s = time_left_s(peer, steps - done)
-    return f"it still trains, at step {done} of {steps}" + (f", about {left_s:.0f} s to go" if left_s else "")
+    return f"it still trains, at step {done} of {steps}" + (
+        f", about {left_s:.0f} s to go" if left_s and left_s >= 1 else ""
+    )
 
 
 def time_left_s(peer: Observation, steps_left: int) -> float | None:
