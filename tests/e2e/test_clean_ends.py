@@ -89,7 +89,7 @@ def test_sigterm_ends_a_peer_while_it_trains_and_saves(start, model):
     check_ends(command, has_epochs(3), signal.SIGTERM, 143)
     assert command.stderr == ""
     assert (
-        "this was the last peer: the progress of the run is lost unless it saved checkpoints"
+        "this was the last peer: without checkpoints (--ckpt.interval) the progress of the run is lost"
         in command.stdout
     )
     assert list((command.directory / "checkpoints").glob("model_step_*/diloco_rank_0/complete.json"))
