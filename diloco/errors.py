@@ -1,7 +1,7 @@
 """Errors of the training process and the command line, and how a user sees one.
 
 DilocoError
-└── UserError   the user can mend it before training starts; the command line prints one box and exits with 2
+└── UserError   the user can fix it before training starts; the command line prints one box and exits with 2
 """
 
 from __future__ import annotations

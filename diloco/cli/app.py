@@ -39,27 +39,27 @@ class Verb(NamedTuple):
 VERBS = {
     "Train": (
         Verb("run", "run:app", "Train with several peers on this machine."),
-        Verb("peer", "peer:app", "Be one peer of a swarm: join, train, average, leave."),
+        Verb("peer", "peer:app", "Run one peer of a swarm: join, train, average, leave."),
         Verb("dht start", "dht:start_app", "Start a DHT node and coordinate a run."),
-        Verb("launch", "launch:app", "Start a training that spans nodes."),
+        Verb("launch", "launch:app", "Start one training over several nodes."),
         Verb("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds side by side."),
     ),
-    "Look": (
-        Verb("status", "status:app", "Show who is in a swarm."),
+    "Watch and check": (
+        Verb("status", "status:app", "Show the peers of a swarm."),
         Verb("dashboard", "dashboard:app", "Show a swarm on a web page."),
-        Verb("doctor", "doctor:app", "Examine this machine and its way to a swarm."),
+        Verb("doctor", "doctor:app", "Check this machine and its connection to a swarm."),
     ),
     "Use what was trained": (
-        Verb("export", "export:app", "Write a checkpoint's model as transformers loads it."),
-        Verb("ckpt rebuild", "ckpt:rebuild_app", "Make a model of delta checkpoints."),
+        Verb("export", "export:app", "Convert a checkpoint to a model for transformers."),
+        Verb("ckpt rebuild", "ckpt:rebuild_app", "Rebuild a model from delta checkpoints."),
     ),
     "Plan and rent": (
-        Verb("simulate", "simulate:app", "Say what a run would take, without running it."),
+        Verb("simulate", "simulate:app", "Estimate the time, traffic and cost of a run."),
         Verb("provision", "provision:app", "Rent pods and start a swarm on them."),
-        Verb("pods", "pods:app", "Look after rented pods."),
+        Verb("pods", "pods:app", "Manage rented pods."),
         Verb("experiments", "experiments:app", "Run many trainings on rented pods."),
     ),
-    "Say who may join": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
+    "Control access": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
 }
 """Sections of `diloco --help`, by purpose."""
 _GROUPS = {"dht": "The DHT's bootstrap node and the run's coordinator.", "ckpt": "What trainings have saved."}

@@ -20,7 +20,7 @@ Step = Annotated[int | None, Parameter(converter=whole, validator=at_least(0))]
 def rebuild(
     directory: Path, out: Path, *, step: Step = None, as_json: Annotated[bool, Parameter("--json")] = False
 ) -> None:
-    """Make a full model of delta checkpoints (--ckpt.delta-interval).
+    """Rebuild a full model from delta checkpoints (--ckpt.delta-interval).
 
     Parameters
     ----------

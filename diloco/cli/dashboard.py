@@ -33,10 +33,10 @@ def dashboard(
     host: str = "127.0.0.1",
     port: Port = 8420,
 ) -> int:
-    """Show a swarm on a web page until Ctrl-C: its peers, loss and speed, the rounds part by part, and what went wrong.
+    """Show a swarm on a web page until Ctrl-C: peers, losses, speed, the parts of each round, and failures.
 
-    Prints the page's address, in which there is a token: only who has it sees anything, and nobody can change
-    anything. DILOCO_DASHBOARD_TOKEN sets the token, which then also opens /metrics for a Prometheus.
+    Prints the address of the page, which contains a token; without it nothing is shown. The page is read-only.
+    DILOCO_DASHBOARD_TOKEN sets the token, which Prometheus needs for /metrics.
 
     Parameters
     ----------

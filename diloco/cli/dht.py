@@ -31,11 +31,11 @@ def start(
     allowlist_file: Path | None = None,
     token_days: Days = 30.0,
 ) -> int:
-    """Start a DHT node that peers can join by, and coordinate a run: admit its peers and number them.
+    """Start the first DHT node of a run and coordinate the run: admit peers and assign world ranks.
 
-    Prints `--initial-peers <address>` to paste behind `diloco peer`, then a line for each join, leave and epoch.
-    Training goes on without it; started again by the same command it is the same coordinator. With --admission it
-    makes a swarm secret, says where it is, and only peers that have it can join.
+    Prints the flag `--initial-peers <address>` for `diloco peer`, then a line for each peer that joins or leaves and
+    for each epoch. Training continues without the coordinator; the same command starts it again. With --admission it
+    creates a swarm secret and prints the name of its file; only peers with this secret can join.
 
     Parameters
     ----------

@@ -51,10 +51,11 @@ def doctor(
     as_json_: JsonFlag = False,
     timeout: TimeoutFlag = 20.0,
 ) -> int:
-    """Examine this machine and its way to a swarm: type `doctor` in the place of `peer`, with the same flags.
+    """Check this machine and its connection to a swarm: use `doctor` instead of `peer`, with the same flags.
 
-    Each line passes, warns or fails, the last two with what fixes it. With --initial-peers, members of the swarm are
-    asked to call this machine back, what time it is, and how fast bytes go. Exit code 0 when nothing fails, else 1.
+    Each line is a pass, a warning or a failure, the latter two with a fix. With --initial-peers, members of the swarm
+    connect back to this machine, compare clocks, and measure the speed of the link. The exit code is 0 if nothing
+    fails, else 1.
 
     Parameters
     ----------

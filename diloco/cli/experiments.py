@@ -74,11 +74,11 @@ def run(
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Rent the pods of a set of experiments, run them, and tell what came of each.
+    """Rent the pods of a set of experiments, run the experiments, and report the results.
 
-    Sequential on each pod, parallel across pods. The same command again goes on where it was: what is done stays
-    done and rents no pod, what runs is waited for. A value that did not reach its trainer makes an experiment fail.
-    Exit code 0 only if all of them succeeded.
+    Experiments run one after the other on each pod, and on all pods in parallel. The same command again continues:
+    finished experiments are not repeated, running ones are waited for. An experiment fails if a setting did not reach
+    its trainer. The exit code is 0 only if all succeeded.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ def print_results(results: Sequence[Result], figure_of: str) -> None:
 
 @app.command
 def status(*names: str, as_json: AsJson = False, state_file: StateFile = None) -> int:
-    """What came of the experiments of sets so far, in one table.
+    """Show the results of all sets so far in one table.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def destroy(
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Give back the pods of a set of experiments, once what was made on them is in the run directory.
+    """Copy the results of a set's pods to the run directory, then give the pods back.
 
     Parameters
     ----------

@@ -37,6 +37,10 @@ def export(
     """
     if directory.exists():
         raise UserError(f"{directory} exists already; name another")
+    if "://" not in checkpoint and not Path(checkpoint).exists():
+        raise UserError(
+            f"{checkpoint} does not exist; give the directory of --ckpt.path, or one model_step_<N> in it"
+        )
     from diloco.checkpoint.export import exported
 
     told = exported(checkpoint, directory, weights=weights)

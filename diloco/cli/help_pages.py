@@ -141,7 +141,7 @@ def _home() -> str:
     lines = ["Usage: diloco COMMAND [FLAGS]", "", "Train one model on machines scattered over the world.", ""]
     for group, verbs in VERBS.items():
         lines += [f"{group}:", *(f"  {verb.words:<14}{verb.help}" for verb in verbs), ""]
-    lines += ["`diloco COMMAND --help` says more of one. Without a clue: `diloco run`."]
+    lines += ["`diloco COMMAND --help` describes a command. To begin, try `diloco run`."]
     return "\n".join(lines) + "\n"
 
 

@@ -47,7 +47,7 @@ def launch(
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Start a training over several nodes, ours or any other script.
+    """Start one training over several nodes, with our trainer or any other script.
 
     With torchrun, run it on each node with that node's rank. Read from the environment: NPROC_PER_NODE (auto),
     BACKEND (nccl or gloo; default nccl, on a single node without GPUs gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an

@@ -72,12 +72,11 @@ def peer(
     role: RoleFlag = "train",
     worker: WorkerFlag = None,
 ) -> int:
-    """Join a swarm, train in it, leave it when the training is done.
+    """Join a swarm, train in it, and leave it when the training is done.
 
-    Fields of the run that are not given here are taken over from the swarm, and so are the weights. The first peer
-    chooses a model, batches and lengths that its machine trains well; --path-model names another model, of which a
-    preset comes with batches and lengths. The same command starts a peer, lets it join a running swarm, and brings it
-    back after a crash.
+    The weights, and all settings of the run that are not given here, come from the swarm. The first peer chooses a
+    model and batch size that suit its machine, or takes the model of --path-model; a preset includes batch size and
+    sequence length. The same command starts a peer, joins a running swarm, and rejoins it after a crash.
 
     Parameters
     ----------

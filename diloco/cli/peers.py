@@ -55,14 +55,14 @@ RunFlags = Annotated[Run, Parameter(name="*")]
 
 @app.command
 def ban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: RunFlags = Run()) -> int:
-    """Ban peers from a run: they are dropped at once, whatever they do, and let in nowhere any more."""
+    """Ban peers from a run: all peers drop them at once and refuse them from then on."""
     _check_named(peer_ids)
     return _change(run, lambda outcome: _tell(outcome, "banned"), ban=peer_ids)
 
 
 @app.command
 def unban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: RunFlags = Run()) -> int:
-    """Let banned peers back in: started again, they join."""
+    """Lift a ban: the peers can join when they are started again."""
     _check_named(peer_ids)
     return _change(run, lambda outcome: _tell(outcome, "no longer banned"), unban=peer_ids)
 
@@ -75,7 +75,7 @@ def list_(*, run: RunFlags = Run()) -> int:
 
 @app.command
 def new_secret(*, key: Annotated[Key, Parameter(name="*")] = Key()) -> int:
-    """Replace the swarm secret: who has only the old one is given no token any more; peers that train go on."""
+    """Replace the swarm secret: the old one no longer admits anybody; peers that are training continue."""
     from peers.admission.secrets import replace_secret
 
     secret_path = key.path.with_suffix(".swarm-secret")

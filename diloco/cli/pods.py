@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from provisioning.renting.each import Failures
     from provisioning.swarm.status import Overview
 
-app = App(name="pods", help="Look after rented pods.")
+app = App(name="pods", help="Manage rented pods.")
 ssh_key = App(name="ssh-key", help="SSH keys at Lambda.")
 app.command(ssh_key)
 
@@ -99,6 +99,7 @@ def logs(
     from provisioning.swarm.logs import follow_all
 
     ledger = opened_existing(state_file)
+    _say_if_empty(ledger)
     return run(
         _told(
             follow_all(ledger, access(inventory), names, job=job, lines=lines, goes_on=follow, write=_line),
@@ -180,7 +181,7 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
 
 @app.command
 def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: Inventory = None) -> int:
-    """Let pods live longer.
+    """Extend the rental of pods.
 
     Parameters
     ----------
@@ -203,7 +204,7 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
 
 @app.command
 def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, inventory: Inventory = None) -> int:
-    """Copy what was made on pods to the run directory, and leave them as they are.
+    """Copy the results of pods to the run directory, without giving the pods back.
 
     Parameters
     ----------
@@ -225,7 +226,7 @@ def down(
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Give pods back, once what was made on them is in the run directory.
+    """Copy the results of pods to the run directory, then give the pods back.
 
     A pod whose results cannot be fetched is given back only if you say so.
 
@@ -240,12 +241,18 @@ def down(
     from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
+    _say_if_empty(ledger)
     words = fetched(fetch)
     no_longer_wanted(ledger, names)
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
     return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+
+
+def _say_if_empty(ledger: Ledger) -> None:
+    if not ledger.rows():
+        print(f"there are no pods in {ledger.path}", file=sys.stderr, flush=True)
 
 
 async def given_back(
@@ -274,9 +281,9 @@ def forget(
     yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
     state_file: StateFile = None,
 ) -> int:
-    """Take pods out of the state file without giving them back: those that you have ended yourself.
+    """Remove pods from the state file without giving them back, because you have ended them yourself.
 
-    Nobody looks for them any more, unless their provider lists them. Provisioning no longer waits for them.
+    Provisioning no longer waits for them, unless their provider still lists them.
 
     Parameters
     ----------
@@ -310,9 +317,10 @@ def reconcile(
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Compare with the providers: finish what was interrupted, end our orphans and pods whose time is over.
+    """Compare the state file with the providers: finish what was interrupted, end orphaned pods and pods whose time is
+    over.
 
-    Touches only pods that this state file has ordered.
+    Changes only pods that were ordered with this state file.
 
     Parameters
     ----------
@@ -352,7 +360,7 @@ def reconcile(
 
 @ssh_key.command
 def add(name: str, *, key_file: Path | None = None) -> int:
-    """Have Lambda make a key pair, and save its private half, readable by you alone.
+    """Create a key pair at Lambda, and save the private key, readable by you alone.
 
     Parameters
     ----------

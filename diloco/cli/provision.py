@@ -123,11 +123,11 @@ def provision(
     given: Annotated[Given, Parameter(name="*", group="To the pods and back")] = GIVEN,
     care: Annotated[Care, Parameter(name="*", group="While nobody looks")] = CARE,
 ) -> int:
-    """Rent pods, put the code on them, start a DHT and a peer on each, and wait until all are in epoch 1.
+    """Rent pods, copy the code to them, start a coordinator and a peer on each pod, and wait until all are in epoch 1.
 
-    Shows what it would rent and give back, with prices, and asks before it does. The same command again changes
-    nothing, and goes on where it was interrupted, whatever interrupted it. Flags behind `--` go to every peer; unless
-    they name a model, one is trained that the pods train well.
+    Shows what it would rent and give back, with prices, and asks first. The same command again changes nothing, or
+    continues an interrupted run. Flags after `--` are passed to every peer; without a model among them, the first peer
+    chooses one that suits its pod.
 
     Parameters
     ----------

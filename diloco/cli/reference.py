@@ -41,7 +41,7 @@ _TRAINING_HEAD = """## Training flags
 
 Of `diloco peer`, `diloco run`, `diloco doctor` and, under torchrun, of `diloco/train_fsdp.py` and
 `diloco/train_grpo.py`. Flags marked *run* describe the run: they have to be the same on all its peers, and a peer that
-does not name one takes the swarm's. The others are each peer's own business.
+does not set one takes the swarm's value. The other flags may differ from peer to peer.
 """
 _GROUPS = (("Training", ""), ("Swarm", "hv."), ("Checkpoints", "ckpt."), ("Reinforcement", "grpo."))
 

@@ -43,8 +43,8 @@ def run(
 ) -> int:
     """Train one model with several peers on this machine.
 
-    Without --path-model it chooses a model, batches and lengths that this machine trains well, and says which; without
-    a dataset it reads the sources of Python's standard library. Ends with a report; exit code 1 if the peers' weights
+    Without --path-model it chooses a model and batch size that suit this machine, and prints them; without a dataset
+    it trains on the sources of Python's standard library. Ends with a report. The exit code is 1 if the peers' weights
     ever differed.
 
     Parameters

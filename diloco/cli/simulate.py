@@ -142,10 +142,10 @@ def simulate(
     assumptions: Switch = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Say what a run would take: utilisation, time, bytes and cost, without running it.
+    """Estimate the utilisation, time, traffic and cost of a run without running it.
 
-    The rounds are the product's own, on a simulated clock and simulated links; nothing is started and nobody is asked,
-    but for the provider whose offers are to be read.
+    It runs the real rounds on a simulated clock and simulated links. No process is started and no network used, except
+    to read a provider's offers (--from-offers).
 
     Parameters
     ----------

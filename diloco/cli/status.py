@@ -30,8 +30,8 @@ def status(
     watch: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Show who is in a swarm, from outside: every peer's state, epoch, loss, speed, link and anchor, who is waited for
-    and why, and the last rounds with what went wrong.
+    """Show the peers of a swarm: state, epoch, loss, speed, link and anchor of each, whom a round waits for and why,
+    and the last rounds with their failures.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("link down", "right", lambda peer: size(peer["download_bytes_per_s"] or None)),
     # Shortened as the coordinator prints it; --json has all of it.
     ("peer", "left", lambda peer: f"…{peer['peer_id'][-6:]}"),
-    ("on", "left", lambda peer: peer["hardware"] or "–"),
+    ("hardware", "left", lambda peer: peer["hardware"] or "–"),
 )
 
 
@@ -91,7 +91,7 @@ def doing_of(peer: Peer) -> str:
     return f"{doing}, stands still" if peer["is_still"] else doing
 
 
-_LESS_WANTED = ("on", "peer", "link down", "link up", "anchor", "seen")
+_LESS_WANTED = ("hardware", "peer", "link down", "link up", "anchor", "seen")
 """Columns that a narrow terminal drops, in this order."""
 
 
@@ -135,7 +135,7 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]], now: float) -> Table:
     heads = ("epoch", "ago", "peers", *(part.removesuffix("_s") for part in _ROUND_PARTS), "sent")
     for head in heads:
         table.add_column(head, no_wrap=True, justify="right")
-    table.add_column("failed attempts", justify="left")
+    table.add_column("failed", justify="left")
     for entry in rounds:
         peers = entry["peers"]
         slowest = [max(float(peer.get(part, 0.0)) for peer in peers) for part in _ROUND_PARTS]

@@ -47,7 +47,9 @@ def check_room(
 def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = True) -> None:
     """Raise UserError for settings that a worker would refuse later, except those that the swarm may still change."""
     if config.device == "cuda" and not machine.num_gpus:
-        raise UserError("--device cuda: nvidia-smi shows no GPU here; leave --device out, or mend the driver")
+        raise UserError(
+            "--device cuda: nvidia-smi shows no GPU here; leave --device out, or repair the driver"
+        )
     resume = config.ckpt.resume
     if resume and resume != "auto" and "://" not in resume and not Path(resume).expanduser().is_dir():
         raise UserError(

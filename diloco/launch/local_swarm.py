@@ -235,7 +235,7 @@ def _check_end(code: int, name: str, log: Path) -> None:
     if code == USER_ERROR:
         raise UserError(last_words(log) or f"{name} was refused; see {log}")
     if code:
-        raise DilocoError(f"{name} ended with {code}. The end of {log}:\n{last_words(log)}")
+        raise DilocoError(f"{name} ended with exit code {code}. The end of {log}:\n{last_words(log)}")
 
 
 def free_port() -> int:

@@ -187,7 +187,7 @@ class Daemon:
             log.info("leaving the swarm")
             if self._is_last and not self._host.finished.is_set():
                 log.warning(
-                    "nobody else is in this run: what it has trained is kept only by checkpoints (--ckpt.interval)"
+                    "this was the last peer: without checkpoints (--ckpt.interval) the progress of the run is lost"
                 )
             self._monitor.state = "leaving"
             self._reports.changed()

@@ -27,10 +27,10 @@ def judged_losses(found: Points) -> Iterator[str]:
     if lately > _RISE * means[best]:
         yield (
             f"the loss rises: {means[-1]:.3g}, from {means[best]:.3g} at step {step}; a lower --lr or a longer "
-            "--warmup-steps may mend it"
+            "--warmup-steps may help"
         )
     elif last - step > (last - found[0][0]) / 3 and lately > (1 + _NO_FALL) * means[best]:
-        yield f"the loss has not fallen since step {step}: the learning rate may be too high, or this is its end"
+        yield f"the loss has not fallen since step {step}: the learning rate may be too high, or training has converged"
 
 
 def judged_rewards(found: Points) -> Iterator[str]:
@@ -42,12 +42,12 @@ def judged_rewards(found: Points) -> Iterator[str]:
     if max(means[-window:]) < means[best] / _RISE:
         yield (
             f"the reward falls: {means[-1]:.3g}, from {means[best]:.3g} at step {found[best + window - 1][0]}; a lower "
-            "--lr may mend it"
+            "--lr may help"
         )
     elif means[-1] <= means[0]:
         yield (
             f"the reward has not risen: {means[-1]:.3g}, and {means[0]:.3g} at the beginning; more steps, a higher "
-            "--lr or an easier --dataset may mend it"
+            "--lr or an easier --dataset may help"
         )
 
 

@@ -62,8 +62,9 @@ def _trains(peer: Observation) -> str:
     done = peer.announcement.local_step
     if not steps:
         return f"it still trains, at step {done} of its epoch"
-    left_s = time_left_s(peer, steps - done)
-    return f"it still trains, at step {done} of {steps}" + (f", about {left_s:.0f} s to go" if left_s else "")
+    left_s = time_left_s(peer, steps - done) or 0.0
+    left = f", about {left_s:.0f} s to go" if left_s >= 1 else ""
+    return f"it still trains, at step {done} of {steps}{left}"
 
 
 def time_left_s(peer: Observation, steps_left: int) -> float | None:

@@ -142,12 +142,13 @@ def _troubles(swarm: SwarmFacts) -> Iterator[str]:
 
 
 def _gone(swarm: SwarmFacts) -> Iterator[str]:
-    others = "the others go on without it" if _there(swarm) else "nobody is left"
+    others = "the others continue without it" if _there(swarm) else "nobody is left"
     for peer in swarm.peers:
         if peer.state in ("lost", "silent"):
-            since = f" {span(peer.gone_s)} ago" if peer.gone_s is not None else ""
+            # An observer that has just come knows that the peer is lost, and not since when.
+            since = f" {span(peer.gone_s)} ago" if peer.gone_s is not None and peer.gone_s >= 1 else ""
             what = f"was lost{since}" if peer.state == "lost" else "does not answer"
-            yield f"peer {peer.world_rank} {what}, {others}: the same command starts it again"
+            yield f"peer {peer.world_rank} {what}, {others}; start it again with the same command"
 
 
 def _standing_still(swarm: SwarmFacts) -> Iterator[str]:
@@ -179,7 +180,7 @@ def _clocks(swarm: SwarmFacts) -> Iterator[str]:
 def _coordinator(swarm: SwarmFacts) -> Iterator[str]:
     if swarm.has_lost_coordinator:
         yield (
-            "the coordinator is gone: training goes on, and newcomers join by the address of any peer; start it "
+            "the coordinator is gone: training continues, and peers can join with the address of any peer; start it "
             "again with the same command"
         )
 

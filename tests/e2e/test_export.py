@@ -98,7 +98,9 @@ def test_a_damaged_mark_is_named_whether_there_is_one_before_or_not(trained, tmp
     assert exported(str(copy), tmp_path / "model", weights="agreed")["step"] == 3
     assert "model_step_6" in caplog.text and "damaged" in caplog.text
     before.write_bytes(b"")
-    with pytest.raises(UserError, match=r"no complete checkpoint in .*the mark of .*model_step_.* is damaged"):
+    with pytest.raises(
+        UserError, match=r"no complete checkpoint in .*the mark of .*model_step_.* is damaged"
+    ):
         exported(str(copy), tmp_path / "again", weights="agreed")
 
 

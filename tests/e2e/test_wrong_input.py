@@ -124,6 +124,10 @@ WRONG = {
     "binary file": ("run --dataset-name-or-path BINARY", "holds zero bytes, so it is not text"),
     "unknown task": ("run --mode grpo --dataset sums", "--dataset sums is no task"),
     "checkpoint that is not there": ("run --ckpt.resume /nowhere", "there is no such directory"),
+    "checkpoint to export that is not there": (
+        "export /nowhere out",
+        "/nowhere does not exist; give the directory",
+    ),
     "checkpoints below a file": (
         "run --ckpt.path FILE/ckpt --ckpt.interval 5",
         "cannot be written to: Not a directory",
@@ -292,7 +296,7 @@ def test_who_names_the_host_and_port_alone_is_told_the_whole_address(swarm, star
     port = swarm.address.split("/")[4]
     command = start(*DILOCO, "status", "--json", "--initial-peers", f"127.0.0.1:{port}")
     assert command.wait() == 0
-    assert f"note: 127.0.0.1:{port} says that it is {swarm.address}" in command.stderr
+    assert f"note: at 127.0.0.1:{port} is the peer {swarm.address}" in command.stderr
     assert [peer["world_rank"] for peer in json.loads(command.stdout)["peers"]] == [0]
 
 

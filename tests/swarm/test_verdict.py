@@ -135,7 +135,7 @@ def test_whatever_goes_wrong_is_named_within_ten_seconds(light, coordinator):
             await named(observer, "peer 2: its loss is not a number any more; is the learning rate too high?")
 
             await asyncio.to_thread(coordinator.kill)
-            await named(observer, "the coordinator is gone: training goes on")
+            await named(observer, "the coordinator is gone: training continues")
 
     asyncio.run(watch())
 

@@ -23,3 +23,10 @@ def test_without_a_state_file_nothing_is_said_to_be_done(command, tmp_path, monk
     said = " ".join(capsys.readouterr().err.split())
     assert "There is no state file" in said or "Say which" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["pods logs", "pods down"])
+def test_that_there_are_no_pods_is_said(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert exit_code(command.split()) == 0
+    assert f"there are no pods in {tmp_path}" in capsys.readouterr().err

@@ -43,7 +43,7 @@ TABLE = {
     "the reward falls": (
         swarm({"rewards": [(s, min(s, 500 - s) / 250) for s in range(500)]}),
         "warning",
-        "the reward falls: 0.102, from 0.95 at step 274; a lower --lr may mend it",
+        "the reward falls: 0.102, from 0.95 at step 274; a lower --lr may help",
     ),
     "the reward stays": (
         swarm({"rewards": [(s, 0.25) for s in range(500)]}),
@@ -76,9 +76,9 @@ TABLE = {
     "lost": (
         swarm({}, {"state": "lost", "gone_s": 12.0}),
         "fault",
-        "peer 1 was lost 12 s ago, the others go on without it: the same command starts it again",
+        "peer 1 was lost 12 s ago, the others continue without it; start it again with the same command",
     ),
-    "silent": (swarm({"state": "silent"}), "fault", "peer 0 does not answer, the others go on without it"),
+    "silent": (swarm({"state": "silent"}), "fault", "peer 0 does not answer, the others continue without it"),
     "stalled": (
         swarm({"idle_s": 9.0}),
         "fault",
@@ -105,7 +105,7 @@ TABLE = {
     "no coordinator": (
         swarm(has_lost_coordinator=True),
         "warning",
-        "the coordinator is gone: training goes on",
+        "the coordinator is gone: training continues",
     ),
     "a slow peer": (
         swarm({"wait_share": 0.6}, {"wait_share": 0.6}, {"step_s": 3.0}),
@@ -163,4 +163,9 @@ def test_the_worst_comes_first_and_the_rest_is_not_lost():
 
 def test_when_everybody_is_lost_nobody_goes_on():
     verdict = verdict_of(SwarmFacts(peers=[PeerFacts(world_rank=0, state="lost")]))
-    assert verdict.text == "peer 0 was lost, nobody is left: the same command starts it again"
+    assert verdict.text == "peer 0 was lost, nobody is left; start it again with the same command"
+
+
+def test_an_observer_that_has_just_come_does_not_say_since_when_a_peer_is_lost():
+    verdict = verdict_of(swarm({}, {"state": "lost", "gone_s": 0.3}))
+    assert verdict.text.startswith("peer 1 was lost, the others continue without it")
