@@ -236,16 +236,25 @@ def down(
     yes: bool
         Also without their results, where those cannot be fetched.
     """
+    from provisioning.errors import Busy
     from provisioning.renting import watcher
+    from provisioning.renting.operations import WANTED
     from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
-    words = fetched(fetch)
+    words, wanted = fetched(fetch), ledger.recall(WANTED)
     no_longer_wanted(ledger, names)
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
-    return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+    try:
+        return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+    except Busy:
+        ledger.remember(WANTED, wanted)
+        raise
+    finally:
+        # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
+        ensure_watcher(ledger)
 
 
 async def given_back(

@@ -178,7 +178,10 @@ class HttpCloud(Cloud, ABC):
         if status >= 500:
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
         if says is Says.NOT_THERE:
-            return NoCapacity(said) if is_order else NotThere(said)
+            if is_order:
+                return NoCapacity(said)
+            # A gateway that misses its API says 404, too, of a pod that lives.
+            return NotThere(said) if refusal.message else Unavailable(f"{said} in no words of its API")
         if says is Says.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

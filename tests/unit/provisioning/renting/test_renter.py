@@ -89,6 +89,18 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
     assert (one.rows, provider.there) == ([], [])
 
 
+def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(tmp_path):
+    provider = ListProvider()
+    one = renter(tmp_path, provider)
+    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=one.clock(), ends_at=None)
+    row = one.ledger.advance(row, State.CREATING, asked_at=one.clock() + 86400)
+    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
+    row = one.ledger.set_pod(row, "id", 1.0)
+    asyncio.run(asyncio.wait_for(one.give_back(row), 10.0))
+    assert (one.rows, provider.there) == ([], [])
+    assert one.ledger.bills()[0].dollars(one.clock()) < 0.01
+
+
 def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):
     cheap, dear = HostileProvider(repeatable=True), HostileProvider(repeatable=True)
     cheap.name, dear.name = "cheap", "dear"
