@@ -122,7 +122,7 @@ async def set_up(
         probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
         (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
         return
-    script = environment_script(directory, setup.extras, _fingerprint(setup))
+    script = environment_script(directory, setup.extras, _fingerprint(setup), is_cpu=num_gpus is None)
     (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
 
 
@@ -161,12 +161,14 @@ async def _check_gpus(machine: Machine, num_gpus: int) -> None:
         )
 
 
-def environment_script(directory: str, extras: Sequence[str], fingerprint: str) -> str:
+def environment_script(directory: str, extras: Sequence[str], fingerprint: str, *, is_cpu: bool) -> str:
     """Makes the pod's environment unless it is there: by uv, which takes a fraction of pip's time.
 
     By pip where uv cannot be had or fails, since it knows none of pip's settings, and where the image brings a torch,
-    which fits its driver and is kept: uv does not see it.
+    which fits its driver and is kept: uv does not see it. Without GPUs torch comes from PyTorch's own index, without
+    4 GB of CUDA's libraries, unless that cannot be reached.
     """
+    alone = "by_uv --torch-backend cpu || by_uv" if is_cpu else "by_uv"
     what = shlex.quote(f"{CODE}[{','.join(extras)}]" if extras else CODE)
     return f"""
 cd {shlex.quote(directory)} || exit 9
@@ -183,17 +185,20 @@ sys.exit(not (2, 10) <= tuple(map(int, m.version("torch").split(".")[:2])) < (2,
 then site=--system-site-packages; fi
 uv=$(command -v uv)
 by_uv() {{
-  "$uv" pip install --quiet --python {VENV}/bin/python --constraint {CODE}/constraints.txt --editable {what}
+  # The machine's own certificates: it may be behind a proxy with one of its own. Its second name is of uv below 0.11.
+  UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 "$uv" pip install --quiet --python {VENV}/bin/python \
+    --constraint {CODE}/constraints.txt --editable {what} "$@"
 }}
+alone() {{ {alone}; }}
 by_pip() {{ {VENV}/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }}
 if [ -n "$python" ]; then
   $python -m venv $site {VENV} || exit 1
   [ -n "$uv$site" ] || {{ by_pip {_UV} && uv={VENV}/bin/uv; }}
   if [ -n "$site" ]; then by_pip --editable {what} || exit 1
-  elif [ -z "$uv" ] || ! by_uv; then by_pip --constraint {CODE}/constraints.txt --editable {what} || exit 1
+  elif [ -z "$uv" ] || ! alone; then by_pip --constraint {CODE}/constraints.txt --editable {what} || exit 1
   fi
 elif [ -n "$uv" ]; then
-  "$uv" venv --quiet --python 3.11 {VENV} && by_uv || exit 1
+  "$uv" venv --quiet --python 3.11 {VENV} && alone || exit 1
 else
   echo "there is neither Python 3.11, 3.12 or 3.13 nor uv on this machine; take another image" >&2; exit 1
 fi

@@ -71,7 +71,9 @@ class Wanted:
         try:
             found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
         except msgspec.ValidationError as error:
-            raise UserError(f"what to keep was written by another version: {error}; provision again") from error
+            raise UserError(
+                f"what to keep was written by another version: {error}; provision again"
+            ) from error
         return replace(
             found,
             setup=replace(found.setup, secrets=secrets_of(environment, list(found.setup.secrets or ()))),
