@@ -131,7 +131,7 @@ def ssh(
     async def shell() -> int:
         row = ledger.named([name])[-1]
         async with renters(ledger, access(inventory), say) as found:
-            machine = await found.of(row).machine(row)
+            machine = await found[row.provider].machine(row)
             process = await asyncio.create_subprocess_exec(
                 *machine.shell_argv(pod_directory(row.label), forward)
             )
@@ -426,8 +426,8 @@ def _print_status(seen: Overview) -> None:
             f"{row.offer.price_per_hour:.2f}",
             f"{one.dollars:.2f}",
             "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
-            "–" if one.epoch is None else str(one.epoch),
-            "–" if one.step is None else str(one.step),
+            "–" if one.look is None else str(one.look.epoch),
+            "–" if one.look is None else str(one.look.step),
             "–" if one.look is None else f"{one.look.tokens:.3g}",
             str(one.use),
             one.peer,

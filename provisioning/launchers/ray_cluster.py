@@ -142,8 +142,7 @@ class RayCluster:
             await asyncio.sleep(_POLL_S)
 
     async def _node(self, row: Row) -> _Node:
-        renter = self._renters.of(row)
-        return _Node(row, await renter.machine(row), await renter.pod_of(row))
+        return _Node(row, *await self._renters[row.provider].reached(row))
 
     async def _absolute_python(self, node: _Node) -> str:
         """Ray runs its entry point in another directory."""

@@ -107,6 +107,11 @@ class Account:
         """The machine of a pod that has answered before. Raises MachineError, HostKeyChanged, UserError."""
         return self._machines.get(row.label) or await self.machine_of(row, await self.pod_of(row))
 
+    async def reached(self, row: Row) -> tuple[Machine, Pod]:
+        """Its machine, and where that is. Raises as the two do."""
+        pod = await self.pod_of(row)
+        return await self.machine_of(row, pod), pod
+
     async def machine_of(self, row: Row, pod: Pod) -> Machine:
         """The machine of this row, whose pod has been looked up."""
         if row.label not in self._machines:
