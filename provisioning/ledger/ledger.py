@@ -42,6 +42,8 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             make_tables(self._db)
+            if (found := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(found)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (secrets.token_hex(4),))
         except (sqlite3.Error, OSError) as error:
             raise self._unusable(error) from error
@@ -185,7 +187,10 @@ class Ledger:
 
     def _rows(self, condition: str, *values: Any) -> list[Row]:
         query = f"SELECT {', '.join(_COLUMNS)} FROM pods {condition} ORDER BY rowid"
-        return [_row(found) for found in self._read(query, *values)]
+        try:
+            return [_row(found) for found in self._read(query, *values)]
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
 
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Raises UserError where the file is damaged."""
