@@ -29,6 +29,8 @@ from provisioning.renting.reconcile import Action, Do, Look, decide, known_at
 # For cents that are rounded; what costs more than was agreed to is not kept.
 _PRICE_SLACK = 1.02
 _END_SLACK_S = 600.0
+# What watches over its end has fetched its results minutes before.
+_LAST_FETCH_S = 300.0
 
 
 @dataclass(kw_only=True)
@@ -323,7 +325,9 @@ class Renter(Account):
         elif action.do == Do.DESTROY and pod is not None:
             self.say(row.name, f"given back: {action.reason}")
             # Its time is over, whatever becomes of its results.
-            await self.bring_home(row, loses_results=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_FETCH_S):
+                    await self.bring_home(row, loses_results=True)
             await self._end(self._identified(row, pod))
 
 
