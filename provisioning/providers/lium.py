@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -214,22 +214,16 @@ def _info(answer: Mapping[str, Any]) -> Any:
     from lium.sdk.models import PodInfo
 
     count = answer.get("gpu_count")
-    return PodInfo(
-        id=answer["id"],
-        name=answer.get("pod_name", ""),
-        status=answer.get("status", "unknown"),
-        huid="",
-        ssh_cmd=answer.get("ssh_connect_cmd"),
-        ports=answer.get("ports_mapping") or {},
-        created_at="",
-        updated_at="",
-        executor=None,
-        template={},
-        removal_scheduled_at=answer.get("removal_scheduled_at"),
-        jupyter_installation_status=None,
-        jupyter_url=None,
-        gpu_count=None if count is None else int(count),
-    )
+    known = {
+        "id": answer["id"],
+        "name": answer.get("pod_name", ""),
+        "status": answer.get("status", "unknown"),
+        "ssh_cmd": answer.get("ssh_connect_cmd"),
+        "ports": answer.get("ports_mapping") or {},
+        "removal_scheduled_at": answer.get("removal_scheduled_at"),
+        "gpu_count": None if count is None else int(count),
+    }
+    return PodInfo(**dict.fromkeys(item.name for item in fields(PodInfo)) | known)
 
 
 def _pod(info: Any) -> Pod:
