@@ -29,8 +29,7 @@ TIMEOUT_S = 1200.0
 PHASES = {
     "code and environments": "sending code",
     "the DHT": "starting the DHT",
-    "peers until they train": "starting its peer",
-    "the first epoch": "starts at step 0",
+    "peers and the first epoch": "starting its peer",
     "": "epoch 1 averaged by 3 peers",
 }
 """By what is said when each begins."""
