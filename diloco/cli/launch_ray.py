@@ -46,11 +46,11 @@ def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
         async with renters(ledger, access(wish.inventory), say) as found:
             told = ray_job(job, wish, rows, ledger)
             for row in rows:
-                check_reachable(row, await found.of(row).pod_of(row), num_nodes=len(rows))
-                machine = await found.of(row).machine(row)
+                machine, pod = await found[row.provider].reached(row)
+                check_reachable(row, pod, num_nodes=len(rows))
                 path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
                 await put_private(machine, path, job.config.read_bytes())
-            cluster = RayCluster(found, rows, _python(ledger, found.of(rows[0])))
+            cluster = RayCluster(found, rows, _python(ledger, found[rows[0].provider]))
             await cluster.start(cpus=wish.cpus_per_node)
             return await cluster.run(told)
 
@@ -70,7 +70,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
         async with renters(ledger, access(wish.inventory), say) as found:
             hosts, users = [], {}
             for row in rows:
-                machine, pod = await found.of(row).machine(row), await found.of(row).pod_of(row)
+                machine, pod = await found[row.provider].reached(row)
                 if not isinstance(machine, SshMachine):
                     raise UserError(
                         f"`ray up` works over SSH, and {row.name} is on this machine; run it without --dry-run."
@@ -83,7 +83,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
                     f"`ray up` has one user and one key for all machines, and {', '.join(users.values())} have others."
                 )
             ((user, key),) = users
-            python = _python(ledger, found.of(rows[0]))
+            python = _python(ledger, found[rows[0].provider])
             print(
                 cluster_yaml(
                     hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=wish.cpus_per_node

@@ -132,7 +132,7 @@ def ssh(
     async def shell() -> int:
         row = ledger.named([name])[-1]
         async with renters(ledger, access(inventory), say) as found:
-            machine = await found.of(row).machine(row)
+            machine = await found[row.provider].machine(row)
             process = await asyncio.create_subprocess_exec(
                 *machine.shell_argv(pod_directory(row.label), forward)
             )
@@ -237,17 +237,26 @@ def down(
     yes: bool
         Also without their results, where those cannot be fetched.
     """
+    from provisioning.errors import Busy
     from provisioning.renting import watcher
+    from provisioning.renting.operations import WANTED
     from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
     _say_if_empty(ledger)
-    words = fetched(fetch)
+    words, wanted = fetched(fetch), ledger.recall(WANTED)
     no_longer_wanted(ledger, names)
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
-    return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+    try:
+        return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+    except Busy:
+        ledger.remember(WANTED, wanted)
+        raise
+    finally:
+        # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
+        ensure_watcher(ledger)
 
 
 def _say_if_empty(ledger: Ledger) -> None:
@@ -425,8 +434,8 @@ def _print_status(seen: Overview) -> None:
             f"{row.offer.price_per_hour:.2f}",
             f"{one.dollars:.2f}",
             "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
-            "–" if one.epoch is None else str(one.epoch),
-            "–" if one.step is None else str(one.step),
+            "–" if one.look is None else str(one.look.epoch),
+            "–" if one.look is None else str(one.look.step),
             "–" if one.look is None else f"{one.look.tokens:.3g}",
             str(one.use),
             one.peer,

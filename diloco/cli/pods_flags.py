@@ -144,10 +144,12 @@ def ensure_watcher(ledger: Ledger) -> None:
     import os
 
     from provisioning.renting import watcher
-    from provisioning.renting.operations import is_to_be_watched
+    from provisioning.renting.operations import is_to_be_watched, is_watched_blindly
 
     if not is_to_be_watched(ledger):
         return
+    if is_watched_blindly(ledger, access(None)):
+        watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.
     root = str(Path(__file__).resolve().parents[2])

@@ -96,7 +96,7 @@ async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) 
 
 async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> Result:
     """Raises MachineError."""
-    machine = await fleet.renters.of(row).machine(row)
+    machine = await fleet.renters[row.provider].machine(row)
     job, config = job_name(trainer, placed.config), placed.config
     run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
     state = await jobs.state(machine, row.label, job)

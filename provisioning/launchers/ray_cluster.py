@@ -45,19 +45,20 @@ class RayJob:
     max_failures: int = 2
 
 
-def head_argv(python: str, pod: Pod, *, cpus: int | None) -> list[str]:
-    words = ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1", f"--dashboard-port={DASHBOARD_PORT}"]
-    return [*_start_argv(python, pod, cpus), *words]
-
-
-def node_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[str]:
-    return [*_start_argv(python, pod, cpus), f"--address={head.host}:{PORT}"]
-
-
-def _start_argv(python: str, pod: Pod, cpus: int | None) -> list[str]:
+def start_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[str]:
+    """On the head itself, or on another pod."""
     words = [python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     words += [f"--node-ip-address={pod.host}", f"--temp-dir={temporary_directory(pod.label)}"]
-    return [*words, *([f"--num-cpus={cpus}"] if cpus else [])]
+    words += [f"--num-cpus={cpus}"] if cpus else []
+    if pod != head:
+        return [*words, f"--address={head.host}:{PORT}"]
+    return [
+        *words,
+        "--head",
+        f"--port={PORT}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={DASHBOARD_PORT}",
+    ]
 
 
 def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
@@ -71,14 +72,8 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
     runtime = json.dumps({"env_vars": ENV})
     return [
         *(client, "-m", "ray.scripts.scripts", "job", "submit"),
-        *(
-            "--address",
-            f"http://127.0.0.1:{DASHBOARD_PORT}",
-            "--working-dir",
-            CODE,
-            "--runtime-env-json",
-            runtime,
-        ),
+        *("--address", f"http://127.0.0.1:{DASHBOARD_PORT}"),
+        *("--working-dir", CODE, "--runtime-env-json", runtime),
         *("--", python, "-m", "diloco.launch.ray_worker", *words, "--", *job.program),
     ]
 
@@ -107,9 +102,7 @@ class RayCluster:
         """Until all nodes are in the cluster. Raises MachineError."""
         nodes = [await self._node(row) for row in self._rows]
         for number, node in enumerate(nodes, 1):
-            argv = node_argv(self._python, nodes[0].pod, node.pod, cpus=cpus)
-            if node is nodes[0]:
-                argv = head_argv(self._python, node.pod, cpus=cpus)
+            argv = start_argv(self._python, nodes[0].pod, node.pod, cpus=cpus)
             env = {**ENV, **await _network_env(node.machine)}
             if await jobs.start(node.machine, node.row.label, RAY_JOB, argv, env):
                 self._renters.say(node.row.name, "starting Ray" if number > 1 else "starting Ray's head")
@@ -139,8 +132,7 @@ class RayCluster:
             await asyncio.sleep(_POLL_S)
 
     async def _node(self, row: Row) -> _Node:
-        renter = self._renters.of(row)
-        return _Node(row, await renter.machine(row), await renter.pod_of(row))
+        return _Node(row, *await self._renters[row.provider].reached(row))
 
     async def _absolute_python(self, node: _Node) -> str:
         """Ray runs its entry point in another directory."""

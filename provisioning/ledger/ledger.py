@@ -42,13 +42,12 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             make_tables(self._db)
+            if (found := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(found)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (secrets.token_hex(4),))
         except (sqlite3.Error, OSError) as error:
-            raise UserError(
-                f"--state-file {path} cannot be used: {error}. It knows which pods are yours; name another file, or "
-                "look at the provider's web site for what is rented before you move it away."
-            ) from error
-        self.owner: str = self._meta("owner")
+            raise self._unusable(error) from error
+        self.owner = self.recall("owner")
 
     def close(self) -> None:
         """May be repeated."""
@@ -170,6 +169,8 @@ class Ledger:
 
     def remember(self, key: str, value: str) -> None:
         """Keep something about all pods, such as the address of their swarm. An empty value forgets it."""
+        if value == self.recall(key):
+            return
         with self._transaction():
             self._db.execute("DELETE FROM meta WHERE key = ?", (key,))
             if value:
@@ -177,20 +178,26 @@ class Ledger:
 
     def recall(self, key: str) -> str:
         """What was kept; nothing is an empty string."""
-        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return str(found[0]) if found else ""
+        return next((str(value) for (value,) in self._read("SELECT value FROM meta WHERE key = ?", key)), "")
 
     def recall_all(self, prefix: str) -> list[str]:
         """All that was kept under keys that begin like this."""
-        found = self._db.execute("SELECT value FROM meta WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
-        return [str(value) for (value,) in found]
-
-    def _meta(self, key: str) -> str:
-        return str(self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+        query = "SELECT value FROM meta WHERE substr(key, 1, ?) = ?"
+        return [str(value) for (value,) in self._read(query, len(prefix), prefix)]
 
     def _rows(self, condition: str, *values: Any) -> list[Row]:
         query = f"SELECT {', '.join(_COLUMNS)} FROM pods {condition} ORDER BY rowid"
-        return [_row(found) for found in self._db.execute(query, values)]
+        try:
+            return [_row(found) for found in self._read(query, *values)]
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
+
+    def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Raises UserError where the file is damaged."""
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise self._unusable(error) from error
 
     def _insert(self, row: Row) -> None:
         values = {**vars(row), "spec": _to_json(row.spec), "offer": _to_json(row.offer)}
@@ -221,6 +228,12 @@ class Ledger:
             raise UserError(
                 f"--state-file {self.path} cannot be written: {error}. Mend that, and the same command goes on."
             ) from error
+
+    def _unusable(self, error: Exception) -> UserError:
+        return UserError(
+            f"--state-file {self.path} cannot be used: {error}. It knows which pods are yours; name another file, or "
+            "look at the provider's web site for what is rented before you move it away."
+        )
 
 
 def _row(values: tuple[Any, ...]) -> Row:

@@ -32,9 +32,10 @@ def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
                     file.seek(0)
                     raise Busy(file.read().strip() or "unknown") from None
                 time.sleep(_POLL_S)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        # A full disk takes no number, and the lock holds all the same.
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 

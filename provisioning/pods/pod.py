@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,11 @@ class Listing:
     pods: Sequence[Pod]
     silent: Mapping[str, str] = field(default_factory=dict)
     """Machines that did not answer, and why: the pods on them are missing here."""
+
+
+def listing(pods: Iterable[Pod | None]) -> Listing:
+    """Of those that are there."""
+    return Listing(pods=[pod for pod in pods if pod is not None])
 
 
 def label_prefix(owner: str) -> str:

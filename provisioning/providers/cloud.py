@@ -10,10 +10,11 @@ from provisioning.errors import UserError
 from provisioning.machines.keys import public_key
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
-from provisioning.pods.pod import Offer, Pod
+from provisioning.pods.pod import Pod
+from provisioning.providers.protocol import Provider
 
 
-class Cloud:
+class Cloud(Provider):
     """The part of a provider that is about machines. For a cloud with a client library of its own, as Lium has."""
 
     listens_on = "0.0.0.0"
@@ -31,12 +32,6 @@ class Cloud:
     async def host_key(self, pod: Pod) -> str:
         # No cloud tells its machines' keys: the first one seen is pinned in the ledger.
         return pod.host_key or await shown_host_key(pod.host, pod.ssh_port)
-
-    def swarm_flags(self, offer: Offer) -> list[str]:
-        return []
-
-    def python(self) -> str | None:
-        return None
 
     def public_key(self) -> str:
         """The OpenSSH line to be let in; the key is made where there is none. Raises UserError."""

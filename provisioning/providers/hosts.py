@@ -6,7 +6,7 @@ import asyncio
 import getpass
 import json
 import shlex
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
 from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
 from provisioning.pods.spec import Figure
+from provisioning.providers.protocol import Provider
 
 _FULL = 8
 _DESTROY_TIMEOUT_S = 90.0
@@ -56,23 +57,13 @@ class Host:
         return self.address or self.host
 
 
-class HostsProvider(ABC):
+class HostsProvider(Provider):
     """What local and ssh have in common. A pod's id is `<host>/<label>`: an order sent twice makes one pod."""
 
-    name: str
     repeatable = True
-    settle_s = 0.0
-    doubt_s = 0.0
-    keeps_time = False
+    settle_s = doubt_s = 0.0
     pods_per_host = 1
-
-    @property
-    @abstractmethod
-    def listens_on(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def hosts(self) -> Sequence[Host]: ...
+    hosts: Sequence[Host]
 
     @abstractmethod
     async def connect(self, host: Host) -> Machine:
@@ -132,17 +123,11 @@ rmdir {PODS} 2>/dev/null; exit 0
         except MachineError as error:
             raise ProviderError(f"pod {label} on {name}: {error}") from error
 
-    async def set_end(self, pod_id: str, ends_at: float) -> None:
-        return None
-
     async def machine(self, pod: Pod, host_key: str) -> Machine:
         return await self.connect(self._host(pod.id.partition("/")[0]))
 
-    async def host_key(self, pod: Pod) -> str:
-        return ""
-
     def swarm_flags(self, offer: Offer) -> list[str]:
-        return []
+        return ["--nproc-per-node", str(offer.gpu_count)] if offer.is_cpu else []
 
     def _host(self, name: str) -> Host:
         for host in self.hosts:

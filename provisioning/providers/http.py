@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.pods.pod import Pod
 from provisioning.providers.cloud import Cloud, api_key
 
 if TYPE_CHECKING:
@@ -51,13 +54,12 @@ class Refusal:
     """What this API means by it; None: what its status means everywhere."""
 
 
-class HttpCloud(Cloud, ABC):
+class HttpCloud(Cloud):
     """A cloud that is asked through a JSON API. As most: it knows no idempotency keys, and keeps no time."""
 
     repeatable = False
     settle_s = 60.0
     doubt_s = 600.0
-    keeps_time = False
 
     title: str
     """Its name as people know it."""
@@ -87,6 +89,15 @@ class HttpCloud(Cloud, ABC):
     def refusal(status: int, body: Any) -> Refusal:
         """What an error answer says, as this API words it; KeyError and the like where it is of no known form."""
 
+    @staticmethod
+    @abstractmethod
+    def path_of(pod_id: str) -> str:
+        """Of what the API says of one pod; the id is quoted."""
+
+    @abstractmethod
+    def pod_in(self, answer: Any) -> Pod | None:
+        """The pod in that answer; None where it is only in the books. KeyError and the like, as above."""
+
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
         """The answer, decoded. `is_order`: it may make a pod, so an answer that is lost is OutcomeUnknown.
 
@@ -112,8 +123,24 @@ class HttpCloud(Cloud, ABC):
                 f"{self.title}'s answer is of no known form ({type(error).__name__}: {error})"
             ) from error
 
-    async def set_end(self, pod_id: str, ends_at: float) -> None:
-        return None
+    async def check(self) -> None:
+        self.check_tools()
+        await self.pods()
+
+    async def find(self, pod_id: str) -> Pod | None:
+        try:
+            answer = await self.request("GET", self.path_of(quote(pod_id, safe="")))
+        except NotThere:
+            return None
+        return self.understood(self.pod_in, answer)
+
+    async def destroy(self, pod_id: str) -> None:
+        with contextlib.suppress(NotThere):
+            await self.delete(pod_id)
+
+    async def delete(self, pod_id: str) -> None:
+        """Ask for it. Raises NotThere where it is gone."""
+        await self.request("DELETE", self.path_of(quote(pod_id, safe="")))
 
     async def close(self) -> None:
         """May be repeated."""
@@ -178,7 +205,10 @@ class HttpCloud(Cloud, ABC):
         if status >= 500:
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
         if says is Says.NOT_THERE:
-            return NoCapacity(said) if is_order else NotThere(said)
+            if is_order:
+                return NoCapacity(said)
+            # A gateway that misses its API says 404, too, of a pod that lives.
+            return NotThere(said) if refusal.message else Unavailable(f"{said} in no words of its API")
         if says is Says.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

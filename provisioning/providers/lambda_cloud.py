@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
-from provisioning.providers.http import HttpCloud, NotThere, Refusal, Says
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, listing
+from provisioning.providers.http import HttpCloud, Refusal, Says
 
 _GONE = {"terminated"}
 _LEAVING = {"terminating", "preempted"}
@@ -47,9 +46,12 @@ class LambdaProvider(HttpCloud):
         message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
         return Refusal(message or code, next((says for part, says in _SAYS.items() if part in code), None))
 
-    async def check(self) -> None:
-        self.check_tools()
-        await self._request("GET", "/instances")
+    @staticmethod
+    def path_of(pod_id: str) -> str:
+        return f"/instances/{pod_id}"
+
+    def pod_in(self, answer: Any) -> Pod | None:
+        return _pod(answer["data"], self.user)
 
     async def offers(self) -> list[Offer]:
         return self.understood(_offers, await self._request("GET", "/instance-types"))
@@ -70,23 +72,10 @@ class LambdaProvider(HttpCloud):
 
     async def pods(self) -> Listing:
         answer = await self._request("GET", "/instances")
-        found = self.understood(
-            lambda data: [_pod(one, self.user) for one in data if not _is_gone(one)], answer
-        )
-        return Listing(pods=found)
+        return self.understood(lambda data: listing(_pod(one, self.user) for one in data), answer)
 
-    async def find(self, pod_id: str) -> Pod | None:
-        try:
-            answer = await self._request("GET", f"/instances/{quote(pod_id, safe='')}")
-        except NotThere:
-            return None
-        return self.understood(lambda data: None if _is_gone(data) else _pod(data, self.user), answer)
-
-    async def destroy(self, pod_id: str) -> None:
-        try:
-            await self._request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
-        except NotThere:
-            return
+    async def delete(self, pod_id: str) -> None:
+        await self._request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
 
     async def add_key(self, name: str) -> str:
         """Have a key pair made there; the private half, which Lambda gives this once. Raises UserError."""
@@ -141,11 +130,9 @@ def _offers(data: Mapping[str, Any]) -> list[Offer]:
     ]
 
 
-def _is_gone(found: Mapping[str, Any]) -> bool:
-    return found.get("status") in _GONE
-
-
-def _pod(found: Mapping[str, Any], user: str) -> Pod:
+def _pod(found: Mapping[str, Any], user: str) -> Pod | None:
+    if found.get("status") in _GONE:
+        return None
     status, kind = str(found.get("status", "")), found.get("instance_type") or {}
     price = kind.get("price_cents_per_hour")
     return Pod(

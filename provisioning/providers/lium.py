@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,7 +95,9 @@ class LiumProvider(Cloud):
     async def find(self, pod_id: str) -> Pod | None:
         try:
             return await self._call(lambda: _found(self._client.pod(pod_id)))
-        except _Gone:
+        except _Gone as gone:
+            if not gone.is_of_api and any(pod.id == pod_id for pod in (await self.pods()).pods):
+                raise Unavailable(f"{gone}, and it is listed") from gone
             return None
 
     async def destroy(self, pod_id: str) -> None:
@@ -116,7 +118,11 @@ class LiumProvider(Cloud):
 
 
 class _Gone(ProviderError):
-    """There is no such pod any more."""
+    """There is no such pod any more. Not `is_of_api`: or a gateway did not find its API."""
+
+    def __init__(self, message: str, *, is_of_api: bool) -> None:
+        super().__init__(message)
+        self.is_of_api = is_of_api
 
 
 def _translated(request: Callable[[], T], is_order: bool) -> T:
@@ -149,7 +155,9 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     except (lium_errors.LiumServerError, requests.RequestException) as error:
         raise (OutcomeUnknown if is_order else Unavailable)(f"Lium: {error}") from error
     except lium_errors.LiumNotFoundError as error:
-        raise (NoCapacity if is_order else _Gone)(f"Lium: {error}") from error
+        if is_order:
+            raise NoCapacity(f"Lium: {error}") from error
+        raise _Gone(f"Lium: {error}", is_of_api=bool(error.code)) from error
     except (lium_errors.LiumError, ValueError) as error:
         if getattr(error, "code", None) in (
             "insufficient_balance",
@@ -206,22 +214,16 @@ def _info(answer: Mapping[str, Any]) -> Any:
     from lium.sdk.models import PodInfo
 
     count = answer.get("gpu_count")
-    return PodInfo(
-        id=answer["id"],
-        name=answer.get("pod_name", ""),
-        status=answer.get("status", "unknown"),
-        huid="",
-        ssh_cmd=answer.get("ssh_connect_cmd"),
-        ports=answer.get("ports_mapping") or {},
-        created_at="",
-        updated_at="",
-        executor=None,
-        template={},
-        removal_scheduled_at=answer.get("removal_scheduled_at"),
-        jupyter_installation_status=None,
-        jupyter_url=None,
-        gpu_count=None if count is None else int(count),
-    )
+    known = {
+        "id": answer["id"],
+        "name": answer.get("pod_name", ""),
+        "status": answer.get("status", "unknown"),
+        "ssh_cmd": answer.get("ssh_connect_cmd"),
+        "ports": answer.get("ports_mapping") or {},
+        "removal_scheduled_at": answer.get("removal_scheduled_at"),
+        "gpu_count": None if count is None else int(count),
+    }
+    return PodInfo(**dict.fromkeys(item.name for item in fields(PodInfo)) | known)
 
 
 def _pod(info: Any) -> Pod:

@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from provisioning.errors import UserError
@@ -25,19 +24,13 @@ class LocalProvider(HostsProvider):
     """`home` gets a directory for each pod."""
 
     name = "local"
+    listens_on = "127.0.0.1"
     pods_per_host = MAX_PODS
+    hosts = (Host(name="here", host="127.0.0.1", user=""),)
 
     def __init__(self, home: Path) -> None:
         self._machine = LocalMachine(home)
         self._given: set[int] = set()
-
-    @property
-    def listens_on(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def hosts(self) -> Sequence[Host]:
-        return (Host(name="here", host="127.0.0.1"),)
 
     async def check(self) -> None:
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -79,11 +72,5 @@ class LocalProvider(HostsProvider):
         self._given.update(found)
         return found
 
-    def swarm_flags(self, offer: Offer) -> list[str]:
-        return ["--nproc-per-node", str(offer.gpu_count)]
-
     def python(self) -> str | None:
         return sys.executable
-
-    async def close(self) -> None:
-        pass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
-from provisioning.providers.http import HttpCloud, NotThere, Refusal, Says
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, listing
+from provisioning.providers.http import HttpCloud, Refusal, Says
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
 _DISK_GB = 100
@@ -33,9 +33,12 @@ class RunPodProvider(HttpCloud):
         # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
         return Refusal(message, Says.NO_CAPACITY if status in (400, 403) else None)
 
-    async def check(self) -> None:
-        self.check_tools()
-        await self.request("GET", "/pods")
+    @staticmethod
+    def path_of(pod_id: str) -> str:
+        return f"/pods/{pod_id}"
+
+    def pod_in(self, answer: Any) -> Pod | None:
+        return _pod(answer)
 
     async def offers(self) -> list[Offer]:
         """Prices are the same for every number of GPUs, and availability is not."""
@@ -71,24 +74,7 @@ class RunPodProvider(HttpCloud):
 
     async def pods(self) -> Listing:
         answer = await self.request("GET", "/pods")
-        return Listing(
-            pods=self.understood(
-                lambda data: [_pod(one) for one in data["pods"] if not _is_gone(one)], answer
-            )
-        )
-
-    async def find(self, pod_id: str) -> Pod | None:
-        try:
-            answer = await self.request("GET", f"/pods/{quote(pod_id, safe='')}")
-        except NotThere:
-            return None
-        return self.understood(lambda data: None if _is_gone(data) else _pod(data), answer)
-
-    async def destroy(self, pod_id: str) -> None:
-        try:
-            await self.request("DELETE", f"/pods/{quote(pod_id, safe='')}")
-        except NotThere:
-            return
+        return self.understood(lambda data: listing(_pod(one) for one in data["pods"]), answer)
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
@@ -122,11 +108,9 @@ def _country(data_center: str) -> str | None:
     return word if len(word) == 2 else None
 
 
-def _is_gone(found: Mapping[str, Any]) -> bool:
-    return found.get("status") in _GONE
-
-
-def _pod(found: Mapping[str, Any]) -> Pod:
+def _pod(found: Mapping[str, Any]) -> Pod | None:
+    if found.get("status") in _GONE:
+        return None
     status, direct = str(found.get("status", "")), (found.get("ssh") or {}).get("direct") or {}
     opened = {
         int(port["private"]): int(port["public"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
@@ -35,25 +34,18 @@ class SshProvider(HostsProvider):
     name = "ssh"
 
     def __init__(self, inventory: Path | None) -> None:
-        self._entries = {entry.name: entry for entry in read_inventory(inventory)}
+        self.hosts = read_inventory(inventory)
+        # On loopback alone, where all machines are this one.
+        is_here = {host.reached_at for host in self.hosts} == {"127.0.0.1"}
+        self.listens_on = "127.0.0.1" if is_here else "0.0.0.0"
         self._machines: dict[str, SshMachine] = {}
         # Each its own, so that nobody waits for one that does not answer.
-        self._connecting = {name: asyncio.Lock() for name in self._entries}
-
-    @property
-    def hosts(self) -> Sequence[Host]:
-        return list(self._entries.values())
-
-    @property
-    def listens_on(self) -> str:
-        # On loopback alone, where all machines are this one.
-        addresses = {host.reached_at for host in self.hosts}
-        return "127.0.0.1" if addresses == {"127.0.0.1"} else "0.0.0.0"
+        self._connecting = {host.name: asyncio.Lock() for host in self.hosts}
 
     async def check(self) -> None:
         check_programs()
-        for entry in self._entries.values():
-            key_at(Path(entry.key))
+        for host in self.hosts:
+            key_at(Path(host.key))
         found = await asyncio.gather(*(self.connect(host) for host in self.hosts), return_exceptions=True)
         for result in found:
             if isinstance(result, MachineError):
@@ -65,18 +57,18 @@ class SshProvider(HostsProvider):
         free = await asyncio.gather(*(self.free_places(host) for host in self.hosts))
         return [
             Offer(
-                id=entry.name,
+                id=host.name,
                 provider=self.name,
-                gpu_type=entry.gpu_type,
-                gpu_count=entry.gpu_count or entry.nproc_per_node,
-                price_per_hour=entry.price_per_hour,
-                country=entry.country,
-                upload_mbps=entry.upload_mbps,
-                download_mbps=entry.download_mbps,
-                is_cpu=entry.gpu_count == 0,
-                details={"host": entry.name},
+                gpu_type=host.gpu_type,
+                gpu_count=host.gpu_count or host.nproc_per_node,
+                price_per_hour=host.price_per_hour,
+                country=host.country,
+                upload_mbps=host.upload_mbps,
+                download_mbps=host.download_mbps,
+                is_cpu=host.gpu_count == 0,
+                details={"host": host.name},
             )
-            for entry, places in zip(self._entries.values(), free, strict=True)
+            for host, places in zip(self.hosts, free, strict=True)
             if places > 0
         ]
 
@@ -98,11 +90,8 @@ class SshProvider(HostsProvider):
     def ports(self, host: Host) -> list[int]:
         return list(host.ports)
 
-    def swarm_flags(self, offer: Offer) -> list[str]:
-        return ["--nproc-per-node", str(offer.gpu_count)] if offer.is_cpu else []
-
     def python(self) -> str | None:
-        found = {entry.python for entry in self._entries.values()}
+        found = {host.python for host in self.hosts}
         return found.pop() if len(found) == 1 else None
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
-from provisioning.providers.http import HttpCloud, NotThere, Refusal, Says
+from provisioning.providers.http import HttpCloud, Refusal, Says
 
 IMAGE = "pytorch/pytorch:latest"
 _DISK_GB = 100
@@ -36,9 +36,12 @@ class VastProvider(HttpCloud):
             says = Says.NO_CAPACITY
         return Refusal(message or code, says)
 
-    async def check(self) -> None:
-        self.check_tools()
-        await self._page("")
+    @staticmethod
+    def path_of(pod_id: str) -> str:
+        return f"/v0/instances/{pod_id}/?owner=me"
+
+    def pod_in(self, answer: Any) -> Pod | None:
+        return None if answer["instances"] is None else _pod(answer["instances"], self.user)
 
     async def offers(self) -> list[Offer]:
         """On demand, of hosts that Vast.ai has verified, with enough ports for a peer and a DHT."""
@@ -81,20 +84,8 @@ class VastProvider(HttpCloud):
                 break
         return Listing(pods=found)
 
-    async def find(self, pod_id: str) -> Pod | None:
-        try:
-            answer = await self.request("GET", f"/v0/instances/{quote(pod_id, safe='')}/?owner=me")
-        except NotThere:
-            return None
-        return self.understood(
-            lambda data: None if data["instances"] is None else _pod(data["instances"], self.user), answer
-        )
-
-    async def destroy(self, pod_id: str) -> None:
-        try:
-            await self.request("DELETE", f"/v0/instances/{quote(pod_id, safe='')}/", {})
-        except NotThere:
-            return
+    async def delete(self, pod_id: str) -> None:
+        await self.request("DELETE", f"/v0/instances/{quote(pod_id, safe='')}/", {})
 
     async def _page(self, token: str) -> Any:
         query = {"limit": _PAGE, "order_by": json.dumps([{"col": "id", "dir": "asc"}])}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +14,7 @@ from provisioning.machines.results import fetch_results
 from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
+from provisioning.renting.clock import Clock
 from provisioning.renting.reconcile import Look
 
 RUN_DIR, FETCH = "run_dir", "fetch"
@@ -40,7 +40,7 @@ class Account:
     provider: Provider
     say: Say
     patience: Patience = field(default_factory=Patience)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     fetches: Sequence[str] | None = None
     """What is brought home of a pod before it is given back; None: what was said when it was rented."""
 
@@ -106,6 +106,11 @@ class Account:
     async def machine(self, row: Row) -> Machine:
         """The machine of a pod that has answered before. Raises MachineError, HostKeyChanged, UserError."""
         return self._machines.get(row.label) or await self.machine_of(row, await self.pod_of(row))
+
+    async def reached(self, row: Row) -> tuple[Machine, Pod]:
+        """Its machine, and where that is. Raises as the two do."""
+        pod = await self.pod_of(row)
+        return await self.machine_of(row, pod), pod
 
     async def machine_of(self, row: Row, pod: Pod) -> Machine:
         """The machine of this row, whose pod has been looked up."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from provisioning.errors import Busy, UserError
+from provisioning.errors import ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
-from provisioning.providers.registry import Access
+from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import renters
 
 _HOME_BEFORE_END_S = 300.0
+# Whoever holds the ledger may be putting the end off just now.
+_OVERDUE_S = 60.0
 PYTHON, WANTED = "python", "wanted"
 """What is remembered of the last command that set pods up: their Python, and the swarm that is to be there."""
+UNWATCHED = "unwatched"
+"""Providers that the process that watches could not open."""
 
 
 async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say) -> Failures:
@@ -67,28 +72,44 @@ async def reconcile(
     return {name: error for failures in settled.values() for name, error in failures.items()}
 
 
+def is_watched_blindly(ledger: Ledger, access: Access) -> bool:
+    """Whether the process that watches lacks a key that this command has."""
+    for name in ledger.recall(UNWATCHED).split():
+        with contextlib.suppress(ProvisioningError):
+            open_provider(name, access)
+            return True
+    return False
+
+
 def is_to_be_watched(ledger: Ledger) -> bool:
     """Whether something has to be done about its pods at a time when nobody may type a command."""
     rows = ledger.rows()
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
 
 
-async def keep_time(ledger: Ledger, access: Access, say: Say, at_home: set[str], interval_s: float) -> float:
+async def keep_time(
+    ledger: Ledger, access: Access, say: Say, at_home: set[str], interval_s: float, clock: Callable[[], float]
+) -> float:
     """Give back pods whose time is over, and those of orders in doubt; how long to wait until the next look.
 
     What was made on a pod is fetched shortly before its end, once, since some providers take it back to the minute;
     `at_home` holds the labels of those of which it was. Ends may be put off, so nobody waits longer than `interval_s`.
     """
-    rows, now = ledger.rows(), time.time()
+    rows, now = ledger.rows(), clock()
     ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
     if any(row.is_in_doubt for row in rows) or any(seconds <= 0 for _, seconds in ends_in_s):
         try:
             with ledger.locked():
-                for name, error in (await reconcile(ledger, access, (), say)).items():
-                    say(name, f"failed: {error}")
-        except Busy:
-            # Whoever holds the lock sees to it.
-            pass
+                failures = await reconcile(ledger, access, (), say)
+        except UserError:
+            # It is another command's for now, which may wait for hours, or be stopped itself; or its disk is full.
+            failures = {}
+        if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):
+            async with renters(ledger, access, say) as found:
+                for renter in found.values():
+                    failures |= await renter.end_overdue(now - _OVERDUE_S)
+        for name, error in failures.items():
+            say(name, f"failed: {error}")
         return interval_s
     ending = [row for row, seconds in ends_in_s if seconds <= _HOME_BEFORE_END_S and row.label not in at_home]
     if ending:

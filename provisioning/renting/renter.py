@@ -29,6 +29,8 @@ from provisioning.renting.reconcile import Action, Do, Look, decide, known_at
 # For cents that are rounded; what costs more than was agreed to is not kept.
 _PRICE_SLACK = 1.02
 _END_SLACK_S = 600.0
+# What watches over its end has fetched its results minutes before.
+_LAST_FETCH_S = 300.0
 
 
 @dataclass(kw_only=True)
@@ -169,7 +171,13 @@ class Renter(Account):
             self._forget(current)
             return
         await self.bring_home(current, loses_results=loses_results)
-        row = self.ledger.advance(current, State.DELETING)
+        try:
+            row = self.ledger.advance(self._dated(current), State.DELETING)
+        except UserError:
+            # A disk that is full keeps no pod: once it is not, whoever settles finds that there is none.
+            if current.provider_id is not None:
+                await self.provider.destroy(current.provider_id)
+            raise
         if row.provider_id is not None:
             await self._end(row)
             return
@@ -225,6 +233,17 @@ class Renter(Account):
             return ProviderError(f"so new a pod may live and be unknown to {self.provider.name}")
         return None
 
+    async def end_overdue(self, by: float) -> Failures:
+        """Have pods deleted whose end was before `by`, and write nothing: for one who cannot change the ledger."""
+        rows = [row for row in self.rows if row.provider_id and row.ends_at is not None and row.ends_at < by]
+        return await each(rows, lambda row: self.provider.destroy(row.provider_id or ""))
+
+    def _dated(self, row: Row) -> Row:
+        """Not ordered in the future: the clock was ahead then, and would have us wait until it is there again."""
+        if row.asked_at <= self.clock():
+            return row
+        return self.ledger.advance(row, row.state, asked_at=self.clock())
+
     def _settled_at(self, row: Row) -> float:
         return row.asked_at + self.provider.settle_s
 
@@ -256,6 +275,8 @@ class Renter(Account):
     async def _settle(self) -> Failures:
         provider, clock = self.provider, self.clock
         deadline = clock() + provider.settle_s + self.patience.destroy_s
+        for row in self.rows:
+            self._dated(row)
         while True:
             look = await self.look()
             rows = self.rows
@@ -304,7 +325,9 @@ class Renter(Account):
         elif action.do == Do.DESTROY and pod is not None:
             self.say(row.name, f"given back: {action.reason}")
             # Its time is over, whatever becomes of its results.
-            await self.bring_home(row, loses_results=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_FETCH_S):
+                    await self.bring_home(row, loses_results=True)
             await self._end(self._identified(row, pod))
 
 

@@ -46,10 +46,6 @@ class Renters(dict[str, Renter]):
     def rows(self) -> list[Row]:
         return self.ledger.rows()
 
-    def of(self, row: Row) -> Renter:
-        """Raises ProvisioningError where its provider cannot be opened."""
-        return self[row.provider]
-
     async def settle(self) -> dict[str, Failures]:
         """Make the ledger and all providers agree; what was not done, by provider, and there by pod or machine."""
 
@@ -95,7 +91,7 @@ class Renters(dict[str, Renter]):
         """These pods, or all; each as far as it goes, whatever becomes of the others."""
 
         async def one(row: Row) -> None:
-            await self.of(row).give_back(row, loses_results=loses_results)
+            await self[row.provider].give_back(row, loses_results=loses_results)
 
         return await each(self.rows if rows is None else rows, one, failed)
 
@@ -116,13 +112,13 @@ class Renters(dict[str, Renter]):
             if current is None:
                 raise ProviderError(f"{row.name} is not there any more; the same command rents it anew")
             try:
-                await self.of(current).until_reachable(current)
+                await self[current.provider].until_reachable(current)
                 return
             except NoCapacity as error:
                 reason = str(error)
             current = self.ledger.current(row)
             if current and not current.is_in_doubt:
-                await self.of(current).give_back(current)
+                await self[current.provider].give_back(current)
             left = [
                 offer
                 for offer in candidates(spec, offers, without=tried)

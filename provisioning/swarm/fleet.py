@@ -35,7 +35,7 @@ class Fleet:
         """
 
         async def one(row: Row) -> None:
-            machine = await self.renters.of(row).machine(row)
+            machine = await self.renters[row.provider].machine(row)
             if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
                 return
             self.renters.say(row.name, "sending code, making its environment")

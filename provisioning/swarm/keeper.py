@@ -7,6 +7,7 @@ over are. What was asked for is in the ledger, so a keeper that was killed is su
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from enum import StrEnum
 
 import msgspec
 
-from provisioning.errors import Busy, ProviderError, ProvisioningError
+from provisioning.errors import Busy, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
 from provisioning.machines.setup import Setup, secrets_of
@@ -23,16 +24,18 @@ from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
 from provisioning.renting.account import Say
+from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
-from provisioning.renting.operations import WANTED, is_to_be_watched
+from provisioning.renting.operations import UNWATCHED, WANTED, is_to_be_watched
 from provisioning.renting.plan import planned
-from provisioning.renting.renters import down
+from provisioning.renting.renters import down, renters
 from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import SwarmOptions
 
 _INTERVAL_S = 15.0
 _SILENT_S = 300.0
+_MAX_GAP_S = 75.0
 _EPOCH_TIMEOUT_S = 900.0
 KEPT = "kept"
 """What the keeper did last, in the ledger, for people."""
@@ -65,7 +68,12 @@ class Wanted:
         text = ledger.recall(WANTED)
         if not text:
             return None
-        found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+        try:
+            found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+        except msgspec.ValidationError as error:
+            raise UserError(
+                f"what to keep was written by another version: {error}; provision again"
+            ) from error
         return replace(
             found,
             setup=replace(found.setup, secrets=secrets_of(environment, list(found.setup.secrets or ()))),
@@ -123,10 +131,11 @@ class Keeper:
     ledger: Ledger
     access: Access
     say: Say
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self._silent_since: dict[str, float] = {}
+        self._silent_s: dict[str, float] = {}
+        self._looked_at = self.clock()
         self._said = ""
 
     async def look(self) -> None:
@@ -135,8 +144,11 @@ class Keeper:
         if wanted is None:
             return
         seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
-        wanted = wanted.at(self.clock(), {one.row.name: one.row.ends_at for one in seen})
-        fates = {one.row.name: (one, *fate(one, self._silent_s(one))) for one in seen}
+        now = self.clock()
+        # While this machine slept, nobody looked: that is no silence of the pods.
+        passed_s, self._looked_at = min(now - self._looked_at, _MAX_GAP_S), now
+        wanted = wanted.at(now, {one.row.name: one.row.ends_at for one in seen})
+        fates = {one.row.name: (one, *fate(one, self._silence_s(one, passed_s))) for one in seen}
         if wanted.stops_when_idle and fates and all(found is Fate.ENDED for _, found, _ in fates.values()):
             await self._stop()
             return
@@ -185,11 +197,13 @@ class Keeper:
             )
         return await fleet.train(await fleet.set_up(await fleet.renters.apply(agreed)), wanted.options)
 
-    def _silent_s(self, one: Status) -> float:
+    def _silence_s(self, one: Status, passed_s: float) -> float:
+        label = one.row.label
         if one.look is not None or one.is_there is not True:
-            self._silent_since.pop(one.row.label, None)
+            self._silent_s.pop(label, None)
             return 0.0
-        return self.clock() - self._silent_since.setdefault(one.row.label, self.clock())
+        self._silent_s[label] = self._silent_s.get(label, -passed_s) + passed_s
+        return self._silent_s[label]
 
     def tell(self, text: str) -> None:
         if text != self._said:
@@ -202,17 +216,27 @@ async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Until there is nothing to be watched any more: keep the swarm that is wanted, and give back what is to go."""
-    keeper, at_home = Keeper(ledger, access, say), set[str]()
+
+    def quietly(name: str, text: str) -> None:
+        # A full disk takes no log, and keeps no pod.
+        with contextlib.suppress(OSError):
+            say(name, text)
+
+    async with renters(ledger, access, quietly) as found:
+        ledger.remember(UNWATCHED, " ".join(found.failures))
+    keeper, at_home = Keeper(ledger, access, quietly), set[str]()
     while not stop() and is_to_be_watched(ledger):
-        wait_s = await operations.keep_time(ledger, access, say, at_home, interval_s)
-        if ledger.recall(WANTED):
-            wait_s = min(wait_s, _INTERVAL_S)
-            try:
+        wait_s = interval_s
+        try:
+            wait_s = await operations.keep_time(ledger, access, quietly, at_home, interval_s, keeper.clock)
+            if ledger.recall(WANTED):
+                wait_s = min(wait_s, _INTERVAL_S)
                 await keeper.look()
-            except Busy:
-                # Whoever holds the lock sees to it.
-                pass
-            except ProvisioningError as error:
+        except Busy:
+            # Whoever holds the lock sees to it.
+            pass
+        except (ProvisioningError, OSError) as error:
+            with contextlib.suppress(UserError):
                 keeper.tell(f"not done yet: {error}")
         if is_to_be_watched(ledger):
             await asyncio.sleep(wait_s)

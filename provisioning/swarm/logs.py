@@ -35,7 +35,7 @@ async def follow_all(
     async with renters(ledger, access, lambda name, text: None) as found:
 
         async def one(row: Row) -> None:
-            machine = await found.of(row).machine(row)
+            machine = await found[row.provider].machine(row)
             there, wanted = await _jobs(machine, row), job or PEER_JOB
             shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
             if wanted in there or (goes_on and not shown and wanted in (PEER_JOB, DHT_JOB)):

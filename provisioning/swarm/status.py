@@ -40,14 +40,6 @@ class Status:
     """What it has cost so far."""
 
     @property
-    def epoch(self) -> int | None:
-        return self.look.epoch if self.look else None
-
-    @property
-    def step(self) -> int | None:
-        return self.look.step if self.look else None
-
-    @property
     def may_cost(self) -> bool:
         return self.is_there is not False
 
@@ -64,8 +56,8 @@ class Status:
             "is_there": self.is_there,
             "may_cost": self.may_cost,
             "peer": self.peer,
-            "epoch": self.epoch,
-            "step": self.step,
+            "epoch": self.look.epoch if self.look else None,
+            "step": self.look.step if self.look else None,
             "tokens": self.look.tokens if self.look else None,
             "dollars": self.dollars,
             "gpu_percent": self.use.gpu,

@@ -17,7 +17,6 @@ from provisioning.machines.keys import write_private
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.machines.setup import put_private
-from provisioning.pods.pod import Pod
 from provisioning.renting.account import Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import Renters
@@ -89,12 +88,8 @@ class Swarm:
 
     async def look(self, row: Row) -> PeerLook:
         """Raises MachineError."""
-        machine = await self._renters.of(row).machine(row)
+        machine = await self._renters[row.provider].machine(row)
         return await look_at_peer(machine, row.label)
-
-    async def _machine_and_pod(self, row: Row) -> tuple[Machine, Pod]:
-        renter = self._renters.of(row)
-        return await renter.machine(row), await renter.pod_of(row)
 
     def _dht_row(self, rows: Sequence[Row]) -> Row:
         known = self._ledger.recall(_DHT_POD)
@@ -102,7 +97,8 @@ class Swarm:
 
     async def _join_dht(self, row: Row, running: Sequence[Row]) -> None:
         """Learn how the DHT can be joined, after starting it where it does not run."""
-        machine, pod = await self._machine_and_pod(row)
+        renter = self._renters[row.provider]
+        machine, pod = await renter.reached(row)
         run_id, directory = self._options.run_id, pod_directory(row.label)
         key_path = admission_key_path(self._ledger.path, run_id)
         remote_key = f"{directory}/{coordinator_file(run_id, 'admission-key')}"
@@ -110,12 +106,7 @@ class Swarm:
             # A coordinator on another pod than before admits those whom the first one did.
             await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
             await put_private(machine, remote_key, key_path.read_bytes())
-        argv = dht_argv(
-            self._python,
-            pod,
-            run_id=run_id,
-            listens_on=self._renters.of(row).provider.listens_on,
-        )
+        argv = dht_argv(self._python, pod, run_id=run_id, listens_on=renter.provider.listens_on)
         others = [other for other in running if other.name != row.name]
         if others and not (await jobs.state(machine, row.label, DHT_JOB)).is_running:
             argv += await self._member_address(others[0])
@@ -148,16 +139,17 @@ class Swarm:
 
     async def _member_address(self, row: Row) -> list[str]:
         """How to join the DHT by a peer that is in it."""
-        machine, pod = await self._machine_and_pod(row)
+        machine, pod = await self._renters[row.provider].reached(row)
         log = f"{pod_directory(row.label)}/{PEER_RUN}/logs/daemon.log"
         answer = await machine.run(f"grep -o 'starting as [A-Za-z0-9]*' {shlex.quote(log)} | tail -n 1")
         peer_id = answer.stdout.strip().removeprefix("starting as ")
         return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
 
     async def _start_peer(self, row: Row, num_peers: int) -> None:
-        machine, pod = await self._machine_and_pod(row)
+        renter = self._renters[row.provider]
+        machine, pod = await renter.reached(row)
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
-        provider = self._renters.of(row).provider
+        provider = renter.provider
         argv = peer_argv(
             self._python,
             pod,

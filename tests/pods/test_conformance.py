@@ -154,6 +154,25 @@ def test_an_id_that_nobody_knows_is_no_pod_and_deleting_it_succeeds(kind):
     kind.run(lambda provider: provider.destroy(known))
 
 
+def test_a_404_that_is_not_of_the_api_is_no_word_on_a_pod(cloud):
+    """As of a gateway whose routes are being changed."""
+    order = cloud.order()
+    pod_id = cloud.run(lambda provider: provider.create(order))
+    one = {
+        "lium": "GET /pods/",
+        "lambda": "GET /instances/",
+        "runpod": "GET /pods/",
+        "vast": "GET /v0/instances/",
+    }
+    cloud.api.faults.append(
+        Fault(one[cloud.name], 404, error={"message": "no Route matched with those values"})
+    )
+    with pytest.raises(Unavailable):
+        cloud.run(lambda provider: provider.find(pod_id))
+    assert cloud.run(lambda provider: provider.find(pod_id)) is not None
+    cloud.run(lambda provider: provider.destroy(pod_id))
+
+
 def test_offers_have_keys_of_their_own_and_a_second_order_makes_a_second_pod_only_where_it_says_so(kind):
     offers = kind.run(lambda provider: provider.offers())
     assert offers and len({offer.key for offer in offers}) == len(offers)

@@ -59,38 +59,6 @@ def one(name: str = "pod-0", **changes) -> PodSpec:
     return PodSpec(name=name, provider="lambda", **{"gpu_type": "A100", "gpu_count": 1, **changes})
 
 
-@pytest.mark.pods
-def test_two_machines_are_rented_set_up_and_given_back(fleet, api):
-    api.boot_s = 1.0
-    specs = [one(), one("pod-1", gpu_type="A10")]
-    assert fleet.up(specs).is_good, fleet.said
-    assert fleet.states == {"pod-0": "running", "pod-1": "running"}
-    assert sorted(found["instance_type"]["name"] for found in api.instances.values()) == [
-        "gpu_1x_a10",
-        "gpu_1x_a100",
-    ]
-    assert len(api.keys) == 1
-    assert fleet.up(specs).is_good
-    assert api.num_launched == 2
-    assert fleet.down().is_good
-    assert fleet.states == {} and all(found["_ended"] for found in api.instances.values())
-
-
-def test_asked_for_one_gpu_it_takes_no_machine_with_eight(fleet, api):
-    api.capacity["gpu_1x_a100"] = []
-    with pytest.raises(UserError, match=r"8 GPUs, not 1"):
-        fleet.up([one()])
-    assert api.count(LAUNCH) == 0
-
-
-def test_capacity_that_is_listed_and_not_there_leads_to_another_type(fleet, api):
-    api.refuses_launch_of.add("gpu_1x_a10")
-    assert fleet.up([one(gpu_type=None, max_price=2.0)], trains=False).is_good
-    assert any("Not enough capacity" in text for text in fleet.said)
-    (found,) = api.instances.values()
-    assert found["instance_type"]["name"] == "gpu_1x_a100"
-
-
 def test_an_order_whose_answer_is_lost_is_found_by_its_name_and_never_sent_twice(fleet, api):
     api.faults.append(Fault(LAUNCH, 502, carried_out=True))
     assert fleet.up([one()], trains=False).is_good, fleet.said
@@ -142,25 +110,6 @@ def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet
     )
     assert "LAMBDALABS_API_KEY is not set" in str(failures["pod-0"]) and len(ledger.rows()) == 1
     ledger.close()
-
-
-@pytest.mark.pods
-def test_too_many_requests_are_waited_out_and_a_wrong_key_is_not(fleet, api, tmp_path):
-    api.faults += [Fault("GET /instances", 429, times=2), Fault(LAUNCH, 429, times=1)]
-    assert fleet.up([one()], trains=False).is_good
-    assert api.num_launched == 1
-    environment = {**api.environment, "LAMBDALABS_API_KEY": "no"}
-    wrong = TestFleet(tmp_path, lambda: LambdaProvider(environment, tmp_path / "ssh/id_ed25519"))
-    with pytest.raises(UserError, match=r"does not accept the key in LAMBDALABS_API_KEY"):
-        wrong.up([one()])
-    with pytest.raises(UserError, match=r"LAMBDALABS_API_KEY is not set"):
-        LambdaProvider({}, tmp_path / "ssh/id_ed25519")
-
-
-def test_an_order_whose_answer_names_no_instance_is_looked_for(fleet, api):
-    api.faults.append(Fault(LAUNCH, 200, carried_out=True, error={"data": {"instance_ids": []}}))
-    assert fleet.up([one()], trains=False).is_good, fleet.said
-    assert api.count(LAUNCH) == api.num_launched == 1
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again_but_an_order_is_not(fleet, api):

@@ -100,18 +100,6 @@ def test_asked_for_one_gpu_it_never_keeps_eight(fleet, api):
     assert (api.rented, fleet.states) == ({}, {})
 
 
-def test_over_the_price_limit_nothing_is_rented(fleet, api):
-    with pytest.raises(UserError, match=r"dearer than 1 \$/h"):
-        fleet.up([one(max_price=1.0)])
-    assert rents(api) == []
-
-
-def test_an_unknown_gpu_is_an_error_and_nothing_is_rented(fleet, api):
-    with pytest.raises(UserError, match=r"not B300"):
-        fleet.up([one(), one("pod-1", gpu_type="B300")])
-    assert rents(api) == []
-
-
 def test_a_wrong_key_and_no_key_are_said_before_anything_is_rented(fleet, api, tmp_path):
     wrong = TestFleet(
         tmp_path, lambda: LiumProvider({**api.environment, "LIUM_API_KEY": "no"}, tmp_path / "ssh/id_ed25519")

@@ -135,10 +135,11 @@ def test_the_cluster_can_be_written_down_for_rays_own_launcher():
 
 
 def test_nothing_of_ray_listens_beyond_loopback_but_its_own_port(tmp_path: Path):
-    from provisioning.launchers.ray_cluster import RayJob, head_argv, submit_argv
+    from provisioning.launchers.ray_cluster import RayJob, start_argv, submit_argv
     from provisioning.pods.pod import Pod
 
-    words = head_argv("python", Pod(id="1", label="x", is_ready=True, host="10.0.0.1"), cpus=None)
+    head = Pod(id="1", label="x", is_ready=True, host="10.0.0.1")
+    words = start_argv("python", head, head, cpus=None)
     assert "--dashboard-host=127.0.0.1" in words and "--node-ip-address=10.0.0.1" in words
     job = RayJob(num_nodes=2, program=["train.py"], storage="/shared", use_gpu=True)
     assert "http://127.0.0.1:8265" in submit_argv("python", "/pod/venv/bin/python", job)

@@ -313,8 +313,8 @@ def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key)
 
     python, made_at, still_at = asyncio.run(work())
     assert (python, made_at) == ("venv/bin/python", still_at)
-    asked = "pip install --quiet --python venv/bin/python --constraint code/constraints.txt --editable code\n"
-    assert (host.home / "asked").read_text() == asked
+    asked = "pip install --quiet --python venv/bin/python --constraint code/constraints.txt --editable code"
+    assert (host.home / "asked").read_text() == f"{asked} --torch-backend cpu\n{asked}\n"
     assert (host.home / PODS / "label/secrets.env").stat().st_mode & 0o077 == 0
     data = host.home / PODS / "label/data"
     assert (data / "source/backend.py").read_text() == (data / "one.py").read_text() == BACKEND

@@ -97,11 +97,16 @@ def free_ports(number: int) -> list[int]:
 
 @contextmanager
 def ssh_host(
-    directory: Path, public_keys: Callable[[], str] | str, *, disk_kb: int | None = None
+    directory: Path,
+    public_keys: Callable[[], str] | str,
+    *,
+    disk_kb: int | None = None,
+    variables: Sequence[str] = (),
 ) -> Iterator[SshHost]:
     """A machine that lets these keys in (OpenSSH lines); it and its server are gone afterwards.
 
-    `disk_kb`: its pods lie on a disk of this size, which it alone sees (root and OpenSSH's server are needed).
+    `variables`: of its environment, NAME=VALUE (OpenSSH's server is needed). `disk_kb`: its pods lie on a disk of this
+    size, which it alone sees (root and OpenSSH's server are needed).
     """
     home, authorized, public = _prepared(
         directory, public_keys if isinstance(public_keys, str) else public_keys()
@@ -110,6 +115,10 @@ def ssh_host(
     if disk_kb is not None:
         serve = functools.partial(_openssh, prefix=_on_small_disk(home / PODS, disk_kb))
     with serve(directory, home, authorized) as port:
+        if variables:
+            session = directory / "session.sh"
+            lines = session.read_text().partition("\n")[2]
+            session.write_text(f"#!/bin/sh\nexport {shlex.join(variables)}\n{lines}")
         yield from _served(SshHost(home, port, getpass.getuser(), public))
 
 

@@ -88,6 +88,20 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path):
         Ledger(tmp_path / "pods.sqlite")
 
 
+@pytest.mark.parametrize("num_lost", [10, 2000, 4096, 30000, 50000])
+def test_a_file_that_has_lost_its_end_is_named(tmp_path, num_lost):
+    path = tmp_path / "pods.sqlite"
+    ledger = Ledger(path)
+    for index in range(60):
+        ledger.add(PodSpec(name=f"pod-{index}"), OFFER, now=0.0, ends_at=None)
+    ledger.close()
+    content = path.read_bytes()
+    assert len(content) > 51000
+    path.write_bytes(content[:-num_lost])
+    with pytest.raises(UserError, match=r"pods\.sqlite cannot be used"):
+        Ledger(path).rows()
+
+
 def test_a_file_of_another_version_is_refused_and_left_as_it_was(tmp_path):
     path = tmp_path / "pods.sqlite"
     Ledger(path).close()

@@ -86,7 +86,7 @@ CASES = {
     "runpod: no room": (RunPodProvider, 400, {"title": "Bad Request"}, NoCapacity, ProviderError),
     "runpod: not for this account": (RunPodProvider, 403, {"title": "Forbidden"}, NoCapacity, UserError),
     "runpod: wrong field": (RunPodProvider, 422, {"title": "Unprocessable"}, ProviderError, ProviderError),
-    "of no known form": (RunPodProvider, 404, [], NoCapacity, NotThere),
+    "of no known form": (RunPodProvider, 404, [], NoCapacity, Unavailable),
     "too fast": (LambdaProvider, 429, of_lambda("global/too-many-requests"), Unavailable, Unavailable),
     "broken": (VastProvider, 502, of_vast("oops"), OutcomeUnknown, Unavailable),
     "unauthorized": (VastProvider, 401, of_vast("auth_error"), UserError, UserError),

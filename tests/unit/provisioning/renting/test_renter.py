@@ -89,6 +89,31 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
     assert (one.rows, provider.there) == ([], [])
 
 
+def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(tmp_path):
+    provider = ListProvider()
+    one = renter(tmp_path, provider)
+    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=one.clock(), ends_at=None)
+    row = one.ledger.advance(row, State.CREATING, asked_at=one.clock() + 86400)
+    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
+    row = one.ledger.set_pod(row, "id", 1.0)
+    asyncio.run(asyncio.wait_for(one.give_back(row), 10.0))
+    assert (one.rows, provider.there) == ([], [])
+    assert one.ledger.bills()[0].dollars(one.clock()) < 0.01
+
+
+def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("provisioning.renting.renter._LAST_FETCH_S", 0.05)
+    monkeypatch.setattr(Renter, "bring_home", lambda *_, **__: asyncio.sleep(3600.0))
+    provider = ListProvider()
+    one = renter(tmp_path, provider)
+    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=0.0, ends_at=1.0)
+    row = one.ledger.advance(row, State.CREATING)
+    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
+    one.ledger.set_pod(row, "id", 1.0)
+    assert asyncio.run(asyncio.wait_for(one.settle(), 10.0)) == {}
+    assert (one.rows, provider.there) == ([], [])
+
+
 def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):
     cheap, dear = HostileProvider(repeatable=True), HostileProvider(repeatable=True)
     cheap.name, dear.name = "cheap", "dear"

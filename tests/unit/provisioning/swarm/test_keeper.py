@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
 from provisioning.pods.pod import Offer
 from provisioning.pods.spec import PodSpec
+from provisioning.providers.registry import Access
 from provisioning.renting.operations import WANTED
+from provisioning.swarm import keeper
 from provisioning.swarm.keeper import Fate, Wanted, fate, no_longer_wanted
 from provisioning.swarm.peer import PeerLook
-from provisioning.swarm.status import Status
+from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
 
 SPECS = [PodSpec(name=f"pod-{index}", provider="lium,lambda", max_price=3.0) for index in range(2)]
@@ -64,6 +68,35 @@ def looked(*, is_running: bool = False, code: int | None = None) -> PeerLook:
 )
 def test_a_pod_is_dead_when_something_says_so_of_it(status, silent_s, is_so):
     assert fate(status, silent_s)[0] is is_so
+
+
+def test_a_night_in_which_this_machine_slept_is_no_silence_of_its_pods(tmp_path, monkeypatch):
+    ledger, now, replaced = Ledger(tmp_path / "pods.sqlite"), [0.0], []
+    wanted().write(ledger)
+
+    async def silent(*_: object) -> Overview:
+        return Overview([Status(row(), True, "")], {})
+
+    async def restore(_: Wanted, dead: Mapping[str, object]) -> None:
+        replaced.extend(dead)
+
+    monkeypatch.setattr(keeper, "overview", silent)
+    access = Access(state_dir=tmp_path, environment={"MINE": "open sesame"})
+    one = keeper.Keeper(ledger, access, lambda name, text: None, clock=lambda: now[0])
+    monkeypatch.setattr(one, "_restore", restore)
+
+    def look(passed_s: float) -> list[str]:
+        now[0] += passed_s
+        asyncio.run(one.look())
+        return replaced
+
+    assert look(15.0) == []
+    # The lid was closed, and the network is not up yet.
+    assert look(8 * 3600.0) == []
+    for _ in range(15):
+        assert look(15.0) == []
+    assert look(15.0) == ["pod-0"]
+    ledger.close()
 
 
 def wanted() -> Wanted:

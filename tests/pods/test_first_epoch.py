@@ -1,0 +1,74 @@
+"""From plan to the first committed epoch on three machines over SSH that have nothing but Python: what takes the time.
+
+`pytest -m pods --exhaustive -s tests/pods/test_first_epoch.py` prints a table. DILOCO_ON_MACHINES="NAME=VALUE …" are
+variables of the machines, such as UV_FIND_LINKS where PyTorch's own index cannot be reached.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, Command, check_gone, model_directory
+from tests.support.pods_commands import DOWN, argv_of, tiny_training
+from tests.support.ssh_machines import SSHD, client_key, free_ports, needs_rsync, ssh_host
+
+pytestmark = [
+    pytest.mark.pods,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync()),
+    pytest.mark.skipif(not Path(SSHD).exists(), reason="needs OpenSSH's server"),
+]
+
+TIMEOUT_S = 1200.0
+PHASES = {
+    "code and environments": "sending code",
+    "the DHT": "starting the DHT",
+    "peers and the first epoch": "starting its peer",
+    "": "epoch 1 averaged by 3 peers",
+}
+"""By what is said when each begins."""
+
+
+def test_three_machines_with_nothing_on_them_train_together(tmp_path, commands):
+    key, variables = client_key(tmp_path), os.environ.get("DILOCO_ON_MACHINES", "").split()
+    public = key.with_suffix(".pub").read_text()
+    with ExitStack() as stack:
+        tables = []
+        for index in range(3):
+            host = stack.enter_context(ssh_host(tmp_path / f"machine{index}", public, variables=variables))
+            tables.append(
+                f'[[machines]]\nname = "machine{index}"\nhost = "127.0.0.1"\nport = {host.port}\n'
+                f'user = "{host.user}"\nkey = "{key}"\nhost_key = "{host.host_key}"\nports = {free_ports(3)}\n'
+            )
+        (tmp_path / "machines.toml").write_text("\n".join(tables))
+        where = ("--provider", "ssh", "--inventory", tmp_path / "machines.toml", "--source", ROOT)
+        flags = tiny_training(model_directory(tmp_path / "model"))
+        began = datetime.now()
+        commands.append(
+            Command(argv_of("diloco provision --pods 3", *where, "--", *flags), tmp_path / "here")
+        )
+        assert commands[-1].wait(TIMEOUT_S) == 0, commands[-1].stderr
+        print(table(commands[-1].stderr, began))
+        commands.append(Command(argv_of(DOWN), tmp_path / "here"))
+        assert commands[-1].wait(60) == 0, commands[-1].stderr
+        check_gone(commands[0])
+
+
+def table(said: str, began: datetime) -> str:
+    """Seconds by phase; each begins with the first pod's word of it, and the last one ends with the last pod's."""
+    lines, previous, name = [], began, "plan and first contact"
+    for following, words in PHASES.items():
+        found = re.findall(rf"^(\d\d:\d\d:\d\d) \S+ +.*{words}", said, re.M)
+        assert found, f"nobody said: {words}\n{said}"
+        clock = datetime.strptime(found[0 if following else -1], "%H:%M:%S")
+        at = began.replace(hour=clock.hour, minute=clock.minute, second=clock.second)
+        at += timedelta(days=at < began - timedelta(seconds=2))
+        lines.append(f"{(at - previous).total_seconds():6.0f} s  {name}")
+        previous, name = at, following
+    return "\n".join([*lines, f"{(previous - began).total_seconds():6.0f} s  in all"])

@@ -1,0 +1,203 @@
+"""Pods that cost money end in time whatever becomes of the machine they were rented from: Lambda's emulator, which
+keeps no time itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import State
+from provisioning.pods.pod import Order
+from provisioning.pods.spec import PodSpec
+from provisioning.providers.lambda_cloud import LambdaProvider
+from provisioning.providers.registry import Access
+from provisioning.renting import watcher
+from provisioning.renting.operations import WANTED
+from provisioning.swarm import keeper
+from tests.support.commands import Command, wait_until
+from tests.support.lambda_api import KEY, LambdaApi
+from tests.support.pods_commands import DOWN, STATUS, argv_of
+from tests.support.ssh_machines import SshHost
+
+pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
+pytest.importorskip("httpx", reason="the package httpx is not installed")
+pytestmark = pytest.mark.pods
+
+HOLDS_THE_LOCK = """
+import sys, time, pathlib
+from provisioning.ledger.ledger import Ledger
+with Ledger(pathlib.Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LambdaApi]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "machine").mkdir()
+    with LambdaApi([SshHost(tmp_path / "machine", 1, "nobody", "")]) as api:
+        for name, value in api.environment.items():
+            monkeypatch.setenv(name, value)
+        yield api
+
+
+@pytest.fixture
+def state_file(tmp_path: Path) -> Iterator[Path]:
+    """On a disk of its own of one megabyte."""
+    disk = tmp_path / "here/state/diloco"
+    disk.mkdir(parents=True)
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a small disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        yield disk / "pods.sqlite"
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def rented(api: LambdaApi, state_file: Path, *, for_s: float) -> Ledger:
+    """A pod that is reachable, as far as the ledger knows."""
+    ledger = Ledger(state_file)
+
+    async def rent() -> None:
+        provider = LambdaProvider(api.environment, state_file.with_name("key"))
+        offer = (await provider.offers())[0]
+        spec, now = PodSpec(name="pod-0", provider="lambda"), time.time()
+        row = ledger.advance(ledger.add(spec, offer, now=now, ends_at=now + for_s), State.CREATING)
+        row = ledger.set_pod(row, await provider.create(Order(label=row.label, offer=offer)), None)
+        ledger.advance(row, State.REACHABLE)
+        await provider.close()
+
+    asyncio.run(rent())
+    return ledger
+
+
+def living(api: LambdaApi) -> list[str]:
+    return [name for name, one in api.instances.items() if not one["_ended"]]
+
+
+def watch(api: LambdaApi, ledger: Ledger) -> None:
+    """Until nothing is rented any more."""
+    deadline = time.monotonic() + 60
+    access = Access(state_dir=ledger.path.parent, environment=api.environment)
+
+    def is_over() -> bool:
+        assert time.monotonic() < deadline
+        return not living(api)
+
+    asyncio.run(keeper.watch(ledger, access, _say_on(ledger.path), interval_s=0.2, stop=is_over))
+
+
+def _say_on(state_file: Path):
+    log = state_file.with_name("log").open("w")
+
+    def say(name: str, text: str) -> None:
+        print(name, text, file=log, flush=True)
+
+    return say
+
+
+@pytest.fixture
+def run(tmp_path: Path, commands: list[Command]) -> Callable[[str], Command]:
+    """A command to its end."""
+
+    def make(text: str) -> Command:
+        commands.append(Command(argv_of(text), tmp_path / "here"))
+        commands[-1].wait(60)
+        return commands[-1]
+
+    return make
+
+
+def fill(disk: Path) -> Path:
+    path = disk / "ballast"
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"\0" * 1024)
+    return path
+
+
+def test_a_full_disk_keeps_no_pod_whose_time_is_over(api, state_file, monkeypatch):
+    ledger = rented(api, state_file, for_s=3.0)
+    ballast = fill(state_file.parent)
+    monkeypatch.setattr("provisioning.renting.operations._OVERDUE_S", 1.0)
+    watch(api, ledger)
+    assert [row.state for row in ledger.rows()] == [State.REACHABLE]
+    ballast.unlink()
+    ledger.close()
+
+
+def test_a_full_disk_does_not_keep_pods_that_somebody_gives_back(api, state_file, run):
+    ledger = rented(api, state_file, for_s=3600.0)
+    ballast = fill(state_file.parent)
+    first = run(DOWN)
+    assert first.code == 1 and "cannot be written" in first.stderr and living(api) == [], first.stderr
+    ballast.unlink()
+    # So new an instance may be unknown to Lambda and live; this one is not new any more.
+    (row,) = ledger.rows()
+    ledger.advance(row, row.state, asked_at=time.time() - 600)
+    assert run(DOWN).code == 0
+    assert ledger.rows() == []
+    ledger.close()
+
+
+def test_a_command_that_was_stopped_while_it_held_the_ledger_keeps_no_pod(api, state_file, monkeypatch):
+    ledger = rented(api, state_file, for_s=3.0)
+    other = subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(state_file)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        other.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr("provisioning.renting.operations._OVERDUE_S", 1.0)
+        watch(api, ledger)
+    finally:
+        other.kill()
+        other.wait()
+    assert [row.state for row in ledger.rows()] == [State.REACHABLE]
+    ledger.close()
+
+
+def test_what_watches_is_there_again_after_a_down_in_another_commands_turn(api, state_file, run):
+    ledger = rented(api, state_file, for_s=3600.0)
+    # As another version would write it: what is to be replaced is unknown, what is to end is not.
+    ledger.remember(WANTED, json.dumps({"specs": [{"name": "pod-0"}]}))
+    assert run(STATUS).code == 0
+    wait_until(lambda: watcher.running_pid(state_file) is not None, "the process that watches")
+    first = watcher.running_pid(state_file)
+    with ledger.locked():
+        said = run(DOWN)
+        assert said.code == 2 and "Another command" in said.stderr
+    wait_until(lambda: watcher.running_pid(state_file) not in (None, first), "another one")
+    assert "pod-0" in ledger.recall(WANTED) and len(living(api)) == 1
+    ledger.remember(WANTED, "")
+    ledger.close()
+
+
+def test_what_watches_without_a_key_makes_way_once_a_command_has_one(api, state_file, run, monkeypatch):
+    ledger = rented(api, state_file, for_s=3600.0)
+
+    def status(key: str) -> int:
+        monkeypatch.setenv("LAMBDALABS_API_KEY", key)
+        assert run(STATUS).code == 0
+        wait_until(lambda: watcher.running_pid(state_file) is not None, "the process that watches")
+        return watcher.running_pid(state_file) or 0
+
+    blind = status("")
+    wait_until(lambda: ledger.recall("unwatched") == "lambda", "that it knows what it lacks")
+    assert status("") == blind
+    seeing = status(KEY)
+    assert seeing != blind
+    wait_until(lambda: ledger.recall("unwatched") == "", "that it lacks nothing")
+    assert status("") == seeing
+    ledger.close()
