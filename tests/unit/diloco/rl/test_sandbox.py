@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,10 +18,8 @@ from diloco.options.flags import GrpoConfig
 from diloco.rl.sandbox.run import Limits, check_sandbox, run_tests
 from diloco.rl.task_choice import check_task, open_task
 from tests.support.commands import wait_until
+from tests.support.sandboxed import needs_bubblewrap
 
-needs_bubblewrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="needs bubblewrap: apt-get install bubblewrap"
-)
 SHORT = Limits(wall_s=3.0, cpu_s=1)
 
 

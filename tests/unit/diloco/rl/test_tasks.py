@@ -12,6 +12,7 @@ from diloco.rl.answers import parsed
 from diloco.rl.math_answers import boxed, equivalent
 from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import reward_of
+from tests.support.sandboxed import needs_bubblewrap
 
 ROWS = {
     "gsm8k": {"question": "How many?", "answer": "First 1,000.\nThen 200 more.\n#### 1,200"},
@@ -67,7 +68,7 @@ def test_a_data_set_that_is_torn_or_empty_is_named_at_the_start(tmp_path, monkey
         opened(f"gsm8k={tmp_path}", seed=0)
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("kind", ["gsm8k", "math", pytest.param("mbpp", marks=needs_bubblewrap)])
 def test_empty_text_earns_nothing(task, kind):
     opened = task(kind)
     assert [reward_of(opened, text, opened.example(0)) for text in ("", " \n")] == [0.0, 0.0]
@@ -99,6 +100,7 @@ def test_the_last_box_of_a_solution_counts_with_its_nested_braces():
     assert boxed("nothing") == "" and not equivalent("", "") and not equivalent("1", "")
 
 
+@needs_bubblewrap
 def test_mbpp_is_solved_by_code_that_passes_all_tests_and_pays_for_some(task):
     mbpp = task("mbpp")
     example = mbpp.example(0)
