@@ -277,10 +277,10 @@ class DaemonConnection:
 Accept = Callable[[], Awaitable[DaemonConnection]]
 
 
-async def refuse(accept: Accept, message: str, *, timeout_s: float = START_S) -> None:
+async def refuse(accept: Accept, message: str) -> None:
     """Tell the next worker that connects what its user has to correct."""
     with contextlib.suppress(TimeoutError, LinkLost):
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(START_S):
             connection = await accept()
             await connection.receive()
             await connection.send("refused", message=message)

@@ -207,11 +207,11 @@ class Presence:
             self._announce_now.set()
         self._view_changed()
 
-    async def wait_for_change(self, timeout_s: float = OFTEN_S) -> None:
-        """Wait until the view changes, at most for `timeout_s`."""
+    async def wait_for_change(self) -> None:
+        """Wait until the view changes, at most for OFTEN_S."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(OFTEN_S):
                 await self._changed.wait()
 
     async def leave(self) -> None:

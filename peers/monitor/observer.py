@@ -23,7 +23,7 @@ from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.monitor.observations import LOST, SILENT, Observations
 from peers.monitor.report_service import proof_of
-from peers.monitor.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
+from peers.monitor.summary import holders_of, summary_of
 from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
@@ -61,23 +61,14 @@ _REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
 log = logging.getLogger(__name__)
 
 
-async def read_swarm(
-    run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
-) -> dict[str, Any]:
-    """The swarm as `summary_of` gives it, now; with the swarm secret, of those only who were admitted.
-
-    Raises UserError when nobody answers in time.
-    """
-    async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
-        await observer.settled(SETTLE_S)
-        return observer.swarm()
-
-
 @contextlib.asynccontextmanager
 async def observing(
     run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
 ) -> AsyncIterator[Observer]:
-    """An observer at work. Raises UserError when nobody answers in time."""
+    """An observer at work; with the swarm secret, of those only who were admitted.
+
+    Raises UserError when nobody answers in time.
+    """
     gate = Gate(Admission(run_id, secret.public_key if secret else None))
     async with contextlib.AsyncExitStack() as stack:
         # Whoever only looks needs no identity that lasts.
@@ -149,11 +140,11 @@ class Observer:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    def swarm(self, *, num_rounds: int = MAX_SHOWN_ROUNDS) -> dict[str, Any]:
+    def swarm(self) -> dict[str, Any]:
         """The current state."""
         now, unix_now = time.monotonic(), time.time()
         self._observations.note(now, unix_now)
-        return summary_of(self._run_id, self._observations, now=now, unix_now=unix_now, num_rounds=num_rounds)
+        return summary_of(self._run_id, self._observations, now=now, unix_now=unix_now)
 
     def curves(self) -> dict[int, list[tuple[float, int, float | None, float]]]:
         """By world rank, how the peers' trainings went: (Unix time, step, loss, tokens/s)."""
@@ -296,9 +287,6 @@ class Observer:
         if not self._gate.is_admitted(status):
             raise ProtocolError("its token is not good any more")
         self._observations.reported(status, report, time.monotonic(), unix_now=time.time())
-        self._told_of(peer_id)
-
-    def _told_of(self, peer_id: str) -> None:
         self._unasked.discard(peer_id)
         self._news.set()
 

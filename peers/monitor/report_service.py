@@ -11,14 +11,15 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from msgspec.msgpack import Decoder
 
 from peers.admission.secrets import SwarmSecret
 from peers.errors import PeersError
 from peers.net.channel import Channel
+from peers.net.transport import StreamTransport
 from peers.protocol.admission import NONCE_BYTES, Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import Busy, Hello, Report, report_protocol
@@ -33,14 +34,6 @@ _HELLO, _PROOF = Decoder(Hello), Decoder(Proof)
 log = logging.getLogger(__name__)
 
 
-class StreamServer(Protocol):
-    """The part of net/libp2p/transport.py that is needed: observers are no peers, so no other path leads to them."""
-
-    async def serve(
-        self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
-    ) -> None: ...
-
-
 def proof_of(secret: SwarmSecret, run_id: str, observer_id: str, peer_id: str, nonce: bytes) -> bytes:
     """Proof that an observer has the secret. It cannot serve as anything else: no run id contains a slash."""
     return secret.proof(f"{run_id}/report", observer_id, peer_id, nonce)
@@ -53,7 +46,7 @@ class ReportService:
         self,
         run_id: str,
         peer_id: str,
-        transport: StreamServer,
+        transport: StreamTransport,
         report: Callable[[float], Report],
         *,
         secret: SwarmSecret | None = None,

@@ -26,7 +26,6 @@ def summary_of(
     *,
     now: float,
     unix_now: float,
-    num_rounds: int = MAX_SHOWN_ROUNDS,
 ) -> dict[str, Any]:
     """The swarm by world rank; `epoch` is the highest of those that are there.
 
@@ -53,7 +52,7 @@ def summary_of(
         "peers": [_peer(i, shown[i], states[i], now, unix_now) for i in in_order],
         "evaluations": evaluations_of(by_rank),
         "stragglers": [dataclasses.asdict(straggler) for straggler in late],
-        "rounds": rounds[-num_rounds:] if num_rounds else [],
+        "rounds": rounds[-MAX_SHOWN_ROUNDS:],
         "events": _events(by_rank, observations.events),
     }
 

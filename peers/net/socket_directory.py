@@ -17,7 +17,6 @@ _PREFIX = "diloco-sockets-"
 _LOCK = "lock"
 # A Unix socket's path has 108 bytes, and the longest name in the directory is short.
 _MAX_PATH_BYTES = 80
-# Younger ones may be about to take their lock.
 
 
 class SocketDirectory:
@@ -50,6 +49,7 @@ def _sweep(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = directory.lstat()
+            # A younger one may be about to take its lock.
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < COMMIT_S:
                 continue
             with (directory / _LOCK).open() as lock:

@@ -20,7 +20,6 @@ from peers.admission.rank_request import request_rank
 from peers.admission.secrets import AdmissionKey, SwarmSecret
 from peers.admission.token_request import Applicant, request_token
 from peers.errors import PeersError, PeerUnreachable, UserError
-from peers.monitor.observer import read_swarm
 from peers.net.channel import Channel
 from peers.net.paths import greeting
 from peers.net.paths.tls import Credentials
@@ -33,6 +32,7 @@ from tests.support.exhaustive import exhaustive_but
 from tests.support.false_coordinator import GRANT, FalseCoordinator
 from tests.support.flood import Flood
 from tests.support.hostile import INTRODUCTION, Hostile
+from tests.support.observing import read_swarm
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
 RUN_ID = "closed"

@@ -16,7 +16,7 @@ from msgspec.msgpack import Decoder
 
 from peers.admission.secrets import AdmissionKey
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.monitor.observer import Observer, observing, read_swarm
+from peers.monitor.observer import Observer, observing
 from peers.monitor.report_service import ReportService, proof_of
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
@@ -25,6 +25,7 @@ from peers.protocol.admission import Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from tests.support.members import free_port, joined
+from tests.support.observing import read_swarm
 from tests.support.sighted import full_report
 from tests.support.swarm import wait_until
 from tests.unit.peers.monitor.test_prometheus import get, values

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from peers.monitor.observer import read_swarm
 from peers.net.paths.forwarding import Forwarder
 from tests.support.exhaustive import exhaustive_but
 from tests.support.members import free_port
+from tests.support.observing import read_swarm
 from tests.support.swarm import wait_until
 
 PATHS = {"auto": "direct", "tcp": "plain", "libp2p": "libp2p"}

@@ -166,10 +166,6 @@ class Dht:
         if maddrs and peer_id != self.peer_id:
             self._contacts.remember(peer_id, maddrs)
 
-    async def peers_known(self) -> int:
-        """How many other peers libp2p is connected with."""
-        return len(await self.transport.connected_peers())
-
     @property
     def p2pd_pid(self) -> int:
         return self._p2pd.pid

@@ -18,6 +18,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.socket_io import receive_exactly
 from peers.protocol.libp2p_keys import base58_decode, base58_encode
+from peers.timing import CONNECT_S
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_STREAM_INFO_BYTES = 4096
@@ -53,10 +54,10 @@ async def connect(control: Path, peer_id: str, maddrs: Sequence[str], *, timeout
     sock.close()
 
 
-async def list_peers(control: Path, *, timeout_s: float) -> dict[str, list[str]]:
+async def list_peers(control: Path) -> dict[str, list[str]]:
     """The peers that libp2p is connected with: by id, the addresses of the other ends of its connections."""
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
-    sock, response = await _call(control, request, timeout_s)
+    sock, response = await _call(control, request, CONNECT_S)
     sock.close()
     addresses: dict[str, list[str]] = {}
     for peer in response.peers:
@@ -64,7 +65,7 @@ async def list_peers(control: Path, *, timeout_s: float) -> dict[str, list[str]]
     return addresses
 
 
-async def accept_streams(control: Path, protocol: str, listener: Path, *, timeout_s: float) -> None:
+async def accept_streams(control: Path, protocol: str, listener: Path) -> None:
     """Have p2pd connect to the Unix socket `listener` for every stream that peers open on `protocol`."""
     request = p2pd_pb2.Request(
         type=p2pd_pb2.Request.STREAM_HANDLER,
@@ -72,15 +73,15 @@ async def accept_streams(control: Path, protocol: str, listener: Path, *, timeou
             addr=Multiaddr(f"/unix{listener}").to_bytes(), proto=[protocol], balanced=False
         ),
     )
-    sock, _response = await _call(control, request, timeout_s)
+    sock, _response = await _call(control, request, CONNECT_S)
     sock.close()
 
 
-async def read_stream_info(sock: socket.socket, *, timeout_s: float) -> str:
+async def read_stream_info(sock: socket.socket) -> str:
     """The authenticated id of the peer at the other end of a stream just accepted. Raises ProtocolError."""
     info = p2pd_pb2.StreamInfo()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(CONNECT_S):
             info.ParseFromString(await _read_message(sock, _MAX_STREAM_INFO_BYTES))
     except (OSError, DecodeError, TimeoutError) as error:
         raise ProtocolError(f"p2pd did not introduce a stream: {error!r}") from error

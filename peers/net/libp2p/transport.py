@@ -15,7 +15,7 @@ from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.libp2p import p2pd_control
 from peers.net.transport import Handler
 from peers.protocol.maddrs import parse_maddr
-from peers.timing import CONNECT_S, RETRY_S
+from peers.timing import RETRY_S
 
 MAX_HANDLED_PER_PEER = 4
 """Handlers that run at once for the streams of one peer on one protocol; further streams are closed."""
@@ -71,11 +71,11 @@ class Transport:
 
     async def connected_peers(self) -> set[str]:
         """The ids of the peers that libp2p has a connection with."""
-        return set(await p2pd_control.list_peers(self._control, timeout_s=CONNECT_S))
+        return set(await p2pd_control.list_peers(self._control))
 
     async def addresses_of(self, peer_id: str) -> list[str]:
         """Where libp2p's connections with this peer come from, or lead to."""
-        return (await p2pd_control.list_peers(self._control, timeout_s=CONNECT_S)).get(peer_id, [])
+        return (await p2pd_control.list_peers(self._control)).get(peer_id, [])
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """From now on, call `handler(authenticated peer id, non-blocking socket)` for each new stream.
@@ -88,7 +88,7 @@ class Transport:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-        await p2pd_control.accept_streams(self._control, protocol, path, timeout_s=CONNECT_S)
+        await p2pd_control.accept_streams(self._control, protocol, path)
         self._keep(self._accept(listener, protocol, handler))
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class Transport:
 
     async def _handle(self, sock: socket.socket, protocol: str, handler: Handler) -> None:
         try:
-            peer_id = await p2pd_control.read_stream_info(sock, timeout_s=CONNECT_S)
+            peer_id = await p2pd_control.read_stream_info(sock)
             key = peer_id, protocol
             if self._num_handled[key] >= MAX_HANDLED_PER_PEER:
                 raise ProtocolError(f"{peer_id} has {MAX_HANDLED_PER_PEER} streams open already")

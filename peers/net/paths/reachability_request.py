@@ -85,17 +85,16 @@ async def asking(
     *,
     token: bytes = b"",
     maddrs: Sequence[str] = (),
-    timeout_s: float = ANSWER_S,
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Asked]:
     """Begin to ask a member. Raises PeerUnreachable where it does not answer, Refused where it does not want to."""
     protocol, most_bytes = reach.reach_protocol(run_id), reach.MAX_MESSAGE_BYTES
     with await call(
-        transport, peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs, max_message_bytes=most_bytes
+        transport, peer_id, protocol, timeout_s=ANSWER_S, maddrs=maddrs, max_message_bytes=most_bytes
     ) as channel:
         began, before = time.monotonic(), clock()
-        await channel.send(reach.Hello(token=token), timeout_s)
-        answer = await channel.read(_HERE, timeout_s)
+        await channel.send(reach.Hello(token=token), ANSWER_S)
+        answer = await channel.read(_HERE, ANSWER_S)
         round_trip_s = time.monotonic() - began
         if isinstance(answer, reach.Busy):
             raise Busy("it has answered many such questions lately; ask again in a minute")
