@@ -255,7 +255,7 @@ def test_a_firewall_in_front_of_one_port_is_found(start, model):
     assert "no answer in time" in found["data port"]["said"]
     assert found["data port"]["fix"].startswith("sudo ufw allow 30003/tcp")
     assert found["libp2p port"]["said"].startswith("30002 is reached by the coordinator")
-    assert found["nat"]["said"].startswith("public: seen as 10.91.1.2, on a private network")
+    assert found["nat"]["said"].startswith("direct: seen as 10.91.1.2, this machine's own address")
 
 
 def test_a_token_that_has_expired_and_that_nobody_renews_is_found(bootstrap, tmp_path, monkeypatch):
