@@ -69,18 +69,8 @@ class _Run:
         loss = self._loss(self._validation)
         self._curve.append((job.scale.tokens, self._loss(self._curve_validation)))
         self._say(f"{self._title()}: {loss:.4f} nats a byte")
-        return Outcome(
-            arm=job.arm.name,
-            seed=job.seed,
-            inner_lr=job.inner_lr,
-            outer_lr=job.outer_lr,
-            outer_momentum=job.outer_momentum,
-            loss=loss,
-            curve=self._curve,
-            sent_bytes=swarm.sent_bytes,
-            visible_share=visible_share(swarm),
-            cpu_s=time.process_time() - began_at,
-        )
+        averaged = swarm if isinstance(swarm, AveragedSwarm) else None
+        return outcome_of(job, averaged, loss, self._curve, time.process_time() - began_at)
 
     def _record_point(self) -> None:
         loss = self._loss(self._curve_validation)
@@ -106,6 +96,19 @@ def curve_validation(validation: Validation, max_tokens: int) -> Validation:
     return replace(validation, windows=windows[np.arange(count) * len(windows) // count])
 
 
-def visible_share(swarm: object) -> float:
-    """See Outcome.visible_share."""
-    return fmean(swarm.visible_shares) if isinstance(swarm, AveragedSwarm) else 1.0
+def outcome_of(
+    job: Job, swarm: AveragedSwarm | None, loss: float, curve: list[tuple[int, float]], cpu_s: float
+) -> Outcome:
+    """The outcome of a finished run; without a swarm, of data parallel."""
+    return Outcome(
+        arm=job.arm.name,
+        seed=job.seed,
+        inner_lr=job.inner_lr,
+        outer_lr=job.outer_lr,
+        outer_momentum=job.outer_momentum,
+        loss=loss,
+        curve=curve,
+        sent_bytes=swarm.sent_bytes if swarm is not None else 0,
+        visible_share=fmean(swarm.visible_shares) if swarm is not None else 1.0,
+        cpu_s=cpu_s,
+    )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.convergence.averaging import AveragedSwarm, Replica
-from benchmarks.convergence.run import curve_validation, visible_share
+from benchmarks.convergence.run import curve_validation, outcome_of
 from benchmarks.convergence.settings import Job, Scale
 from benchmarks.convergence.stacked_llama import Compile, Forward, Shape, Stack
 from benchmarks.convergence.stacked_optimizers import StackedAdamW, StackedMuon, clip
@@ -37,6 +37,7 @@ from diloco.outer.layout import Piece, layout_of
 from diloco.train.model import load_model, outline
 from diloco.train.sharding import Precision
 from peers.reduce.residuals import Residuals
+from peers.state.layout import Layout
 
 MODELS_AT_ONCE = 32
 """Models in one forward and backward pass: their activations share the device's memory."""
@@ -73,6 +74,7 @@ class _SideBySide:
         self._scale = jobs[0].scale
         self._device = torch.device(self._scale.device)
         self._config = load_model_config(self._scale.path_model)
+        self._layouts: dict[int, Layout] = {}
         # Those that take the same path through a step lie side by side.
         ordered = sorted(jobs, key=lambda job: (job.arm.optimizer, job.arm.averages))
         self._stack = Stack(self._config, len(jobs) * self._scale.num_peers, self._device)
@@ -108,7 +110,8 @@ class _SideBySide:
         self._add_points()
         cpu_s = (time.process_time() - began_at) / len(self._runs)
         return [
-            (self._outcome(run, loss, cpu_s), run.job) for run, loss in zip(self._runs, final, strict=True)
+            (outcome_of(run.job, run.swarm, loss, run.curve, cpu_s), run.job)
+            for run, loss in zip(self._runs, final, strict=True)
         ]
 
     def _fill_with_initial_weights(self, jobs: Sequence[Job]) -> None:
@@ -128,21 +131,27 @@ class _SideBySide:
         if not job.arm.averages:
             return _Run(job, rows, None, [])
         num_fragments = job.arm.schedule(self._scale).num_fragments
-        members = [self._replica(self._stack, row, num_fragments) for row in range(rows.start, rows.stop)]
+        members = [self._replica(row, num_fragments) for row in range(rows.start, rows.stop)]
         return _Run(job, rows, AveragedSwarm(job, members), [])
 
-    def _replica(self, stack: Stack, row: int, num_fragments: int) -> Replica:
-        layout = layout_of(outline(self._config), num_fragments)
+    def _replica(self, row: int, num_fragments: int) -> Replica:
+        pinned, sizes = self._device.type == "cuda", self._layout(num_fragments).sizes
+        out, inn = ([torch.zeros(size, pin_memory=pinned) for size in sizes] for _ in range(2))
+        weights = SharedWeights(self._pieces(self._stack, row, num_fragments), out, inn)
+        return Replica(weights, [0] * num_fragments, [Residuals(size) for size in sizes])
+
+    def _pieces(self, stack: Stack, row: int, num_fragments: int) -> list[Piece]:
         parameters = dict(stack.named_parameters(row))
-        pieces = [
+        return [
             Piece(index, slot.offset, parameters[slot.name], is_first=True, copies=None)
-            for index, fragment in enumerate(layout.fragments)
+            for index, fragment in enumerate(self._layout(num_fragments).fragments)
             for slot in fragment
         ]
-        pinned = self._device.type == "cuda"
-        out, inn = ([torch.zeros(size, pin_memory=pinned) for size in layout.sizes] for _ in range(2))
-        residuals = [Residuals(size) for size in layout.sizes]
-        return Replica(SharedWeights(pieces, out, inn), [0] * num_fragments, residuals)
+
+    def _layout(self, num_fragments: int) -> Layout:
+        if num_fragments not in self._layouts:
+            self._layouts[num_fragments] = layout_of(outline(self._config), num_fragments)
+        return self._layouts[num_fragments]
 
     def _make_optimizers(self, compiled: Compile) -> Iterator[tuple[slice, StackedAdamW | StackedMuon]]:
         beta2 = self._scale.beta2
@@ -212,7 +221,8 @@ class _SideBySide:
             if run.swarm is None:
                 self._evaluated.rows[number] = self._stack.rows[run.rows.start]
             else:
-                run.swarm.write_anchor(self._replica(self._evaluated, number, run.job.arm.num_fragments))
+                pieces = self._pieces(self._evaluated, number, run.job.arm.num_fragments)
+                SharedWeights(pieces, (), run.swarm.state.anchor).take()
         windows = torch.from_numpy(validation.windows).to(self._device)
         found = []
         for start in range(0, len(self._runs), MODELS_AT_ONCE):
@@ -226,21 +236,6 @@ class _SideBySide:
                 total = total.to(self._device) + means.double() * len(batch)
             found += (total / len(windows)).tolist()
         return found
-
-    def _outcome(self, run: _Run, loss: float, cpu_s: float) -> Outcome:
-        job = run.job
-        return Outcome(
-            arm=job.arm.name,
-            seed=job.seed,
-            inner_lr=job.inner_lr,
-            outer_lr=job.outer_lr,
-            outer_momentum=job.outer_momentum,
-            loss=loss,
-            curve=run.curve,
-            sent_bytes=run.swarm.sent_bytes if run.swarm is not None else 0,
-            visible_share=visible_share(run.swarm),
-            cpu_s=cpu_s,
-        )
 
 
 def _batches(runs: Sequence[_Run], sources: dict[int, SampleSource]) -> Iterator[Tensor]:

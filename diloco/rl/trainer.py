@@ -51,16 +51,18 @@ class PeerTrainer(GRPOTrainer):
         self._written = [row.pop("written", None) for row in own]
         found: dict[str, Tensor | Any] = super()._generate_and_score_completions(own)
         if self._compared is not None:
-            self._compare(found)
+            differences = self._differences(found)
+            if self.accelerator.is_main_process:
+                self._compared(differences)
         return found
 
-    def _compare(self, found: dict[str, Tensor | Any]) -> None:
+    def _differences(self, found: dict[str, Tensor | Any]) -> list[float]:
+        """Of all ranks' rows. A collective."""
         mask = found["completion_mask"]
         apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * mask
         each = (apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        all_ranks = gather_object(each)
-        if self._compared is not None and self.accelerator.is_main_process:
-            self._compared(all_ranks)
+        all_ranks: list[float] = gather_object(each)
+        return all_ranks
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *arguments: Any, **named: Any
