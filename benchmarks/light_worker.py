@@ -58,7 +58,7 @@ class LightWorker:
         start = link.receive("start")
         self._weights, self._epoch, self._local_step = self._in.copy(), start["epoch"], start["local_step"]
         self._record("start", **start, local_steps=agreed.get("hv.local_steps"))
-        self._tokens = 0
+        self._tokens, self._step_s = 0, 0.0
         self._handed: int | None = None
         """Tokens of the work that waits for its commit, if any."""
         self._is_ahead = self._is_last = self._is_over = False
@@ -88,14 +88,15 @@ class LightWorker:
         return self._local_step >= settings["local_steps"] or self._nominal_step >= settings["max_steps"]
 
     def _train(self) -> None:
-        settings = self._settings
+        settings, began = self._settings, time.monotonic()
         time.sleep(settings.get("step_s", 0.0))
         self._weights = train_step(self._weights, self._target) + np.float32(settings.get("push", 0.0))
         self._local_step += 1
+        self._step_s = time.monotonic() - began
         self._tokens += settings.get("tokens_per_step", 10)
         loss = float(np.square(self._weights - self._target).mean()) if settings.get("tells_loss") else None
-        step, local_step = self._nominal_step, self._local_step
-        self._link.send("progress", step=step, local_step=local_step, tokens_per_s=1.0, loss=loss)
+        position = {"step": self._nominal_step, "local_step": self._local_step}
+        self._link.send("progress", **position, tokens_per_s=1.0, step_s=self._step_s, loss=loss)
 
     def _hand_over(self) -> None:
         self._out[:] = self._weights
@@ -110,6 +111,7 @@ class LightWorker:
             local_step=self._local_step,
             tokens=self._handed,
             step=step,
+            step_s=self._step_s,
             last=self._is_last,
         )
 

@@ -356,7 +356,7 @@ class Training:
 
     def start(self) -> None:
         """Called after the swarm's weights have been loaded and before the first step."""
-        if self.config.hv.local_time and self.period > 1:
+        if self.config.hv.local_time is not None and self.period > 1:
             raise UserError(
                 f"--hv.local-time ends epochs when the time is up, in the middle of rollouts that serve {self.period} "
                 "inner steps; leave it out, or leave out --grpo.steps-per-generation and --grpo.num-iterations"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, up_to, whole
+from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole
 from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
@@ -74,6 +74,11 @@ class Training:
     """Weights of the model: 10e9, 10B, 150m."""
     local_steps: Annotated[Count, Parameter(alias="--hv.local-steps")] = 500
     """Inner steps between two averagings of the same weights (H)."""
+    local_time: Annotated[
+        float | None,
+        Parameter(converter=duration_or_auto, metavar="SECONDS|auto", alias="--hv.local-time"),
+    ] = None
+    """Time after which an epoch ends even if its local steps are not done; auto: whatever trains most tokens."""
     fragments: Annotated[Count, Parameter(alias="--hv.num-fragments")] = 1
     """Parts of the model, averaged in turn; local steps are rounded up to a multiple of them."""
     overlap: Annotated[int, Parameter(converter=whole, validator=at_least(0), alias="--hv.overlap-steps")] = 0
@@ -265,6 +270,7 @@ def _scenario(
         local_steps=math.ceil(training.local_steps / training.fragments) * training.fragments,
         num_fragments=training.fragments,
         overlap_steps=training.overlap,
+        local_time_s=training.local_time,
     )
     peers = tuple(
         SimulatedPeer(

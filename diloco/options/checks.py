@@ -115,6 +115,11 @@ def duration(_type: Any, tokens: Sequence[Token]) -> float:
     return seconds
 
 
+def duration_or_auto(kind: Any, tokens: Sequence[Token]) -> float:
+    """As `duration`; `auto` becomes 0."""
+    return 0.0 if tokens[-1].value == "auto" else duration(kind, tokens)
+
+
 def codec(_type: Any, tokens: Sequence[Token]) -> str:
     """Converts the name of one of our codecs, or of hivemind's, to the name of our codec."""
     name = tokens[-1].value

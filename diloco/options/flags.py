@@ -18,6 +18,7 @@ from diloco.options.checks import (
     attention,
     codec,
     duration,
+    duration_or_auto,
     finite,
     loggers,
     rate_or_auto,
@@ -105,10 +106,11 @@ class HvConfig:
     """This peer's number in the swarm, from 0; default: assigned by the coordinator, without one the lowest free."""
     local_steps: Count = field(default=500, metadata=SHARED)
     """Inner steps between two averagings of the same weights (H)."""
-    local_time: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = field(
-        default=None, metadata=SHARED
+    local_time: Annotated[float | None, Parameter(converter=duration_or_auto, metavar="SECONDS|auto")] = (
+        field(default=None, metadata=SHARED)
     )
-    """Time after which an epoch ends even if --hv.local-steps are not done (120s, 10m, 1h): slow peers delay nobody."""
+    """Time after which an epoch ends even if --hv.local-steps are not done, so that slow peers delay nobody: 120s, 10m,
+    or auto: whatever trains most tokens; default: no limit."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Whole = field(default=0, metadata=SHARED)

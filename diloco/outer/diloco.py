@@ -10,9 +10,11 @@ outer.finish()
 from __future__ import annotations
 
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,10 @@ class Diloco:
         self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
         self._flight: _Flight | None = None
         self._goes_ahead = goes_ahead
+        self._epoch_s = 0.0
+        """How long the epoch may last, as the daemon said; 0: as long as its steps take."""
         self._epoch_began_at = time.monotonic()
+        self._step_time = _StepTime()
         self._is_over = False
         self._progress = _Progress()
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
@@ -185,6 +190,13 @@ class Diloco:
         exchange = self._exchange
         if exchange is None:
             return None
+        self._step_time.ended()
+        try:
+            return self._after_step(exchange, num_tokens, loss)
+        finally:
+            self._step_time.begins()
+
+    def _after_step(self, exchange: Exchange, num_tokens: int, loss: float | None) -> Commit | None:
         self._keep_to_time_budget()
         if self.done:
             return self._average_all(exchange)
@@ -292,6 +304,7 @@ class Diloco:
             local_step=self.local_step,
             tokens=tokens,
             step=self.nominal_step,
+            step_s=self._step_time.seconds,
             last=last,
         )
         self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
@@ -311,6 +324,7 @@ class Diloco:
         if answer["kind"] == "committed":
             return self._merge(exchange, flight, answer)
         self._flight = replace(flight, is_ahead=True)
+        self._epoch_s = float(answer["epoch_s"])
         self._stand_at(Position(epoch=int(answer["epoch"]), data_base=int(answer["data_base"])))
         return None
 
@@ -350,21 +364,22 @@ class Diloco:
     def _adopt(self, answer: dict[str, Any], *, least_local_step: int = 0) -> None:
         """Weights and position advance together: called only after the weights have been loaded."""
         position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
+        self._epoch_s = float(answer["epoch_s"])
         self._stand_at(replace(position, local_step=max(position.local_step, least_local_step)))
         self.num_peers = int(answer["num_peers"])
 
     def _stand_at(self, position: Position) -> None:
         self.position = position
         if self._schedule is not None:
-            self._epoch_began_at = time.monotonic() - self._schedule.elapsed_at(self.local_step)
+            elapsed_s = self._schedule.elapsed_at(self.local_step, self._epoch_s)
+            self._epoch_began_at = time.monotonic() - elapsed_s
 
     def _keep_to_time_budget(self) -> None:
-        """Where epochs have a time budget, advance to the step that the elapsed time stands for, if it is later."""
-        schedule = self._scheduled
-        if schedule.local_time_s:
+        """Where the epoch has a time budget, advance to the step that the elapsed time stands for, if it is later."""
+        if self._epoch_s:
             # One clock for all ranks: they have to hand over together.
             elapsed_s = on_rank_zero(lambda: time.monotonic() - self._epoch_began_at)
-            local_step = schedule.local_step_after(self.local_step, elapsed_s)
+            local_step = self._scheduled.local_step_after(self.local_step, elapsed_s, self._epoch_s)
             self.position = replace(self.position, local_step=local_step)
 
     def _report(self, exchange: Exchange, num_tokens: int, loss: float | None) -> None:
@@ -372,7 +387,8 @@ class Diloco:
         rate = self._progress.due(num_tokens * exchange.num_ranks, time.monotonic())
         if rate is not None:
             step, local_step = self.nominal_step, self.local_step
-            exchange.tell("progress", step=step, local_step=local_step, loss=loss, tokens_per_s=rate)
+            figures = {"tokens_per_s": rate, "step_s": self._step_time.seconds}
+            exchange.tell("progress", step=step, local_step=local_step, loss=loss, **figures)
 
 
 @dataclass(frozen=True)
@@ -388,6 +404,26 @@ class _Flight:
     """How long training has waited for it."""
     is_ahead: bool = False
     """Whether training has continued in the next epoch, because the commit takes long."""
+
+
+@dataclass
+class _StepTime:
+    """How long a step takes: the median of the last ones, without what is done between them here."""
+
+    _began_at: float | None = None
+    _measured: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+
+    @property
+    def seconds(self) -> float:
+        """0: not known."""
+        return statistics.median(self._measured) if self._measured else 0.0
+
+    def begins(self) -> None:
+        self._began_at = time.monotonic()
+
+    def ended(self) -> None:
+        if self._began_at is not None:
+            self._measured.append(time.monotonic() - self._began_at)
 
 
 @dataclass

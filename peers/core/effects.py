@@ -106,6 +106,8 @@ class Answer:
     """Of the state that the worker continues from; with keep, of the one that is being fetched."""
     local_step: int
     """The local step of its epoch to continue from."""
+    epoch_s: float = 0.0
+    """How long that epoch may last; 0: as long as its steps take."""
 
     @property
     def epoch(self) -> int:
@@ -126,6 +128,8 @@ class GoAhead:
     epoch: int
     data_base: int
     """First data block of that epoch, as this peer predicts it."""
+    epoch_s: float = 0.0
+    """As in Answer."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class _Outer(msgspec.Struct, frozen=True, rename=lambda name: f"hv.{name}"):
     """The fields of a manifest that define the outer steps. Missing ones have published defaults (defaults.py)."""
 
     local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
-    local_time: Annotated[float, Meta(gt=0, le=MAX_LOCAL_TIME_S)] | None = None
+    local_time: Annotated[float, Meta(ge=0, le=MAX_LOCAL_TIME_S)] | None = None
+    """0: learned."""
     outer_lr: _OuterReal | None = None
     outer_momentum: _OuterReal | None = None
     num_fragments: Annotated[int, Meta(ge=0, le=MAX_FRAGMENTS)] | None = None

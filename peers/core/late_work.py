@@ -18,12 +18,13 @@ from typing import Literal
 from peers.core.catch_up import CatchUp
 from peers.core.chain import Chain
 from peers.core.effects import Answer, GoAhead, Rebase, Tell
+from peers.core.epoch_time import best_epoch_s, nominal_step_s
 from peers.core.health import Swarm
 from peers.core.round import Round
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
-from peers.core.worker import Worker, entry_step
+from peers.core.worker import Other, Worker, entry_step
 from peers.protocol.certificates import Certificate
 
 
@@ -71,7 +72,7 @@ class LateWork:
         if not turn.passed(worker.ready_at + self.timing.patience_s(is_troubled=is_troubled)):
             return False
         worker.is_ahead = True
-        turn.do(GoAhead(worker.epoch + 1, round_.next_data_base))
+        turn.do(GoAhead(worker.epoch + 1, round_.next_data_base, self.epoch_s()))
         return True
 
     def own_commit_in(self, path: Sequence[Certificate]) -> Certificate | None:
@@ -80,15 +81,26 @@ class LateWork:
             (certificate for certificate in path if certificate.head in self.worker.voted_heads), None
         )
 
+    def epoch_s(self) -> float:
+        """How long the epoch may last that the worker now enters; 0: as long as its steps take."""
+        if self.settings.epoch_s != 0.0:
+            return self.settings.epoch_s or 0.0
+        paces = [status.step_s for _, status in self.swarm.live() if status.step_s > 0]
+        if not paces or not self.worker.step_s:
+            return 0.0
+        paces.append(self.worker.step_s)
+        return best_epoch_s(paces, self.settings.steps_per_epoch, self.timing.learned_round_s)
+
     def entry_step(self, turn: Turn, head: str = "") -> int:
         """The local step at which the worker joins the peers that train on `head`; default: this peer's own head."""
         head = head or self.chain.head
+        steps, epoch_s = self.settings.steps_per_epoch, self.epoch_s()
         others = [
-            (status, self.swarm.age_s(peer_id, turn.now))
+            Other(status, self.swarm.age_s(peer_id, turn.now), nominal_step_s(status.step_s, steps, epoch_s))
             for peer_id, status in self.swarm.live()
             if status.head == head and status.phase in ("training", "ready")
         ]
-        return entry_step(others, self.settings.steps_per_epoch, self.worker.step_s)
+        return entry_step(others, steps, nominal_step_s(self.worker.step_s, steps, epoch_s))
 
     def head_start(self, turn: Turn, commit: Certificate) -> int:
         """The local step at which this peer's worker starts the epoch after this commit, so that it finishes with the
@@ -97,17 +109,20 @@ class LateWork:
         At most what this peer's own worker could have done since it was ready, whatever the others claim.
         """
         worker, steps_per_epoch, steps = self.worker, self.settings.steps_per_epoch, list[float]()
+        epoch_s = self.epoch_s()
         for peer_id in commit.plan.signers:
             status = self.swarm.status(peer_id)
             if status is None:
                 continue
             step = float(status.local_step - (0 if status.head == commit.head else steps_per_epoch))
             if step > 0 and status.step_s > 0:
-                step += self.swarm.age_s(peer_id, turn.now) / status.step_s
+                step += self.swarm.age_s(peer_id, turn.now) / nominal_step_s(
+                    status.step_s, steps_per_epoch, epoch_s
+                )
             steps.append(max(0.0, step))
         if not steps or not worker.step_s:
             return 0
-        own = (turn.now - worker.ready_at) / worker.step_s
+        own = (turn.now - worker.ready_at) / nominal_step_s(worker.step_s, steps_per_epoch, epoch_s)
         return min(int(min(own, statistics.median_low(steps))), steps_per_epoch - 1)
 
     def _answer(
@@ -122,5 +137,5 @@ class LateWork:
             round_.voted_result = None
         step = self.entry_step(turn, towards.head)
         worker.resume(towards.plan.epoch, step)
-        turn.do(Answer(how, towards, step))
+        turn.do(Answer(how, towards, step, self.epoch_s()))
         return True

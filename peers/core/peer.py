@@ -464,7 +464,7 @@ class Peer:
         worker.was_committed(plan.fragment, plan.epoch)
         worker.base = self.head
         worker.resume(self.epoch, local_step)
-        turn.do(Answer("contributed", self.chain.newest, local_step))
+        turn.do(Answer("contributed", self.chain.newest, local_step, self._late_work.epoch_s()))
         if is_last:
             self._is_leaving = True
 
@@ -515,7 +515,7 @@ class Peer:
             return False
         step = self._late_work.entry_step(turn)
         self.worker.begin(self.head, self.epoch, step)
-        turn.do(Answer("begin", self.chain.newest, step))
+        turn.do(Answer("begin", self.chain.newest, step, self._late_work.epoch_s()))
         return True
 
     def _advance_round(self, turn: Turn) -> bool:

@@ -9,9 +9,10 @@ merged at its end; the round takes place during those steps. At most one round r
 step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer continues from its own fresh
 progress, and the other peers' progress reaches it one epoch late.
 
-With a time budget an epoch ends when its steps are done or its time is up, so that nobody waits for a slow peer. A
-peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the elapsed share of
-the time times the steps of the epoch. Learning rates and overlap follow that position.
+With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
+slow peer. A peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the
+elapsed share of the time times the steps of the epoch. Learning rates and overlap follow that position. How long the
+next epoch may last is said by each peer's core (epoch_time.py).
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Schedule:
     """Inner steps trained while a round takes place (tau)."""
     mixing: float | None = None
     """Weight of the local weights when an overlapped average is merged (alpha); None: keep all local progress."""
-    local_time_s: float = 0.0
-    """Seconds after which the local steps count as done, however many were done; 0: no time budget."""
+    local_time_s: float | None = None
+    """Seconds after which the local steps count as done, however many were done; 0: as many as are best for peers of
+    these speeds; None: no time budget."""
 
     def __post_init__(self) -> None:
         if self.local_steps < 1 or self.num_fragments < 1 or self.local_steps % self.num_fragments:
@@ -58,7 +60,7 @@ class Schedule:
             num_fragments=int(manifest.get("hv.num_fragments") or 1),
             overlap_steps=int(manifest.get("hv.overlap_steps") or 0),
             mixing=None if (mixing := manifest.get("hv.mixing")) is None else float(mixing),
-            local_time_s=float(manifest.get("hv.local_time") or 0.0),
+            local_time_s=None if (seconds := manifest.get("hv.local_time")) is None else float(seconds),
         )
 
     @property
@@ -66,20 +68,21 @@ class Schedule:
         return self.local_steps // self.num_fragments
 
     @property
-    def seconds_per_epoch(self) -> float:
-        """The time budget between two rounds; 0: none."""
-        return self.local_time_s / self.num_fragments
+    def seconds_per_epoch(self) -> float | None:
+        """The time budget between two rounds; 0: learned; None: there is none."""
+        return None if self.local_time_s is None else self.local_time_s / self.num_fragments
 
-    def local_step_after(self, local_step: int, elapsed_s: float) -> int:
-        """The nominal local step of a peer that has done `local_step` steps, `elapsed_s` after the epoch began."""
-        if not self.local_time_s:
+    def local_step_after(self, local_step: int, elapsed_s: float, epoch_s: float) -> int:
+        """The nominal local step of a peer that has done `local_step` steps, `elapsed_s` after an epoch began that may
+        last `epoch_s`; 0: as long as its steps take."""
+        if not epoch_s:
             return local_step
-        by_time = int(self.steps_per_epoch * elapsed_s / self.seconds_per_epoch)
+        by_time = int(self.steps_per_epoch * elapsed_s / epoch_s)
         return max(local_step, min(by_time, self.steps_per_epoch))
 
-    def elapsed_at(self, local_step: int) -> float:
+    def elapsed_at(self, local_step: int, epoch_s: float) -> float:
         """Seconds of the epoch that count as elapsed for a peer that enters it at this local step."""
-        return self.seconds_per_epoch * local_step / self.steps_per_epoch
+        return epoch_s * local_step / self.steps_per_epoch
 
     def fragment_of(self, epoch: int) -> int:
         """The fragment that this epoch averages."""

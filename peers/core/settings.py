@@ -16,6 +16,8 @@ class Settings:
     """Digest of the manifest."""
     steps_per_epoch: int
     num_fragments: int = 1
+    epoch_s: float | None = None
+    """How long an epoch may last; 0: learned (epoch_time.py); None: as long as its steps take."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     quorum: float = 0.5
     """A commit needs more than this share of the roster."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
@@ -26,8 +25,9 @@ FIRST_GRACE_S = START_S
 """The least grace while fewer than ENOUGH_ROUNDS are known: models compile and caches fill at different speeds."""
 LEAST_GRACE_SHARE = 0.1
 """The least grace as a share of an epoch: training steps vary by that much."""
-LEAST_PATIENCE_BEATS = 0.5
-"""A commit that is no later than this is not late: what a busy machine's scheduling takes now and then."""
+PATIENCE, PATIENCE_BEATS = 1.25, 0.25
+"""A commit is late after this many usual waits and this many heartbeats more. Training meanwhile costs little: the
+average is merged that many steps later. A worker that idles has lost its time."""
 DEVIATIONS = 6.0
 """The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4
@@ -107,7 +107,12 @@ class Timing:
 
     @property
     def usual_round_s(self) -> float:
-        return statistics.median(self._rounds) if self._rounds else self.first_round_s
+        return self.learned_round_s if self._rounds else self.first_round_s
+
+    @property
+    def learned_round_s(self) -> float:
+        """As `usual_round_s`; 0 before the first round."""
+        return statistics.median(self._rounds) if self._rounds else 0.0
 
     @property
     def connect_s(self) -> float:
@@ -146,7 +151,9 @@ class Timing:
         slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
-        usual_s, deviation_s = _usual_and_deviation(self._gathers)
+        usual_s = statistics.median(self._gathers)
+        # The median absolute deviation, which outliers do not change, as a standard deviation.
+        deviation_s = _NORMAL_MAD * statistics.median(abs(each - usual_s) for each in self._gathers)
         learned = max(self.least_grace_s, usual_s + DEVIATIONS * deviation_s)
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
@@ -164,8 +171,7 @@ class Timing:
             return self.usual_round_s
         if len(self._waits) < ENOUGH_ROUNDS:
             return self.first_round_s
-        usual_s, deviation_s = _usual_and_deviation(self._waits)
-        return usual_s + max(LEAST_PATIENCE_BEATS * self.beat_s, DEVIATIONS * deviation_s)
+        return PATIENCE * statistics.median(self._waits) + PATIENCE_BEATS * self.beat_s
 
     def answered(self, seconds: float) -> None:
         """A commit contains the worker's work, `seconds` after it was handed over."""
@@ -199,9 +205,3 @@ class Timing:
         longer = min(self.first_round_s, 2 * self.usual_round_s)
         self._rounds.clear()
         self._rounds.append(longer)
-
-
-def _usual_and_deviation(seconds: Collection[float]) -> tuple[float, float]:
-    """The median, and a standard deviation estimated from the median absolute deviation; outliers change neither."""
-    usual_s = statistics.median(seconds)
-    return usual_s, _NORMAL_MAD * statistics.median(abs(each - usual_s) for each in seconds)

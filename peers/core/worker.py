@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -99,19 +99,29 @@ class Worker:
         self.epoch, self.local_step = epoch, local_step
 
 
-def entry_step(others: Iterable[tuple[Status, float]], steps_per_epoch: int, own_step_s: float) -> int:
+class Other(NamedTuple):
+    """A peer that trains on the same head."""
+
+    status: Status
+    age_s: float
+    """Of its status."""
+    step_s: float
+    """The time of one nominal local step; 0: not known."""
+
+
+def entry_step(others: Iterable[Other], steps_per_epoch: int, own_step_s: float) -> int:
     """The local step at which a peer that joins late enters the others' epoch, so that it finishes with them.
 
-    `others`: the peers that train on the same head, with the age of their statuses in seconds.
+    `own_step_s`: the time in which its nominal local step advances by one; 0: not known.
     """
     steps: list[float] = []
     paces: list[float] = []
-    for status, age_s in others:
-        goes_on = status.phase == "training" and status.step_s > 0
-        step = status.local_step + (age_s / status.step_s if goes_on else 0.0)
+    for status, age_s, step_s in others:
+        goes_on = status.phase == "training" and step_s > 0
+        step = status.local_step + (age_s / step_s if goes_on else 0.0)
         steps.append(min(step, float(steps_per_epoch)) if status.phase == "training" else steps_per_epoch)
-        if status.step_s > 0:
-            paces.append(status.step_s)
+        if step_s > 0:
+            paces.append(step_s)
     if not steps:
         return 0
     entry = math.ceil(statistics.median_low(steps))

@@ -55,6 +55,7 @@ def assembled(
             manifest=agreement.digest,
             steps_per_epoch=schedule.steps_per_epoch,
             num_fragments=schedule.num_fragments,
+            epoch_s=schedule.seconds_per_epoch,
             aggregation=aggregation,
             quorum=config.quorum,
             grace_s=config.grace_s,

@@ -128,6 +128,7 @@ class WorkInHand:
         outcome = EpochOutcome(
             epoch=answer.epoch,
             local_step=answer.local_step,
+            epoch_s=answer.epoch_s,
             data_base=answer.data_base,
             fragment=self.fragment,
             head=answer.certificate.head,

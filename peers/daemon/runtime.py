@@ -133,9 +133,10 @@ class Runtime(CoreLoop):
                     self._mesh.broadcast(message)
             case effects.CancelReduce():
                 self.averaging.cancelled.set()
-            case effects.GoAhead(epoch, data_base):
+            case effects.GoAhead(epoch, data_base, epoch_s):
                 if self._work is not None and not self._work.ahead.done():
-                    self._work.ahead.set_result(Ahead(epoch=epoch, data_base=data_base))
+                    ahead = Ahead(epoch=epoch, data_base=data_base, epoch_s=epoch_s)
+                    self._work.ahead.set_result(ahead)
             case effects.Tell():
                 log.info("%s", effect.text)
                 self._on_tell(effect)
@@ -302,6 +303,7 @@ class Runtime(CoreLoop):
             world_rank=self.core.world_rank,
             epoch=answer.epoch,
             local_step=answer.local_step,
+            epoch_s=answer.epoch_s,
             data_base=answer.data_base,
             anchor_digest=state.anchor_digest,
             head=state.head,

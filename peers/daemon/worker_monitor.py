@@ -105,22 +105,22 @@ class WorkerMonitor:
     def started(self, start: Start) -> None:
         """The worker begins to train."""
         self.step = start.epoch * self._schedule.steps_per_epoch + start.local_step
-        self.pace.entered(start.local_step, time.monotonic())
+        self.pace.entered(start.local_step, start.epoch_s, time.monotonic())
         self.show("training")
         log.info(
             "training from epoch %d, step %d, anchor %s", start.epoch, self.step, start.anchor_digest[:12]
         )
 
-    def handed_over(self, work: WorkInHand) -> None:
+    def handed_over(self, work: WorkInHand, ready: Mapping[str, Any]) -> None:
         """The worker waits for a commit, until it is told to continue training meanwhile."""
         self.step = work.step
-        self.pace.reached(max(0, self._steps_since_commit(work.step)), time.monotonic())
+        self.pace.reached(max(0, self._steps_since_commit(work.step)), _step_s_in(ready), time.monotonic())
         self.show("averaging")
         work.ahead.add_done_callback(lambda done: None if done.cancelled() else self.show("training"))
 
     def averaged(self, outcome: EpochOutcome) -> None:
         """The worker has an answer."""
-        self.pace.entered(outcome.local_step, time.monotonic())
+        self.pace.entered(outcome.local_step, outcome.epoch_s, time.monotonic())
         self.journal.committed(entry_of(outcome))
         self.is_in_trouble("worker", "")
         if self._agreement.manifest.get(WORKER) == OWN_WORKER:
@@ -140,7 +140,7 @@ class WorkerMonitor:
         self.step = int(progress["step"])
         since_commit = self._steps_since_commit(self.step)
         if since_commit >= 0:
-            self.pace.reached(since_commit, time.monotonic())
+            self.pace.reached(since_commit, _step_s_in(progress), time.monotonic())
         self.tokens_per_s = float(progress["tokens_per_s"])
         loss = progress.get("loss")
         is_known = loss is not None and math.isfinite(loss)
@@ -224,3 +224,9 @@ class WorkerMonitor:
         )
         if text:
             log.info("%s", text)
+
+
+def _step_s_in(message: Mapping[str, Any]) -> float:
+    """Seconds per step, by the worker's report; 0: not known."""
+    step_s = float(message["step_s"])
+    return step_s if math.isfinite(step_s) and step_s > 0 else 0.0

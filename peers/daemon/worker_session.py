@@ -165,13 +165,13 @@ class WorkerSession:
             last=bool(ready["last"]),
             ahead=asyncio.get_running_loop().create_future(),
         )
+        self._monitor.handed_over(self._work, ready)
         # A task of its own: the work counts even if the worker dies now.
         self._averaging = asyncio.ensure_future(self._average(self._work))
         # A worker that has died never asks for the result.
         self._averaging.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _average(self, work: WorkInHand) -> EpochOutcome:
-        self._monitor.handed_over(work)
         try:
             outcome = await self._host.runtime.average(work)
         except PeersError:

@@ -196,7 +196,7 @@ def _slow_peers(swarm: SwarmFacts) -> Iterator[str]:
         if times >= SLOW:
             yield (
                 f"peer {peer.world_rank} trains at {_fraction(times)} of the others' speed, who wait for it "
-                f"{waited:.0%} of the time: begin the run with --hv.local-time, or leave it out"
+                f"{waited:.0%} of the time: begin the run with --hv.local-time auto, or leave it out"
             )
 
 

@@ -264,6 +264,13 @@ class StreamPool:
         may_be_dead = self._choice is not None and self._choice.may_be_dead(peer, kept)
         return not may_be_dead and is_silent(kept)
 
+    def _renew(self, peer: str) -> None:
+        """A stream of this peer has broken: if the one to it has too, open another before a round waits for it."""
+        if (kept := self._outgoing.get(peer)) is not None and not is_silent(kept):
+            del self._outgoing[peer]
+            kept.close()
+            self.open_ahead(peer)
+
     def _improve(self, peer: str, current: socket.socket) -> None:
         """Look for a better stream than the current one while no round waits for it; the next round takes it."""
         choice = self._choice
@@ -314,6 +321,7 @@ class StreamPool:
         elif (error := task.exception()) is not None:
             log.debug("dropped an idle stream of %s: %s", peer, error)
             sock.close()
+            self._renew(peer)
         else:
             self._hand_over(task.result(), peer, sock)
 

@@ -15,6 +15,8 @@ class Start:
     """By which data is assigned. An earlier rank was only a claim; the certificate may have assigned another."""
     epoch: int
     local_step: int
+    epoch_s: float = 0.0
+    """How long the epoch may last; 0: as long as its steps take."""
     data_base: int
     anchor_digest: str
     head: str
@@ -27,6 +29,7 @@ class Ahead:
     """The message `ahead`: where a worker trains on while its commit is late."""
 
     epoch: int
+    epoch_s: float = 0.0
     data_base: int
 
 
@@ -79,6 +82,7 @@ class EpochOutcome(EpochFigures):
 
     world_rank: int
     local_step: int
+    epoch_s: float = 0.0
     data_base: int
     shifted: list[int]
     """Other fragments whose anchor has changed; their *in* holds the difference."""

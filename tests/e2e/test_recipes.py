@@ -1,24 +1,103 @@
-"""The recipe for a laptop, run as its own comment says, but shorter."""
+"""The recipes, each run as its own comment says: shorter and, where it takes a GPU, with a model for a CPU."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.support.commands import DILOCO, ROOT
+from benchmarks.format_model import bare_model
+from diloco.train.metrics_file import Tail
+from tests.support.commands import DILOCO, ROOT, wait_until
+
+pytestmark = pytest.mark.exhaustive
+
+LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+SMALL = {
+    "path-model": "demo",
+    "seq-length": 128,
+    "total-batch-size": 8,
+    "per-device-train-batch-size": 4,
+    "warmup-steps": 5,
+    "eval-tokens": 4096,
+    "device": "cpu",
+    "ckpt.interval": 10,
+}
+"""In place of what takes a GPU. The recipe's optimizer, codec, fragments, overlap and checkpoints stay."""
 
 
-@pytest.mark.exhaustive
-def test_the_laptops_recipe_trains_averages_and_reports(start, tmp_path):
-    command = start(
-        *(*DILOCO, "run", "--config", "recipes/laptop.toml", "--max-steps", 100),
-        *("--eval-tokens", 4096, "--run-dir", tmp_path / "run"),
-        cwd=ROOT,
-    )
+def with_recipe(name: str, run_dir: Path, **changes: Any) -> list[Any]:
+    flags = [word for flag, value in changes.items() for word in (f"--{flag}", value)]
+    return ["--config", f"recipes/{name}.toml", *flags, "--run-dir", run_dir]
+
+
+def epochs_in(directory: Path) -> list[dict[str, Any]]:
+    return [record for record in Tail(directory / "metrics.jsonl").read() if record["kind"] == "epoch"]
+
+
+def check_agreed(directories: list[Path], num_epochs: int) -> None:
+    digests = [[record["anchor_digest"] for record in epochs_in(directory)] for directory in directories]
+    assert len(digests[0]) == num_epochs
+    assert all(others == digests[0] for others in digests[1:]), digests
+
+
+def test_a_laptops_recipe_trains_averages_and_reports(start, tmp_path):
+    flags = with_recipe("laptop", tmp_path / "run", **{"max-steps": 100, "eval-tokens": 4096})
+    command = start(*DILOCO, "run", *flags, cwd=ROOT)
     assert command.wait(300) == 0, command.stderr
     assert (
         "trains demo on stdlib: 100 steps of 8 samples of 128 tokens, averaged every 50 steps"
         in command.stdout
     )
-    records = (tmp_path / "run" / "peer-0" / "metrics.jsonl").read_text()
-    assert records.count('"kind": "epoch"') == 2
+    check_agreed([tmp_path / "run" / f"peer-{rank}" for rank in (0, 1)], num_epochs=2)
     assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
+
+
+def test_the_recipe_for_one_gpu_trains_alone_and_saves(start, tmp_path):
+    flags = with_recipe("one-gpu", tmp_path / "run", **SMALL, **{"hv.local-steps": 10, "max-steps": 20})
+    command = start(*DILOCO, "run", "--peers", 1, *flags, cwd=ROOT)
+    assert command.wait(300) == 0, command.stderr
+    check_agreed([tmp_path / "run" / "peer-0"], num_epochs=2)
+    assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
+
+
+def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
+    coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="dht")
+    wait_until(lambda: "--initial-peers" in coordinator.stdout, "the address", command=coordinator)
+    maddr = coordinator.stdout.split()[1]
+    short = {"total-batch-size": 4, "eval-tokens": 4096, "hv.local-steps": 2, "max-steps": 4}
+    peers = [
+        start(
+            *(*DILOCO, "peer", *with_recipe("two-machines", tmp_path / name, **short)),
+            *("--initial-peers", maddr, *LOOPBACK),
+            name=name,
+            cwd=ROOT,
+        )
+        for name in ("first", "second")
+    ]
+    assert [peer.wait(400) for peer in peers] == [0, 0], [peer.stderr for peer in peers]
+    check_agreed([tmp_path / "first", tmp_path / "second"], num_epochs=2)
+    assert epochs_in(tmp_path / "first")[0]["num_peers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_peers", "num_epochs"), [("four-pods", 4, 2), ("slow-links", 2, 20)], ids=str
+)
+def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, num_epochs):
+    flags = with_recipe(name, tmp_path / "run", **SMALL, **{"hv.local-steps": 20, "max-steps": 40})
+    command = start(*DILOCO, "run", "--peers", num_peers, *flags, cwd=ROOT)
+    assert command.wait(400) == 0, command.stderr
+    directories = [tmp_path / "run" / f"peer-{rank}" for rank in range(num_peers)]
+    check_agreed(directories, num_epochs)
+    assert epochs_in(directories[0])[0]["num_peers"] == num_peers
+    assert list((tmp_path / "run").rglob("model_step_40")), "no checkpoint"
+
+
+def test_the_recipe_for_reinforcement_learns_from_rewards(start, tmp_path):
+    flags = with_recipe("grpo", tmp_path / "run", **{"total-steps": 10, "device": "cpu"})
+    # The recipe's own model takes minutes to make (tests/e2e/test_readme.py does); this one knows nothing yet.
+    model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    command = start(*DILOCO, "run", *flags, "--path-model", model, cwd=ROOT)
+    assert command.wait(300) == 0, command.stderr
+    check_agreed([tmp_path / "run" / f"peer-{rank}" for rank in (0, 1)], num_epochs=2)

@@ -26,6 +26,7 @@ The buffers are those of the message's fragment, else of fragment 0."""
 
 COMMITTED = {
     "local_step": 0,
+    "epoch_s": 0.0,
     "head": "l",
     "anchor_digest": "d",
     "num_peers": 1,
@@ -51,7 +52,7 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
         case "offer":
             inn[:] = out
             keep = bool(message["resume"]) and message["is_own"]
-            fields = {"epoch": message["epoch"], "local_step": message["local_step"]}
+            fields = {"epoch": message["epoch"], "local_step": message["local_step"], "epoch_s": 0.0}
             return "start", {**fields, "data_base": 3 * message["epoch"], "num_peers": 1, "keep_local": keep}
         case "ready":
             inn[:] = out / 2

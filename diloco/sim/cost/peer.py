@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.sim.cost.figures import EpochOfPeer, Parts
@@ -144,8 +145,8 @@ class CostPeer(Process):
                 self.busy(self._bytes / self._paces.take, lambda: None)
             case effects.Answer():
                 self._answer(effect)
-            case effects.GoAhead(epoch):
-                self.worker.go_ahead(epoch)
+            case effects.GoAhead(epoch, _, epoch_s):
+                self.worker.go_ahead(epoch, epoch_s)
             case effects.Tell():
                 pass
 
@@ -174,12 +175,14 @@ class CostPeer(Process):
 
     def _answer(self, answer: effects.Answer) -> None:
         if answer.how == "begin":
-            self._later(self._paces.hop_s, lambda: self.worker.begin(answer.epoch, answer.local_step))
+            begin = partial(self.worker.begin, answer.epoch, answer.local_step, answer.epoch_s)
+            self._later(self._paces.hop_s, begin)
             self.swarm.began(self)
             return
         self._stop_reducing()
         self._piece = None
-        onward = Continuation(answer.epoch, answer.local_step, counts=answer.how == "contributed")
+        counts = answer.how == "contributed"
+        onward = Continuation(answer.epoch, answer.local_step, answer.epoch_s, counts)
         self._later(self._paces.hop_s, lambda: self.worker.answer(onward))
 
     # Reductions

@@ -59,6 +59,7 @@ class CostSwarm:
             manifest=digest("manifest"),
             steps_per_epoch=scenario.schedule.steps_per_epoch,
             num_fragments=scenario.schedule.num_fragments,
+            epoch_s=scenario.schedule.seconds_per_epoch,
             attempt_timeout_s=scenario.averaging_timeout_s or float("inf"),
             founders_timeout_s=scenario.restart_s,
             galaxy_size=len(scenario.peers),

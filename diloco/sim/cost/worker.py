@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from diloco.sim.clock import Clock
 from diloco.sim.cost.machine import Machine
+from peers.core.epoch_time import nominal_step_s
 from peers.core.schedule import Schedule
 
 _LEAST_PACE = 0.1
@@ -36,6 +37,8 @@ class Continuation:
 
     epoch: int
     local_step: int
+    epoch_s: float
+    """How long that epoch may last; 0: as long as its steps take."""
     counts: bool
     """Whether the work handed over is in the commit; if not, it is handed over again with the next fragment."""
 
@@ -68,14 +71,16 @@ class Worker:
         self._handed = Work()
         self.epoch = 0
         """The epoch that it trains in."""
-        self._began_at, self._began_with, self._pace = 0.0, 0, step_s
+        self._began_at, self._began_with = 0.0, 0
+        self._pace = self._nominal_s = step_s
+        """Seconds per step, and per nominal step (peers/core/schedule.py)."""
         self._trains_since: float | None = None
         self._blocked_since: float | None = None
         self._blocked_s = 0.0
         self._is_ahead = False
         """Whether it trains in the next epoch because its commit is late."""
-        self._ahead_to: int | None = None
-        """The epoch in which to go ahead as soon as it would be blocked; None: not allowed."""
+        self._ahead_to: tuple[int, float] | None = None
+        """The epoch in which to go ahead as soon as it would be blocked, and how long that may last; None: not yet."""
         self._answer: Continuation | None = None
 
     def stop(self) -> None:
@@ -84,8 +89,8 @@ class Worker:
 
     @property
     def local_step(self) -> int:
-        """Inner steps done in its epoch."""
-        done = int((self._clock.now - self._began_at) / self._pace) if self._pace else 0
+        """The nominal local step in its epoch."""
+        done = int((self._clock.now - self._began_at) / self._nominal_s) if self._nominal_s else 0
         return min(self._began_with + done, self._schedule.steps_per_epoch)
 
     @property
@@ -94,14 +99,15 @@ class Worker:
         running_s = self._clock.now - self._trains_since if self._trains_since is not None else 0.0
         return self._pending.seconds + self._handed.seconds + max(0.0, running_s)
 
-    def begin(self, epoch: int, local_step: int) -> None:
+    def begin(self, epoch: int, local_step: int, epoch_s: float) -> None:
         """Train in this epoch from this local step on."""
         self.epoch = epoch
         self._pace = self._step_s * max(_LEAST_PACE, self._chance.gauss(1.0, self._jitter))
+        self._nominal_s = nominal_step_s(self._pace, self._schedule.steps_per_epoch, epoch_s)
         self._began_at, self._began_with = self._clock.now, local_step
         self._trains_since = self._clock.now
         leaves_at = max(self._schedule.leaves_at(epoch, None), local_step + 1)
-        self._after((leaves_at - local_step) * self._pace, lambda: self._leave(leaves_at, local_step))
+        self._after((leaves_at - local_step) * self._nominal_s, lambda: self._leave(leaves_at, local_step))
 
     def answer(self, answer: Continuation) -> None:
         """The round is over: merge the outcome, now or at the end of the epoch."""
@@ -114,24 +120,25 @@ class Worker:
         if self._blocked_since is not None:
             self._merge()
 
-    def go_ahead(self, epoch: int) -> None:
+    def go_ahead(self, epoch: int, epoch_s: float) -> None:
         """The round takes long: train in the next epoch as soon as the worker would be blocked."""
-        self._ahead_to = epoch
+        self._ahead_to = epoch, epoch_s
         if self._blocked_since is not None and self._answer is None and not self._is_ahead:
-            self._train_ahead(epoch)
+            self._train_ahead(epoch, epoch_s)
 
-    def _train_ahead(self, epoch: int) -> None:
+    def _train_ahead(self, epoch: int, epoch_s: float) -> None:
         now, steps = self._clock.now, self._schedule.steps_per_epoch
         assert self._blocked_since is not None
         self._blocked_s += now - self._blocked_since
         self._blocked_since, self._ahead_to, self._is_ahead = None, None, True
         self.epoch, self._began_at, self._began_with, self._trains_since = epoch, now, 0, now
+        self._nominal_s = nominal_step_s(self._pace, steps, epoch_s)
 
         def end() -> None:
             if self._is_ahead and self._began_at == now:
                 self._collect(steps)
 
-        self._after(steps * self._pace, end)
+        self._after(steps * self._nominal_s, end)
 
     def _leave(self, local_step: int, began_with: int) -> None:
         self._train(local_step - began_with)
@@ -141,7 +148,7 @@ class Worker:
         self._trains_since = self._clock.now + took_s
         rest = max(0, self._schedule.steps_per_epoch - local_step)
         self._after(took_s, lambda: self._hand_over(handed))
-        self._after(took_s + rest * self._pace, lambda: self._collect(rest))
+        self._after(took_s + rest * self._nominal_s, lambda: self._collect(rest))
 
     def _collect(self, num_steps: int) -> None:
         self._train(num_steps)
@@ -149,7 +156,7 @@ class Worker:
         if self._answer is not None:
             self._merge()
         elif self._ahead_to is not None and not self._is_ahead:
-            self._train_ahead(self._ahead_to)
+            self._train_ahead(*self._ahead_to)
 
     def _merge(self) -> None:
         assert self._answer is not None and self._blocked_since is not None
@@ -162,14 +169,16 @@ class Worker:
         self._pending.steps += self._handed.steps
         self._pending.seconds += self._handed.seconds
         self._handed = Work()
-        self._after(took_s, lambda: self.begin(answer.epoch, max(answer.local_step, done)))
+        step = max(answer.local_step, done)
+        self._after(took_s, lambda: self.begin(answer.epoch, step, answer.epoch_s))
         self._merged(self._clock.now + took_s, blocked_s)
 
     @property
     def _bytes(self) -> float:
         return self._fragment_bytes(self.epoch)
 
-    def _train(self, num_steps: int) -> None:
+    def _train(self, num_nominal: int) -> None:
+        num_steps = round(num_nominal * self._nominal_s / self._pace) if self._pace else num_nominal
         self._pending.add(num_steps, self._pace)
         self.trained.add(num_steps, self._pace)
 

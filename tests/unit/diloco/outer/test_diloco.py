@@ -93,7 +93,12 @@ def test_who_comes_too_late_for_the_last_round_but_one_ends_on_the_average_of_th
 def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(model, path, monkeypatch):
     now = 100.0
     monkeypatch.setattr("diloco.outer.diloco.time.monotonic", lambda: now)
-    with ScriptedDaemon(path, local_steps=10, local_time=4.0) as daemon:
+
+    def within_four_seconds(message, out, inn):
+        answer = halving(message, out, inn)
+        return answer and (answer[0], {**answer[1], "epoch_s": 4.0})
+
+    with ScriptedDaemon(path, within_four_seconds, local_steps=10) as daemon:
         outer, steps = Diloco(model), []
         for seconds in (1.0, 1.0, 1.0, 1.0, 0.1, *[0.01] * 9):
             now += seconds
@@ -105,6 +110,8 @@ def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(m
     assert steps[4:] == list(range(11, 21))
     ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
     assert ready == [(10, 20, 10), (10, 50, 20)]
+    # The core hears how long its steps take, not how fast its nominal position advances.
+    assert [m["step_s"] for m in daemon.messages if m["kind"] == "ready"] == [1.0, pytest.approx(0.01)]
 
 
 def test_the_optimizers_state_survives_a_commit(model, path):
@@ -154,7 +161,8 @@ def test_a_joiner_starts_where_the_swarm_is(model, path):
         if message["kind"] != "offer":
             return halving(message, out, inn)
         inn[:] = 1.0
-        return "start", {"epoch": 4, "local_step": 1, "data_base": 9, "num_peers": 3, "keep_local": False}
+        place = {"epoch": 4, "local_step": 1, "epoch_s": 0.0, "data_base": 9}
+        return "start", {**place, "num_peers": 3, "keep_local": False}
 
     with ScriptedDaemon(path, rule, world_rank=2):
         outer = Diloco(model)
@@ -394,7 +402,7 @@ def slow_to_commit(num_pending: int):
             case "ready" if state["outcome"] is None:
                 _, fields = halving(message, out, inn)
                 state["outcome"] = fields
-                return "ahead", {"epoch": fields["epoch"], "data_base": fields["data_base"]}
+                return "ahead", {"epoch": fields["epoch"], "epoch_s": 0.0, "data_base": fields["data_base"]}
             case "collect":
                 return "committed", state["outcome"]
             case "poll":

@@ -3,7 +3,7 @@
 import pytest
 
 from peers.core import effects, events
-from peers.core.timing import ENOUGH_ROUNDS, LEAST_PATIENCE_BEATS
+from peers.core.timing import ENOUGH_ROUNDS, PATIENCE_BEATS
 from tests.unit.peers.core.pump import Pump
 
 TRAIN_S = 5.0
@@ -59,7 +59,7 @@ def test_where_nothing_is_known_to_be_wrong_it_waits_for_longer_than_usual_first
     assert pump.run(60, lambda: bool(ahead(pump, "a")))
     (went_at,) = [at for at, effect in pump["a"].done if isinstance(effect, effects.GoAhead)]
     ready_at = pump["a"].peer.worker.ready_at
-    assert went_at - ready_at >= LEAST_PATIENCE_BEATS * timing.beat_s
+    assert went_at - ready_at >= PATIENCE_BEATS * timing.beat_s
 
 
 def test_while_a_commit_waits_for_one_that_says_nothing_the_others_train_on():

@@ -61,7 +61,7 @@ def test_a_manifest_in_order_is_taken_and_so_is_one_that_leaves_all_to_the_liter
         {"hv.trim": 0},
         {"hv.trim": 0.6},
         {"hv.trim": "0.2"},
-        {"hv.local_time": 0},
+        {"hv.local_time": -1},
         {"hv.local_time": float("inf")},
         {"hv.mixing": 1.5},
         {"hv.mixing": True},

@@ -32,16 +32,11 @@ def test_nominal_steps_stop_at_the_epochs_and_the_runs_end():
 def test_a_time_budget_moves_slow_peers_on_and_leaves_fast_ones_to_their_steps():
     schedule = Schedule(local_steps=20, num_fragments=2, local_time_s=10.0)
     assert schedule.seconds_per_epoch == 5.0
-    assert [schedule.local_step_after(1, elapsed_s) for elapsed_s in (0.4, 1.0, 4.9, 5.0, 60.0)] == [
-        1,
-        2,
-        9,
-        10,
-        10,
-    ]
-    assert schedule.local_step_after(7, 1.0) == 7
-    assert schedule.local_step_after(3, schedule.elapsed_at(3)) == 3
-    assert Schedule(local_steps=20).local_step_after(7, 1e6) == 7
+    steps = [schedule.local_step_after(1, elapsed_s, 5.0) for elapsed_s in (0.4, 1.0, 4.9, 5.0, 60.0)]
+    assert steps == [1, 2, 9, 10, 10]
+    assert schedule.local_step_after(7, 1.0, 5.0) == 7
+    assert schedule.local_step_after(3, schedule.elapsed_at(3, 5.0), 5.0) == 3
+    assert schedule.local_step_after(7, 1e6, 0.0) == 7
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_worker):
         monitor.started(start_at(epoch=2, local_step=4))
         assert (monitor.step, monitor.local_step) == (24, 4)
         work = a_work(step=30)
-        monitor.handed_over(work)
+        monitor.handed_over(work, {"step_s": 0.5})
         shown.append(monitor.state)
         work.ahead.set_result(Ahead(epoch=3, data_base=0))
         await asyncio.sleep(0)
@@ -86,9 +86,9 @@ def test_only_a_commit_that_contains_its_work_counts_for_the_worker(contributors
 
 def test_a_loss_that_is_not_a_number_is_a_trouble_until_the_next_one_is():
     monitor = a_monitor()
-    assert monitor.progressed({"step": 25, "tokens_per_s": 1.0, "loss": float("nan")}) == 5
+    assert monitor.progressed({"step": 25, "tokens_per_s": 1.0, "step_s": 0.5, "loss": float("nan")}) == 5
     assert "not a number" in monitor.journal.troubles["loss"] and monitor.journal.loss is None
-    assert monitor.progressed({"step": 17, "tokens_per_s": 1.0, "loss": 2.5}) == -3
+    assert monitor.progressed({"step": 17, "tokens_per_s": 1.0, "step_s": 0.5, "loss": 2.5}) == -3
     assert "loss" not in monitor.journal.troubles and monitor.journal.loss == 2.5
 
 
@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_a_number_is_a_trouble_until_the_next_one_is():
 )
 def test_the_epochs_of_a_program_of_the_users_own_are_told_in_a_line_each(caplog, worker, contributors, said):
     monitor = a_monitor(worker=worker)
-    monitor.progressed({"step": 25, "tokens_per_s": 1.0, "loss": 0.125})
+    monitor.progressed({"step": 25, "tokens_per_s": 1.0, "step_s": 0.0, "loss": 0.125})
     with caplog.at_level("INFO", "peers.daemon.worker_monitor"):
         monitor.averaged(an_outcome(contributors=contributors))
     assert caplog.messages == said

@@ -74,7 +74,7 @@ class SlowHost:
     def is_in_trouble(self, what: str, text: str) -> None:
         self.news.append((what, text))
 
-    def handed_over(self, work: WorkInHand) -> None: ...
+    def handed_over(self, work: WorkInHand, ready: Mapping[str, Any]) -> None: ...
     def averaged(self, outcome: EpochOutcome) -> None: ...
     def show(self, state: str) -> None: ...
     def worker_lost(self) -> None: ...
@@ -101,7 +101,7 @@ def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tm
         async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
             serving = asyncio.create_task(serve_workers(accept, host))
             first = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
-            first.send("ready", fragment=0, tokens=1, step=1, last=False)
+            first.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
             await host.averaging.wait()
             await asyncio.to_thread(hang_up, first)
             second = await asyncio.to_thread(connect, tmp_path / "link", 2.0)
@@ -125,7 +125,7 @@ class FailingHost(SlowHost):
 def test_a_worker_is_told_why_its_work_cannot_be_averaged(tmp_path):
     def work() -> None:
         link = connect(tmp_path / "link", 1.0)
-        link.send("ready", fragment=0, tokens=1, step=1, last=False)
+        link.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
         link.send("collect")
         try:
             with pytest.raises(PeersError, match="not finite any more") as failure:
@@ -222,7 +222,7 @@ def test_a_worker_that_may_trains_on_and_asks_again_until_its_commit_is_there(tm
                 answers.append(answer["kind"])
                 return answer
 
-            link.send("ready", fragment=0, tokens=1, step=1, last=False)
+            link.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
             await host.averaging.wait()
             if may_go_ahead:
                 ahead = await ask("collect", may_go_ahead=True)

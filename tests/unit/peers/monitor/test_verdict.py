@@ -111,7 +111,7 @@ TABLE = {
         swarm({"wait_share": 0.6}, {"wait_share": 0.6}, {"step_s": 3.0}),
         "warning",
         "peer 2 trains at a third of the others' speed, who wait for it 60% of the time: begin the run with "
-        "--hv.local-time",
+        "--hv.local-time auto, or leave it out",
     ),
     "a slow peer nobody waits for": (swarm({}, {}, {"step_s": 3.0}), "good", WELL),
     "slow links": (

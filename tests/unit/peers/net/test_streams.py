@@ -124,6 +124,19 @@ def test_streams_that_were_opened_ahead_are_those_of_the_next_round():
     run(scenario())
 
 
+def test_streams_that_break_between_rounds_are_opened_again_before_the_next():
+    async def scenario():
+        async with pools("a", "b") as (network, (a, b)):
+            kept = await keep_streams(a, b)
+            for sock in (*kept[0].send.values(), *kept[1].send.values()):
+                sock.shutdown(socket.SHUT_RDWR)
+            await until(lambda: network.num_opened == 4 and not (a._opening or b._opening))
+            assert_joined(*await connect_both(a, b, os.urandom(16)))
+            assert network.num_opened == 4
+
+    run(scenario())
+
+
 def test_a_discarded_round_is_followed_by_one_on_new_streams():
     async def scenario():
         async with pools("a", "b") as (network, (a, b)):

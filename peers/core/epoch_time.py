@@ -1,0 +1,40 @@
+"""How long an epoch may last where peers train at different speeds (--hv.local-time auto), so that none waits for the
+slowest: each trains for this time, and is weighted by its tokens.
+
+Every peer works it out from the speeds that all announce. They need not agree exactly: the grace covers the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection
+
+FASTEST = 8.0
+"""A peer counts as at most this many times as fast as the median: one that claims more would make epochs as short as it
+likes."""
+
+
+def best_epoch_s(step_s: Collection[float], local_steps: int, round_s: float) -> float:
+    """The length of an epoch in which peers that need `step_s` seconds for a step train most steps per second.
+
+    Nobody trains more than `local_steps`, and a round of `round_s` follows. A shorter epoch lets fast peers wait less,
+    and spends more of the time on rounds.
+    """
+    least = statistics.median(step_s) / FASTEST
+    paces = sorted(max(pace, least) for pace in step_s)
+    slower = math.fsum(1.0 / pace for pace in paces)
+    best_rate, best_s = 0.0, 0.0
+    # The rate is highest where some peer has just done all its steps.
+    for number, pace in enumerate(paces, start=1):
+        epoch_s, slower = local_steps * pace, slower - 1.0 / pace
+        rate = (local_steps * number + epoch_s * slower) / (epoch_s + round_s)
+        if rate > best_rate:
+            best_rate, best_s = rate, epoch_s
+    return best_s
+
+
+def nominal_step_s(step_s: float, local_steps: int, epoch_s: float) -> float:
+    """The time in which the nominal local step of a peer advances by one that needs `step_s` for a step; `epoch_s`: how
+    long its epoch may last, 0 if as long as its steps take."""
+    return min(step_s, epoch_s / local_steps) if epoch_s else step_s

@@ -1,0 +1,42 @@
+"""How long an epoch may last where peers train at different speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.core.epoch_time import FASTEST, best_epoch_s, nominal_step_s
+
+
+def rate(step_s: list[float], local_steps: int, round_s: float, epoch_s: float) -> float:
+    """Steps per second of all peers together."""
+    return sum(min(local_steps, epoch_s / each) for each in step_s) / (epoch_s + round_s)
+
+
+def test_nobody_waits_for_the_slowest_where_rounds_cost_nothing():
+    assert best_epoch_s([1.0, 1.0, 1.0, 4.0], 50, round_s=0.0) == 50.0
+    assert best_epoch_s([1.0, 4.0], 50, round_s=0.0) == 50.0
+
+
+def test_epochs_are_longer_where_rounds_take_long():
+    slow, fast = 4.0, 1.0
+    assert best_epoch_s([fast, slow, slow, slow], 10, round_s=1.0) == 10.0
+    assert best_epoch_s([fast, slow, slow, slow], 10, round_s=60.0) == 40.0
+
+
+@pytest.mark.parametrize("round_s", [0.0, 0.5, 5.0, 50.0])
+def test_no_other_length_trains_more(round_s):
+    paces = [0.7, 1.0, 1.1, 2.5, 4.0]
+    best = best_epoch_s(paces, 20, round_s)
+    others = [0.1 * number for number in range(1, 2000)]
+    assert rate(paces, 20, round_s, best) >= max(rate(paces, 20, round_s, other) for other in others) - 1e-9
+
+
+def test_a_peer_that_claims_to_be_very_fast_shortens_epochs_only_so_far():
+    honest = best_epoch_s([1.0] * 4, 50, round_s=0.0)
+    assert best_epoch_s([1.0] * 4 + [1e-9], 50, round_s=0.0) == honest / FASTEST
+
+
+def test_the_nominal_step_keeps_up_with_the_time():
+    assert nominal_step_s(4.0, 50, epoch_s=50.0) == 1.0
+    assert nominal_step_s(0.5, 50, epoch_s=50.0) == 0.5
+    assert nominal_step_s(4.0, 50, epoch_s=0.0) == 4.0
