@@ -41,7 +41,7 @@ SLOW = (
     "--hv.num-fragments 4 --hv.overlap-steps 5"
 )
 UNEVEN = (
-    "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-time 120s --hv.aggregation trimmed-mean"
+    "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-time auto --hv.aggregation trimmed-mean"
 )
 POD = (
     "diloco peer --initial-peers <maddr> --hv.host-maddrs /ip4/0.0.0.0/tcp/30002 "

@@ -91,3 +91,19 @@ def test_peers_of_unlike_speed_average_what_each_could_do_in_the_same_time(strea
     assert max(lengths) < 10
     assert max(record["num_steps"] for record in slow.epochs) <= 6
     assert min(record["num_steps"] for record in fast.epochs[1:4]) > 20
+
+
+def test_peers_of_unlike_speed_find_out_how_long_an_epoch_should_take(streaming):
+    light = streaming(max_steps=100_000, step_s=0.04)
+    light.manifest = {"hv.local_time": 0, "hv.local_steps": 20}
+    light.galaxy_size = 3
+    fast, _, slow = light.start(0), light.start(1), light.start(2, step_s=0.2)
+    wait_until(lambda: min(fast.epoch, slow.epoch) >= 6, "six epochs of both")
+    light.check_digests()
+    known = [record for record in fast.epochs if 3 <= record["epoch"] <= 6]
+    assert all(record["contributors"] == [0, 1, 2] for record in known)
+    lengths = [b["time"] - a["time"] for a, b in itertools.pairwise(known)]
+    # The slow peer would need 4 s for its 20 steps, the fast ones need 0.8 s.
+    assert max(lengths) < 2.5
+    assert all(2 <= record["num_steps"] <= 10 for record in slow.epochs if 3 <= record["epoch"] <= 6)
+    assert all(record["num_steps"] == 20 for record in known)
