@@ -116,8 +116,8 @@ def duration(_type: Any, tokens: Sequence[Token]) -> float:
 
 
 def duration_or_auto(kind: Any, tokens: Sequence[Token]) -> float:
-    """As `duration`; `auto` becomes 0."""
-    return 0.0 if tokens[-1].value == "auto" else duration(kind, tokens)
+    """As `duration`; `auto` becomes 0, which is how a peer hands it on."""
+    return 0.0 if tokens[-1].value in ("auto", "0", "0.0") else duration(kind, tokens)
 
 
 def codec(_type: Any, tokens: Sequence[Token]) -> str:

@@ -55,18 +55,21 @@ def test_a_laptops_recipe_trains_averages_and_reports(start, tmp_path):
 
 
 def test_the_recipe_for_one_gpu_trains_alone_and_saves(start, tmp_path):
-    flags = with_recipe("one-gpu", tmp_path / "run", **SMALL, **{"hv.local-steps": 10, "max-steps": 20})
+    changes = {**SMALL, "hv.local-steps": 10, "max-steps": 20, "ckpt.path": tmp_path / "saved"}
+    flags = with_recipe("one-gpu", tmp_path / "run", **changes)
     command = start(*DILOCO, "run", "--peers", 1, *flags, cwd=ROOT)
     assert command.wait(300) == 0, command.stderr
     check_agreed([tmp_path / "run" / "peer-0"], num_epochs=2)
     assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
+    assert list((tmp_path / "saved").glob("model_step_*")), "no checkpoint"
 
 
 def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
     coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="dht")
     wait_until(lambda: "--initial-peers" in coordinator.stdout, "the address", command=coordinator)
     maddr = coordinator.stdout.split()[1]
-    short = {"total-batch-size": 4, "eval-tokens": 4096, "hv.local-steps": 2, "max-steps": 4}
+    short: dict[str, Any] = {"total-batch-size": 4, "eval-tokens": 4096, "hv.local-steps": 2, "max-steps": 4}
+    short["ckpt.path"] = tmp_path / "saved"
     peers = [
         start(
             *(*DILOCO, "peer", *with_recipe("two-machines", tmp_path / name, **short)),
@@ -82,16 +85,22 @@ def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_peers", "num_epochs"), [("four-pods", 4, 2), ("slow-links", 2, 20)], ids=str
+    ("name", "num_peers", "local_steps", "num_epochs"),
+    # The ten fragments of slow-links are averaged one by one, and each once more at the end.
+    [("four-pods", 4, 20, 3), ("slow-links", 2, 60, 19)],
+    ids=["four pods", "slow links"],
 )
-def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, num_epochs):
-    flags = with_recipe(name, tmp_path / "run", **SMALL, **{"hv.local-steps": 20, "max-steps": 40})
+def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, local_steps, num_epochs):
+    changes = {**SMALL, "hv.local-steps": local_steps, "max-steps": 60, "ckpt.path": tmp_path / "saved"}
+    if name == "slow-links":
+        changes["path-model"] = bare_model(tmp_path / "model", num_hidden_layers=10)
+    flags = with_recipe(name, tmp_path / "run", **changes)
     command = start(*DILOCO, "run", "--peers", num_peers, *flags, cwd=ROOT)
     assert command.wait(400) == 0, command.stderr
     directories = [tmp_path / "run" / f"peer-{rank}" for rank in range(num_peers)]
     check_agreed(directories, num_epochs)
     assert epochs_in(directories[0])[0]["num_peers"] == num_peers
-    assert list((tmp_path / "run").rglob("model_step_40")), "no checkpoint"
+    assert list((tmp_path / "saved").glob("model_step_*")), "no checkpoint"
 
 
 def test_the_recipe_for_reinforcement_learns_from_rewards(start, tmp_path):
