@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,8 @@ class Job:
     """Whether an epoch ends only when `run_epoch` is called for it."""
     flags: tuple[str, ...] = ()
     """Additional flags of `diloco peer`, for all peers."""
+    slower: Mapping[int, float] = field(default_factory=dict)
+    """By world rank, how many times as long as the others' a peer's steps last."""
 
 
 @dataclass
@@ -125,7 +127,12 @@ class Swarm:
         directory = self.directory / f"peer-{rank}"
         directory.mkdir(exist_ok=True)
         gate = str(self._gate) if self.job.is_gated else ""
-        loop = replace(self.job.loop, history=str(directory / "history.jsonl"), gate=gate)
+        loop = replace(
+            self.job.loop,
+            history=str(directory / "history.jsonl"),
+            gate=gate,
+            wait_s=self.job.loop.wait_s * self.job.slower.get(rank, 1.0),
+        )
         worker = shlex.join(["python", "-m", "benchmarks.light_loop", json.dumps(asdict(loop))])
         seat = self.seats[rank]
         argv = ["peer", "--initial-peers", self._initial_peer, "--host-maddrs", f"/ip4/{seat.address}/tcp/0"]
@@ -148,6 +155,14 @@ class Swarm:
         if len(digests := {record["anchor_digest"] for record in records}) != 1:
             raise SwarmError(f"epoch {epoch} has the anchors {sorted(digests)}")
         return records
+
+    def wait_for_epoch(self, epoch: int) -> None:
+        """Wait until every peer has the commit of this epoch, or of a later one."""
+        self._wait(
+            lambda: all(max(peer.epochs, default=0) >= epoch for peer in self.peers),
+            f"epoch {epoch}",
+            _ROUND_TIMEOUT_S,
+        )
 
     def wait_for_end(self) -> None:
         """Wait until every loop has ended, and check that all peers had the same anchor after each epoch."""

@@ -1,0 +1,112 @@
+"""Peers of different speed in one swarm: how busy the fast ones are, and what all of them train together.
+
+Six peers behind links of 50 Mbit/s, but one behind a tenth of that. Another one is four times slower than the rest. The
+loops use the product with the steps of benchmarks/light_loop.py, which sleep as if for a device. A peer is busy while it
+trains its steps. The steps per second are those of all peers together; all of them are averaged.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import Lab, Link, unavailable
+from benchmarks.light_loop import Loop
+from benchmarks.record import Result, parser, report
+from benchmarks.swarm_harness import Job, Swarm
+from benchmarks.wan.rounds import COORDINATOR, seat
+
+_STEP_S = 0.2
+_SLOWER = 4.0
+_THIN = 0.1
+_UP_MBPS = 50.0
+_WARM_UP_EPOCHS = 4
+"""In the first nothing is known of speeds, and waiting times are learned in these."""
+_ARMS = {
+    "blocking": (),
+    "--hv.local-time auto": ("--hv.local-time", "auto"),
+    "and 2 fragments, tau 10": (
+        *("--hv.local-time", "auto", "--hv.num-fragments", "2"),
+        *("--hv.overlap-steps", "10"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    num_peers: int = 6
+    """The last one is slow, the one before it behind a thin link."""
+    megabytes: int = 2
+    """2**20 bytes of fp32 weights."""
+    local_steps: int = 40
+    window_s: float = 90.0
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--seconds", type=float, help="length of each measurement; default 90")
+    chosen = flags.parse_args()
+    if (reason := unavailable()) is not None:
+        sys.exit(f"benchmarks.unlike: {reason}")
+    setting = Setting()
+    if chosen.quick:
+        setting = Setting(num_peers=3, megabytes=1, local_steps=8, window_s=8.0)
+    if chosen.seconds:
+        setting = Setting(window_s=chosen.seconds)
+    report("unlike", measured(setting, quick=chosen.quick), chosen.json)
+
+
+def measured(setting: Setting, *, quick: bool = False) -> list[Result]:
+    links = [Link(up_mbps=_UP_MBPS, down_mbps=_UP_MBPS, delay_ms=10)] * setting.num_peers
+    links[-2] = Link(up_mbps=_THIN * _UP_MBPS, down_mbps=_THIN * _UP_MBPS, delay_ms=10)
+    rows: list[Result] = []
+    with Lab([*links, COORDINATOR]) as lab:
+        for case, flags in list(_ARMS.items())[: 2 if quick else None]:
+            rows += rows_of(case, rates_in_swarm(lab, setting, flags), setting)
+    return rows
+
+
+def rates_in_swarm(lab: Lab, setting: Setting, flags: tuple[str, ...]) -> list[float]:
+    """Steps per second of each peer, without the first epochs."""
+    slow = setting.num_peers - 1
+    job = Job(
+        loop=Loop(numel=(setting.megabytes << 20) // 4, num_layers=4, wait_s=_STEP_S, max_epochs=1 << 30),
+        local_steps=setting.local_steps,
+        is_gated=False,
+        flags=flags,
+        slower={slow: _SLOWER},
+    )
+    seats = [seat(lab, peer) for peer in range(setting.num_peers)]
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Swarm(job, Path(directory), seats, coordinator=seat(lab, setting.num_peers)) as swarm,
+    ):
+        swarm.wait_for_epoch(_WARM_UP_EPOCHS)
+        # A loop that has nothing to do but wait for the others still ends this epoch.
+        time.sleep(setting.window_s)
+        swarm.wait_for_epoch(1 + max(max(peer.epochs) for peer in swarm.peers))
+        return [_steps_per_s(peer.epochs) for peer in swarm.peers]
+
+
+def _steps_per_s(epochs: dict[int, dict[str, Any]]) -> float:
+    known = [record for number, record in sorted(epochs.items()) if number >= _WARM_UP_EPOCHS]
+    return float((known[-1]["step"] - known[0]["step"]) / (known[-1]["time"] - known[0]["time"]))
+
+
+def rows_of(case: str, rates: Sequence[float], setting: Setting) -> list[Result]:
+    fast, thin, slow = rates[: setting.num_peers - 2], rates[-2], rates[-1]
+    return [
+        Result.of(case, "busy, fast peers", "% of time", [100 * rate * _STEP_S for rate in fast]),
+        Result.of(case, "busy, behind the thin link", "% of time", [100 * thin * _STEP_S]),
+        Result.of(case, "busy, slow peer", "% of time", [100 * slow * _SLOWER * _STEP_S]),
+        Result.of(case, "all peers", "steps/s", [sum(rates)]),
+    ]
+
+
+if __name__ == "__main__":
+    main()
