@@ -1,8 +1,8 @@
 """Peers of different speed in one swarm: how busy the fast ones are, and what all of them train together.
 
 Six peers behind links of 50 Mbit/s, but one behind a tenth of that. Another one is four times slower than the rest. The
-loops use the product with the steps of benchmarks/light_loop.py, which sleep as if for a device. A peer is busy while it
-trains its steps. The steps per second are those of all peers together; all of them are averaged.
+loops use the product with the steps of benchmarks/light_loop.py, which sleep as if for a device. A peer is busy while
+it trains its steps. The steps per second are those of all peers together; all of them are averaged.
 """
 
 from __future__ import annotations

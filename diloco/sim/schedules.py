@@ -46,11 +46,15 @@ class Schedule:
     offers_differ: bool
     grace_s: float
     delay_s: tuple[float, float]
+    epoch_s: float | None
+    """As in the core's Settings."""
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.num_peers} peers, grace {self.grace_s:g} s, saves: {self.saves}"]
         if self.offers_differ:
             lines.append("  everybody offers another state")
+        if self.epoch_s is not None:
+            lines.append("  epochs last as long as trains most")
         if self.liar is not None:
             lines.append(f"  peer {self.liar[0]} lies: {self.liar[1]}")
         late = [f"{rank} at {at:.1f} s" for rank, at in self.starts.items() if at > 1]
@@ -89,6 +93,7 @@ def draw(seed: int) -> Schedule:
         offers_differ=rng.random() < 0.1,
         grace_s=rng.choice((2.0, 5.0, 30.0)),
         delay_s=rng.choice(((0.001, 0.02), (0.01, 0.2))),
+        epoch_s=0.0 if seed % 4 == 2 else None,
     )
 
 
@@ -98,7 +103,7 @@ def swarm_of(schedule: Schedule, *, traced: bool = False) -> VirtualSwarm:
         schedule.num_peers,
         schedule.seed,
         starts=False,
-        settings=settings_for(schedule.num_peers, grace_s=schedule.grace_s),
+        settings=settings_for(schedule.num_peers, grace_s=schedule.grace_s, epoch_s=schedule.epoch_s),
         quality=Quality(delay_s=schedule.delay_s),
         liars={liar[0]: ALL_LIARS[liar[1]]} if liar else None,
         saves=schedule.saves,

@@ -11,6 +11,7 @@ from diloco.sim.clock import Clock
 from diloco.sim.values import Pieces
 from peers.core.effects import Answer, GoAhead
 from peers.core.events import Event, StateOffered, WorkerTrains, WorkerWaits, WorkReady
+from peers.core.schedule import Schedule
 from peers.protocol.certificates import Work
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ class VirtualWorker:
         self.ends_after_this = False
         """Its next work is its last: it ends once a commit contains it."""
         self._daemon, self._clock, self._rng, self._new_piece = daemon, clock, rng, new_piece
-        self._steps_per_epoch = steps_per_epoch
+        self._steps_per_epoch, self._schedule = steps_per_epoch, Schedule(local_steps=steps_per_epoch)
         self._base, self._epoch, self._local_step = "", 0, 0
+        self._epoch_s = self._epoch_began_at = 0.0
         self._handed: Pieces | None = None
         self._is_ahead = False
         """It trains on while the work it handed over waits for its commit."""
@@ -90,7 +92,7 @@ class VirtualWorker:
     def begin(self, head: str, answer: Answer) -> None:
         self.pending.clear()
         self._base, self._handed, self._is_ahead = head, None, False
-        self._epoch, self._local_step = answer.epoch, answer.local_step
+        self._enter(answer.epoch, answer.local_step, answer.epoch_s)
         self._step_or_hand_over()
 
     def answered(self, head: str, answer: Answer) -> None:
@@ -103,15 +105,20 @@ class VirtualWorker:
             self.is_running = False
             return
         done = self._local_step if was_ahead and answer.epoch == self._epoch else 0
-        self._epoch, self._local_step = answer.epoch, max(answer.local_step, done)
+        self._enter(answer.epoch, max(answer.local_step, done), answer.epoch_s)
         if was_standing:
             self._step_or_hand_over()
 
     def goes_ahead(self, order: GoAhead) -> None:
         """Its commit is late: train on in the next epoch."""
         if self.waits:
-            self._is_ahead, self._epoch, self._local_step = True, order.epoch, 0
+            self._is_ahead = True
+            self._enter(order.epoch, 0, order.epoch_s)
             self._step_or_hand_over()
+
+    def _enter(self, epoch: int, local_step: int, epoch_s: float) -> None:
+        self._epoch, self._local_step, self._epoch_s = epoch, local_step, epoch_s
+        self._epoch_began_at = self._clock.now - self._schedule.elapsed_at(local_step, epoch_s)
 
     def _arrive(self) -> None:
         self._daemon.told(self, StateOffered(self._daemon.offered.offer))
@@ -139,7 +146,8 @@ class VirtualWorker:
         piece = self._new_piece()
         self.trained.add(piece)
         self.pending.add(piece)
-        self._local_step += 1
+        elapsed_s = self._clock.now - self._epoch_began_at
+        self._local_step = self._schedule.local_step_after(self._local_step + 1, elapsed_s, self._epoch_s)
         ahead = self._steps_per_epoch if self._is_ahead else 0
         if ahead or self._local_step < self._steps_per_epoch:
             self._daemon.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
