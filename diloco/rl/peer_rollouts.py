@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from diloco.options.trainer import TrainConfig
+from diloco.rl.dialogues import own_mask
 from diloco.rl.policy_files import PolicyFiles
 from diloco.rl.push import Publisher
 from diloco.rl.rollout_checks import RolloutChecks
@@ -40,6 +41,8 @@ class Group:
     tokens: Sequence[list[int]]
     logprobs: Sequence[list[float]]
     scores: Sequence[Sequence[float]]
+    turns: Sequence[Sequence[int]] = ()
+    """Of each completion, if they are dialogues (rl/dialogues.py)."""
     staleness: int = 0
     peer_id: str = ""
     """Empty: the learner's own."""
@@ -58,11 +61,12 @@ class PeerRollouts:
         chat_template: str,
         step_of: Callable[[], int],
         generate: Callable[[], list[Group]],
-        judge: Callable[[int, Sequence[int]], Sequence[float]],
+        judge: Callable[[int, Sequence[int], Sequence[int]], Sequence[float]],
         on_event: Callable[..., None] = lambda **_: None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`generate` makes one generation's groups without rollout peers; `judge` scores an example's completion."""
+        """`generate` makes one generation's groups without rollout peers; `judge` scores an example's completion, by
+        its tokens and turns."""
         self.publisher = Publisher(dtype)
         self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
@@ -122,7 +126,7 @@ class PeerRollouts:
             for tokens, logprobs in zip(group.tokens, group.logprobs, strict=True):
                 self._checks.came(group.peer_id, tokens, logprobs)
             one = self._random.randrange(len(group.tokens))
-            found = self._judge(group.example, group.tokens[one])
+            found = self._judge(group.example, group.tokens[one], group.turns[one] if group.turns else ())
             self._checks.judged_again(group.peer_id, group.scores[one], found)
 
     def figures(self) -> dict[str, Any]:
@@ -169,10 +173,10 @@ def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_genera
 
 def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
     """Judged completions (rl/generator.py) of the learner itself."""
-    tokens, logprobs, scores = (
-        [one[name] for one in completions] for name in ("tokens", "logprobs", "scores")
+    tokens, logprobs, scores, turns = (
+        [one.get(name, ()) for one in completions] for name in ("tokens", "logprobs", "scores", "turns")
     )
-    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores)
+    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores, turns=turns)
 
 
 def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:
@@ -181,10 +185,12 @@ def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:
         {
             "prompt": example.prompt,
             "example": example,
-            "written": (tokens, logprobs),
+            "written": (tokens, logprobs, own_mask(turns, len(tokens))),
             "judged": scores,
         }
         for group in groups
         for example in [task.example(group.example)]
-        for tokens, logprobs, scores in zip(group.tokens, group.logprobs, group.scores, strict=True)
+        for tokens, logprobs, scores, turns in zip(
+            group.tokens, group.logprobs, group.scores, group.turns or [()] * len(group.tokens), strict=True
+        )
     ]

@@ -232,5 +232,6 @@ def _told(one: Waiting) -> dict[str, Any]:
         "staleness": one.staleness,
         "tokens": [completion.tokens for completion in completions],
         "logprobs": [completion.logprobs for completion in completions],
+        "turns": [completion.turns for completion in completions],
         "scores": [completion.scores for completion in completions],
     }

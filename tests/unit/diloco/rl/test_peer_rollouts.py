@@ -64,7 +64,7 @@ def source(daemon, tmp_path):
         chat_template="T",
         step_of=lambda: 12,
         generate=lambda: [OWN],
-        judge=lambda example, tokens: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
+        judge=lambda example, tokens, turns: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
         on_event=lambda **fields: daemon.events.append(fields),
     )
 
@@ -152,10 +152,10 @@ def test_completions_of_a_prompt_are_rows_side_by_side_with_what_was_judged():
     task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
     rows = rows_of_groups(task, [OWN, Group(**sent(1))])
     assert [row["written"] for row in rows] == [
-        ([1], [-1.0]),
-        ([2], [-2.0]),
-        ([3, 4], [-0.5, -0.5]),
-        ([5], [-1.5]),
+        ([1], [-1.0], [1]),
+        ([2], [-2.0], [1]),
+        ([3, 4], [-0.5, -0.5], [1, 1]),
+        ([5], [-1.5], [1]),
     ]
     assert [row["judged"] for row in rows] == [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     assert [row["example"].gold for row in rows[::2]] == [task.example(5).gold, task.example(7).gold]
