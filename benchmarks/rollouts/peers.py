@@ -28,6 +28,7 @@ class Peer:
 
     process: subprocess.Popen[bytes]
     directory: Path
+    was_killed: bool = False
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         path = self.directory / "run" / "metrics.jsonl"
@@ -42,6 +43,7 @@ class Peer:
 
     def kill(self) -> None:
         """SIGKILL of all that it has started."""
+        self.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -81,7 +83,7 @@ class Run:
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Poll until it holds. Raises SystemExit after the timeout, or if a peer has ended by itself."""
-        self._wait(condition, what, timeout_s, [peer for peer in self.peers if peer.process.poll() is None])
+        self._wait(condition, what, timeout_s, self.peers)
 
     def _wait(
         self, condition: Callable[[], bool], what: str, timeout_s: float, watched: Sequence[Peer] = ()
@@ -89,7 +91,7 @@ class Run:
         deadline = time.monotonic() + timeout_s
         while not condition():
             for peer in watched:
-                if peer.process.poll() is not None:
+                if peer.process.poll() is not None and not peer.was_killed:
                     raise SystemExit(f"a peer ended before {what}:\n{peer.output[-3000:]}")
             if time.monotonic() > deadline:
                 said = "\n".join(peer.output[-1000:] for peer in self.peers)
