@@ -7,13 +7,17 @@ next-token prediction, which gives every weight a gradient; with GRPO fewer weig
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.record import Result, parser, report
+from diloco.options.model_files import load_model_config
 from diloco.rl.push import Publisher
 from diloco.rl.weights import State, digest_of, patched, unpacked
 from diloco.train.inner import InnerLoop
@@ -30,24 +34,51 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--path-model", default=None, help="default: 2m, under --quick demo")
     flags.add_argument("--steps", type=int, default=NUM_STEPS)
+    flags.add_argument(
+        "--half-billion",
+        action="store_true",
+        help="only lr 1e-6 in bf16, on the shapes of Qwen2.5-0.5B; 12 GiB",
+    )
     arguments = flags.parse_args()
-    path_model = arguments.path_model or ("demo" if arguments.quick else "2m")
-    results = [
-        result
-        for lr, dtype in _CASES
-        for result in measured(path_model, lr=lr, dtype=dtype, num_steps=arguments.steps)
-    ]
-    report("weight_push", results, arguments.json)
+    with tempfile.TemporaryDirectory() as name:
+        path_model = arguments.path_model or ("demo" if arguments.quick else "2m")
+        if arguments.half_billion:
+            path_model = _half_billion(Path(name) / "0.5b")
+        results = [
+            result
+            for lr, dtype in _CASES[: 1 if arguments.half_billion else None]
+            for result in measured(path_model, lr=lr, dtype=dtype, num_steps=arguments.steps)
+        ]
+    report("weight_push", results, arguments.json, keeps=True)
+
+
+def _half_billion(directory: Path) -> str:
+    """A configuration with 494 million parameters, and random weights."""
+    directory.mkdir()
+    shapes = {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    }
+    config = {**load_model_config("demo"), **shapes}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(directory)
 
 
 def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) -> list[Result]:
     """One run: the size of each push, and how many of the pushes reproduced the new weights exactly."""
     publisher = Publisher(dtype)
     served: State = {}
+    exact = 0
     sizes: list[float] = []
     shares: list[float] = []
     seconds: list[float] = []
-    exact = 0
+    arrivals: list[float] = []
     for parameters in trained(path_model, lr=lr, num_steps=num_steps):
         publisher.take(parameters)
         if not served:
@@ -56,16 +87,19 @@ def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) 
         began = time.perf_counter()
         _, blob = publisher.blob_for(publisher.name, publisher.version - 1)
         seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
         label, tensors = unpacked(blob)
         served = patched(served, tensors) if label.base is not None else tensors
-        exact += digest_of(served) == label.digest == digest_of(publisher.state)
+        exact += digest_of(served) == label.digest
+        arrivals.append(time.perf_counter() - began)
         sizes.append(float(len(blob)))
         shares.append(publisher.whole_bytes / len(blob))
-    case = f"{path_model} {str(dtype).removeprefix('torch.')} lr {lr:g}"
+    case = f"{Path(path_model).name} {str(dtype).removeprefix('torch.')} lr {lr:g}"
     return [
         Result.of(case, "bytes per push", "B", sizes),
         Result.of(case, "all weights / push", "ratio", shares),
         Result.of(case, "packing", "s", seconds),
+        Result.of(case, "unpacking and checking", "s", arrivals),
         Result.of(case, f"exact of {len(sizes)} pushes", "pushes", [float(exact)]),
     ]
 

@@ -33,11 +33,13 @@ from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Commit, Diloco
 from diloco.outer.world import World, joined, on_rank_zero
+from diloco.rl import dialogues
 from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
+from diloco.rl.environments import EnvironmentTask
 from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.rl.generation import generating_by_servers
-from diloco.rl.generator import judged
+from diloco.rl.generator import generated, judged_again
 from diloco.rl.gpus import split_gpus, starts_server
 from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of_groups, terms_of
 from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of, rows_of
@@ -47,7 +49,7 @@ from diloco.rl.sampling import sampled, token_ids
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.servers import opened_servers
 from diloco.rl.task_choice import open_task
-from diloco.rl.tasks import Message, scores
+from diloco.rl.tasks import Message
 from diloco.rl.trainer import PeerTrainer, reward_functions
 from diloco.rl.turns import EvaluateWhenDue
 from diloco.train.devices import visible_gpus
@@ -259,18 +261,21 @@ class Training:
             )
         if not self.world.is_main:
             return
-        self.peer_rollouts = PeerRollouts(
-            WorkerLink.connect(link_path),
+        self.peer_rollouts = self.rollouts_by(WorkerLink.connect(link_path))
+        clean_ups.append(self.peer_rollouts.close)
+
+    def rollouts_by(self, link: WorkerLink) -> PeerRollouts:
+        return PeerRollouts(
+            link,
             self.run_dir / "policies",
             self.precision.compute,
             terms_of(self.config, self.task, self.model, self.prompts.prompts_per_generation),
             chat_template=str(self.tokenizer.chat_template or ""),
             step_of=lambda: self.trainer.state.global_step,
             generate=self.own_groups,
-            judge=self.judge,
+            judge=partial(judged_again, self.task, self.tokenizer),
             on_event=partial(self.metrics.write, "event"),
         )
-        clean_ups.append(self.peer_rollouts.close)
 
     def record_checkpoint(self, **event: Any) -> None:
         """Record the outcome of a save. Raises DilocoError if it failed and --ckpt.required is set."""
@@ -312,10 +317,14 @@ class Training:
 
     def rows(self) -> list[dict[str, Any]]:
         """The prompts of the next generation, each repeated `num_generations` times; of rollout peers, completed."""
-        if self.config.grpo.rollout == "peers":
+        rollout, is_dialogue = self.config.grpo.rollout, isinstance(self.task, EnvironmentTask)
+        if rollout == "peers" or (is_dialogue and rollout == "vllm"):
             # A collective. Before it waits: the rollouts to come are to be by these weights.
             self.trainer.vllm_generation.sync_weights()
+        if rollout == "peers":
             return on_rank_zero(lambda: rows_of_groups(self.task, self.groups_of_peers()))
+        if is_dialogue:
+            return on_rank_zero(lambda: rows_of_groups(self.task, self.own_groups()))
         return rows_of(self.task, self.example_numbers(), copies=self.config.grpo.num_generations)
 
     def groups_of_peers(self) -> list[Group]:
@@ -330,23 +339,11 @@ class Training:
         assert self.peer_rollouts is not None
         self.peer_rollouts.compared(differences)
 
-    def judge(self, example: int, tokens: Sequence[int]) -> list[float]:
-        """The scores of a completion, as a rollout peer should have found them."""
-        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-        return scores(self.task, text, self.task.example(example))
-
     def own_groups(self) -> list[Group]:
-        """The completions of one generation, by this trainer's model."""
-        grpo = self.config.grpo
-        numbers = self.example_numbers()
-        examples = [self.task.example(number) for number in numbers]
-        sampling = Sampling(max_tokens=grpo.max_completion_length, temperature=grpo.temperature)
-        prompts = [example.prompt for example in examples]
-        written = self.sampled(prompts, grpo.num_generations, sampling, seed=self.rollout_seed())
-        return [
-            own_group(number, judged(self.task, self.tokenizer, example, one))
-            for number, example, one in zip(numbers, examples, written, strict=True)
-        ]
+        """The completions of one generation, by this trainer's model or servers."""
+        numbers, seed = self.example_numbers(), self.rollout_seed()
+        groups = generated(self.task, self.tokenizer, numbers, self.config.grpo, self.written, seed)
+        return [own_group(number, group) for number, group in zip(numbers, groups, strict=True)]
 
     def example_numbers(self) -> list[int]:
         """Of the next generation's prompts."""
@@ -390,34 +387,39 @@ class Training:
             # A collective. TRL itself would push only if its step had changed since the last push.
             self.trainer.vllm_generation.sync_weights()
         with self.progress.phase("evaluating"):
-            figures = on_rank_zero(
-                lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
-            )
+            figures = on_rank_zero(self.evaluated)
         self.metrics.write("eval", **self.position(), **figures)
         return figures
 
-    def complete(self, prompts: Sequence[list[Message]], count: int) -> list[list[str]]:
-        """`count` completions of each prompt, for evaluation."""
+    def evaluated(self) -> dict[str, float]:
+        """By completions of the held-out prompts."""
+        samples = self.config.grpo.eval_samples
         sampling = Sampling(
             max_tokens=self.config.grpo.max_completion_length,
             temperature=TEMPERATURE,
             top_p=TOP_P,
             top_k=TOP_K,
         )
-        if self.servers:
-            asked = token_ids(self.tokenizer, prompts)
-            written = self.servers.complete(asked, count, sampling, seed=self.rollout_seed())
-        else:
-            seed = self.config.seed + self.trainer.state.global_step
-            written = self.sampled(prompts, count, sampling, seed=seed)
-        return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
+        seed = self.rollout_seed() if self.servers else self.config.seed + self.trainer.state.global_step
+        if isinstance(self.task, EnvironmentTask):
+            return dialogues.evaluated(
+                self.task, self.tokenizer, self.held_out, samples, self.written, sampling, seed
+            )
 
-    def sampled(
-        self, prompts: Sequence[list[Message]], count: int, sampling: Sampling, *, seed: int
+        def complete(prompts: Sequence[list[Message]], count: int) -> list[list[str]]:
+            written = self.written(token_ids(self.tokenizer, prompts), count, sampling, seed)
+            return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
+
+        return evaluated(self.task, self.held_out, complete, samples=samples)
+
+    def written(
+        self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int
     ) -> list[Written]:
-        """`count` completions of each prompt by the trainer's own model."""
+        """`count` completions of each prompt by the servers, or the trainer's own model."""
+        if self.servers:
+            return self.servers.complete(prompts, count, sampling, seed=seed)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return sampled(model, self.tokenizer, token_ids(self.tokenizer, prompts), count, sampling, seed=seed)
+        return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed)
 
     def rollout_seed(self) -> int:
         """The seed of requests to the servers, which differs between steps and peers."""

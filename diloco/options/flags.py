@@ -201,7 +201,8 @@ class GrpoConfig:
     dataset: Annotated[str, Parameter(alias="--dataset")] = field(
         default="reasoning-gym:chain_sum", metadata=SHARED
     )
-    """reasoning-gym:<generator>[,option=value...], gsm8k, math or mbpp (from Hugging Face, or <name>=<directory>)."""
+    """reasoning-gym:<generator>[,option=value...]; gsm8k, math or mbpp (or <name>=<directory>); or file.py:Class, an
+    environment of yours."""
     reward: Annotated[str | None, Parameter(metavar="FILE.py:FUNCTION")] = None
     """A reward function of yours (or module:function), in place of the dataset's rewards."""
     num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = (

@@ -96,7 +96,8 @@ def _of_rollout(config: TrainConfig) -> dict[str, Any]:
     """Arguments that depend on where completions are generated: whether TRL corrects for another sampler, and how."""
     match config.grpo.rollout:
         case "hf":
-            return {}
+            # Some models' configurations switch the cache off, for training: without it this takes five times as long.
+            return {"generation_kwargs": {"use_cache": True}}
         case "vllm":
             return {"use_vllm": True, "vllm_mode": "server"}
         case "peers":

@@ -28,12 +28,23 @@ def evaluated(
 ) -> dict[str, float]:
     """Means over the examples of `reward`, `pass_at_1` and `pass_at_<samples>`."""
     completions = complete([example.prompt for example in examples], samples)
-    solved: list[int] = []
-    rewards: list[float] = []
-    for example, texts in zip(examples, completions, strict=True):
-        solved.append(sum(bool(text.strip()) and task.is_solved(parsed(text), example) for text in texts))
-        rewards += [reward_of(task, text, example) for text in texts]
-    figures = {"reward": sum(rewards) / len(rewards)}
+    rewards = [
+        [reward_of(task, text, example) for text in texts]
+        for example, texts in zip(examples, completions, strict=True)
+    ]
+    solved = [
+        sum(bool(text.strip()) and task.is_solved(parsed(text), example) for text in texts)
+        for example, texts in zip(examples, completions, strict=True)
+    ]
+    return figures_of(rewards, solved, samples=samples)
+
+
+def figures_of(
+    rewards: Sequence[Sequence[float]], solved: Sequence[int], *, samples: int
+) -> dict[str, float]:
+    """`rewards` of each completion of each prompt, and how many of a prompt's completions solved it."""
+    every = [reward for group in rewards for reward in group]
+    figures = {"reward": sum(every) / len(every)}
     for k in sorted({1, samples}):
         figures[f"pass_at_{k}"] = sum(pass_at_k(samples, count, k) for count in solved) / len(solved)
     return figures

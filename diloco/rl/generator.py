@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diloco.errors import DilocoError
+from diloco.options.flags import GrpoConfig
 from diloco.options.trainer import TrainConfig
+from diloco.rl import dialogues
+from diloco.rl.dialogues import Complete
+from diloco.rl.environments import EnvironmentTask
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.sampling import sampled, token_ids
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.tasks import Example, Task, scores
 from diloco.rl.weights import ANY_FLOAT, Expected, Held
 
-Complete = Callable[[Sequence[list[int]], int, Sampling, int], list[Written]]
-"""(prompts, completions of each, sampling, seed) -> completions by the newest weights."""
 _FLOAT_BYTES = 4
 _ROOM_BYTES = 1 << 20
 
@@ -64,17 +67,43 @@ class Generator:
     def generate(self, numbers: Sequence[int], chat_template: str) -> list[list[dict[str, Any]]]:
         """For each example of the task: judged completions, as peers.protocol.rollouts.Completion has them."""
         self._tokenizer.chat_template = chat_template
-        examples = [self.task.example(number) for number in numbers]
-        sampling = Sampling(max_tokens=self._grpo.max_completion_length, temperature=self._grpo.temperature)
-        prompts = token_ids(self._tokenizer, [example.prompt for example in examples])
-        written = self._complete(prompts, self._grpo.num_generations, sampling, secrets.randbits(31))
-        return [
-            judged(self.task, self._tokenizer, example, one)
-            for example, one in zip(examples, written, strict=True)
-        ]
+        seed = secrets.randbits(31)
+        return generated(self.task, self._tokenizer, numbers, self._grpo, self._complete, seed)
 
 
-def judged(
+def generated(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    numbers: Sequence[int],
+    grpo: GrpoConfig,
+    complete: Complete,
+    seed: int,
+) -> list[list[dict[str, Any]]]:
+    """For each example of the task: judged completions to train on."""
+    examples = [task.example(number) for number in numbers]
+    sampling = Sampling(max_tokens=grpo.max_completion_length, temperature=grpo.temperature)
+    if isinstance(task, EnvironmentTask):
+        return dialogues.held(task, tokenizer, examples, grpo.num_generations, complete, sampling, seed)
+    prompts = token_ids(tokenizer, [example.prompt for example in examples])
+    written = complete(prompts, grpo.num_generations, sampling, seed)
+    return [_judged(task, tokenizer, example, one) for example, one in zip(examples, written, strict=True)]
+
+
+def judged_again(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    tokens: Sequence[int],
+    turns: Sequence[int],
+) -> list[float]:
+    """The scores of a completion, as whoever generated it should have found them; infinite if that cannot be one."""
+    if isinstance(task, EnvironmentTask):
+        return dialogues.scored_again(task, tokenizer, task.example(number), tokens, turns)
+    text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    return [math.inf] if turns else scores(task, text, task.example(number))
+
+
+def _judged(
     task: Task, tokenizer: PreTrainedTokenizerBase, example: Example, written: Written
 ) -> list[dict[str, Any]]:
     """The completions of one prompt with their scores."""

@@ -8,6 +8,7 @@ other learners of the run wait for this one's work at every epoch, and would los
 from __future__ import annotations
 
 import logging
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from diloco.options.trainer import TrainConfig
+from diloco.rl.dialogues import own_mask
 from diloco.rl.policy_files import PolicyFiles
 from diloco.rl.push import Publisher
 from diloco.rl.rollout_checks import RolloutChecks
@@ -39,6 +41,8 @@ class Group:
     tokens: Sequence[list[int]]
     logprobs: Sequence[list[float]]
     scores: Sequence[Sequence[float]]
+    turns: Sequence[Sequence[int]] = ()
+    """Of each completion, if they are dialogues (rl/dialogues.py)."""
     staleness: int = 0
     peer_id: str = ""
     """Empty: the learner's own."""
@@ -52,26 +56,29 @@ class PeerRollouts:
         link: WorkerLink,
         directory: Path,
         dtype: torch.dtype,
-        terms: Mapping[str, int],
+        terms: Mapping[str, Any],
         *,
         chat_template: str,
         step_of: Callable[[], int],
         generate: Callable[[], list[Group]],
-        judge: Callable[[int, Sequence[int]], Sequence[float]],
+        judge: Callable[[int, Sequence[int], Sequence[int]], Sequence[float]],
         on_event: Callable[..., None] = lambda **_: None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`generate` makes one generation's groups without rollout peers; `judge` scores an example's completion."""
+        """`generate` makes one generation's groups without rollout peers; `judge` scores an example's completion, by
+        its tokens and turns."""
         self.publisher = Publisher(dtype)
         self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
         self._link, self._files = link, PolicyFiles(directory)
-        self._told = {"terms": dict(terms), "chat_template": chat_template}
+        self._told: dict[str, Any] = {"terms": dict(terms), "chat_template": chat_template}
         self._step_of, self._generate, self._patience_s = step_of, generate, patience_s
         self._judge, self._on_event = judge, on_event
         self._checks, self._random = RolloutChecks(), random.SystemRandom()
         self._waits = True
         self._last: Sequence[Group] = ()
+        self._uniform: Sequence[Group] = ()
+        """Came with the last, and teach nothing: all completions of each earn the same."""
 
     def push(self) -> None:
         """Tell the daemon of the publisher's newest version."""
@@ -84,7 +91,9 @@ class PeerRollouts:
         """So many groups: of rollout peers, or generated here if none has come for long."""
         self._link.send("take", count=count, timeout_s=self._patience_s if self._waits else 0.0)
         answer = self._link.receive("rollouts")
-        groups = [Group(**fields) for fields in answer["rollouts"]]
+        groups, self._uniform = (
+            [Group(**fields) for fields in answer[name]] for name in ("rollouts", "uniform")
+        )
         self.senders = answer["senders"]
         if self._waits and not groups:
             log.warning(
@@ -93,7 +102,7 @@ class PeerRollouts:
                 self._patience_s,
             )
         self._waits = bool(groups)
-        self._check(groups)
+        self._check([*groups, *self._uniform])
         self._last = groups or self._generate()
         return list(self._last)
 
@@ -117,7 +126,7 @@ class PeerRollouts:
             for tokens, logprobs in zip(group.tokens, group.logprobs, strict=True):
                 self._checks.came(group.peer_id, tokens, logprobs)
             one = self._random.randrange(len(group.tokens))
-            found = self._judge(group.example, group.tokens[one])
+            found = self._judge(group.example, group.tokens[one], group.turns[one] if group.turns else ())
             self._checks.judged_again(group.peer_id, group.scores[one], found)
 
     def figures(self) -> dict[str, Any]:
@@ -126,23 +135,35 @@ class PeerRollouts:
         return {
             "staleness_mean": sum(ages) / max(len(ages), 1),
             "staleness_max": max(ages, default=0),
+            "uniform_groups": len(self._uniform),
+            "reward_of_all": self._reward_of_all(),
             "rollout_peers": len({group.peer_id for group in self._last} - {""}),
             "rollouts_dropped": int(sum(one["dropped"] for one in self.senders.values())),
             "rollouts_per_s": sum(one["rollouts_per_s"] for one in self.senders.values()),
         }
+
+    def _reward_of_all(self) -> float:
+        """The mean reward before groups of uniform reward were left out."""
+        weights = self._told["terms"]["reward_weights"]
+        rewards = [
+            sum(map(operator.mul, weights, scores))
+            for group in (*self._last, *self._uniform)
+            for scores in group.scores
+        ]
+        return sum(rewards) / max(len(rewards), 1)
 
     def close(self) -> None:
         self._link.close()
         self._files.close()
 
 
-def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_generation: int) -> dict[str, int]:
+def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_generation: int) -> dict[str, Any]:
     """What the daemon checks of each rollout, as peers.daemon.rollout_queue.Terms has it."""
     return {
         "vocab_size": int(model.config.vocab_size),
         "num_generations": config.grpo.num_generations,
         "max_tokens": config.grpo.max_completion_length,
-        "num_scores": len(task.rewards),
+        "reward_weights": [reward.weight for reward in task.rewards],
         "num_examples": task.num_examples,
         "max_staleness": config.grpo.max_staleness,
         # The next generation's, and those of the one after it: more would only grow old.
@@ -152,10 +173,10 @@ def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_genera
 
 def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
     """Judged completions (rl/generator.py) of the learner itself."""
-    tokens, logprobs, scores = (
-        [one[name] for one in completions] for name in ("tokens", "logprobs", "scores")
+    tokens, logprobs, scores, turns = (
+        [one.get(name, ()) for one in completions] for name in ("tokens", "logprobs", "scores", "turns")
     )
-    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores)
+    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores, turns=turns)
 
 
 def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:
@@ -164,10 +185,12 @@ def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:
         {
             "prompt": example.prompt,
             "example": example,
-            "written": (tokens, logprobs),
+            "written": (tokens, logprobs, own_mask(turns, len(tokens))),
             "judged": scores,
         }
         for group in groups
         for example in [task.example(group.example)]
-        for tokens, logprobs, scores in zip(group.tokens, group.logprobs, group.scores, strict=True)
+        for tokens, logprobs, scores, turns in zip(
+            group.tokens, group.logprobs, group.scores, group.turns or [()] * len(group.tokens), strict=True
+        )
     ]

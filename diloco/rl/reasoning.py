@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
 from diloco.errors import UserError
 from diloco.rl.answers import Completion, number_of, same_answer
+from diloco.rl.own_code import options_of
 from diloco.rl.tasks import SHORT_SYSTEM, Example, Reward, answered, conversation
 
 PREFIX = "reasoning-gym"
@@ -72,16 +72,7 @@ def open_generator(name: str, *, seed: int) -> GeneratorTask:
 
 def _parsed(name: str) -> tuple[str, dict[str, Any]]:
     generator, *settings = name.removeprefix(PREFIX).removeprefix(":").split(",")
-    options: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise UserError(f"--dataset {name}: {setting!r} is not option=value")
-        try:
-            options[key.strip()] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key.strip()] = value
-    return generator or DEFAULT_GENERATOR, options
+    return generator or DEFAULT_GENERATOR, options_of(name, settings)
 
 
 def _example(entry: dict[str, Any]) -> Example:

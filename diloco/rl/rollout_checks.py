@@ -59,7 +59,7 @@ class RolloutChecks:
 
     def judged_again(self, peer_id: str, claimed: Sequence[float], found: Sequence[float]) -> None:
         """A completion's scores."""
-        is_false = any(abs(a - b) > _REWARD_TOLERANCE for a, b in zip(claimed, found, strict=True))
+        is_false = any(abs(a - b) > _REWARD_TOLERANCE for a, b in zip(claimed, found, strict=False))
         self._record(peer_id).falsely_judged.append(is_false)
 
     def came(self, peer_id: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
+from diloco.rl.environments import named_of, open_environment
 from diloco.rl.hub_tasks import HUB_TASKS, open_hub_task
-from diloco.rl.own_reward import check_reward, use_reward
+from diloco.rl.own_code import check_named
+from diloco.rl.own_reward import FLAG, use_reward
 from diloco.rl.reasoning import PREFIX, open_generator
 from diloco.rl.sandbox.run import check_sandbox
 from diloco.rl.tasks import Task
@@ -15,14 +17,21 @@ def check_task(grpo: GrpoConfig) -> None:
     """Check, before anything is started, that the task exists and can be judged here. Raises UserError."""
     name = grpo.dataset
     if grpo.reward:
-        check_reward(grpo.reward)
+        check_named(FLAG, grpo.reward)
     kind = name.partition("=")[0]
     if kind == "mbpp":
         check_sandbox()
-    if kind not in HUB_TASKS and name != PREFIX and not name.startswith(f"{PREFIX}:"):
+    if kind in HUB_TASKS or name == PREFIX or name.startswith(f"{PREFIX}:"):
+        return
+    if ":" in named_of(name):
+        check_named("--dataset", named_of(name))
+        if grpo.reward:
+            raise UserError(f"--dataset {name} has a reward of its own; leave out {FLAG}")
+    else:
         raise UserError(
             f"--dataset {name} is no task; name {PREFIX}:<generator> (chain_sum, countdown, ...), "
-            f"{', '.join(HUB_TASKS)}, or one of those from a directory, as in gsm8k=path/to/it"
+            f"{', '.join(HUB_TASKS)}, one of those from a directory, as in gsm8k=path/to/it, or file.py:Class, an "
+            "environment of yours"
         )
 
 
@@ -31,7 +40,12 @@ def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
     check_task(grpo)
     name = grpo.dataset
     kind, _, place = name.partition("=")
-    task: Task = open_hub_task(kind, place or None) if kind in HUB_TASKS else open_generator(name, seed=seed)
+    if kind in HUB_TASKS:
+        task: Task = open_hub_task(kind, place or None)
+    elif name.partition(":")[0] == PREFIX:
+        task = open_generator(name, seed=seed)
+    else:
+        return open_environment(name)
     if grpo.reward:
         use_reward(task, grpo.reward)
     return task

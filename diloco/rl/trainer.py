@@ -24,7 +24,8 @@ RewardFunction = Callable[..., list[float]]
 class PeerTrainer(GRPOTrainer):
     """A GRPOTrainer with a placeholder data set: `rows` returns the prompts of the next generation on all ranks.
 
-    A row that holds `written`, tokens and log-probabilities, has been completed already, and `judged` has its scores.
+    A row that holds `written`, tokens, log-probabilities and the mask of those to train on, has been completed already,
+    and `judged` has its scores.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class PeerTrainer(GRPOTrainer):
         super().__init__(**arguments)
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation
-        self._written: list[tuple[list[int], list[float]] | None] = []
+        self._written: list[tuple[list[int], list[float], list[int]] | None] = []
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
         # Choose the prompts here rather than in the data loader, which reads ahead past an outer step.
@@ -58,18 +59,24 @@ class PeerTrainer(GRPOTrainer):
 
     def _differences(self, found: dict[str, Tensor | Any]) -> list[float]:
         """Of all ranks' rows. A collective."""
-        mask = found["completion_mask"]
+        mask = found["completion_mask"] * found.get("tool_mask", 1)
         apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * mask
         each = (apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
         all_ranks: list[float] = gather_object(each)
         return all_ranks
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        prompt_ids, ids, mask, *others = super()._generate(prompts)
+        if written := [one for one in self._written if one is not None]:
+            mask = [mask for _, _, mask in written]
+        return prompt_ids, ids, mask, *others
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *arguments: Any, **named: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         written = [one for one in self._written if one is not None]
         if written:
-            return [tokens for tokens, _ in written], [logprobs for _, logprobs in written]
+            return [tokens for tokens, _, _ in written], [logprobs for _, logprobs, _ in written]
         generated: tuple[list[list[int]], list[list[float]] | None]
         generated = super()._generate_single_turn(prompt_ids, *arguments, **named)
         return generated

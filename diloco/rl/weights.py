@@ -1,9 +1,10 @@
 """Serializes weights, either all of them or only the elements that have changed, with digests to verify them.
 
 A blob is a safetensors file with metadata. A whole blob holds tensors by name; a patch holds, for each tensor that
-changed, flat indices (`<name>::at`) and the new values (`<name>::to`). With small learning rates few weights change
-after rounding from fp32 to bf16 (arXiv 2602.03839), so a patch may be a hundredth of the whole. Values are compared and
-patched bitwise: NaN payloads and signed zeros are preserved.
+changed, flat indices (`<name>::at`) and the differences of the values' bits as integers (`<name>::by`). With small
+learning rates few weights change after rounding from fp32 to bf16 (arXiv 2602.03839), most of them to the next value,
+so a patch may be a hundredth of the whole: gaps between indices and differences are small numbers, which zlib packs by
+planes of their bytes. NaN payloads and signed zeros are preserved.
 
 Used by trainers and, in another Python environment, by the servers: this module imports only torch and safetensors.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -20,8 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-FORMAT = "diloco-weights-2"
-_AT, _TO = "::at", "::to"
+FORMAT = "diloco-weights-3"
+_AT, _BY = "::at", "::by"
+_LEVEL = 1
+_WORTH_PACKING = 4
+"""A patch of more than this fraction of all values is no shorter than the whole."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 State = dict[str, Tensor]
@@ -75,22 +80,35 @@ def packed(state: Mapping[str, Tensor], label: Label) -> bytes:
 def packed_smaller(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> tuple[Label, bytes]:
     """A patch from version `label.base`, or a whole blob if that is not larger; returns the matching label, too."""
     changes = _changes(old, new)
-    if sum(tensor.nbytes for tensor in changes.values()) < sum(tensor.nbytes for tensor in new.values()):
+    num_changed = sum(tensor.numel() for name, tensor in changes.items() if name.endswith(_AT))
+    if num_changed * _WORTH_PACKING <= num_values(new):
         return label, _saved(changes, label)
     whole = Label(version=label.version, publisher=label.publisher, digest=label.digest)
     return whole, packed(new, whole)
 
 
-def unpacked(blob: bytes) -> tuple[Label, State]:
-    """Parse a blob. Raises BadBlob for anything that this module has not packed."""
+def num_values(state: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in state.values())
+
+
+def unpacked(blob: bytes, most_values: int = 1 << 40) -> tuple[Label, State]:
+    """Parse a blob. Raises BadBlob for anything that this module has not packed, or a patch of more values."""
     try:
         tensors = load(blob)
         length = int.from_bytes(blob[:8], "little")
         metadata = json.loads(blob[8 : 8 + length])["__metadata__"]
         if metadata["format"] != FORMAT:
             raise BadBlob(f"its format is not {FORMAT}")
-        return Label(**json.loads(metadata["label"])), tensors
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        label = Label(**json.loads(metadata["label"]))
+        if label.base is None:
+            return label, tensors
+        shapes = json.loads(metadata["shapes"])
+        if sum(int(count) for count, _ in shapes.values()) > 2 * most_values:
+            raise BadBlob("the patch is larger than the model")
+        return label, {
+            name: _expanded(name, tensor, *map(int, shapes[name])) for name, tensor in tensors.items()
+        }
+    except (SafetensorError, ValueError, KeyError, TypeError, zlib.error) as error:
         if isinstance(error, BadBlob):
             raise
         raise BadBlob(f"it is no blob of weights: {error}") from error
@@ -100,20 +118,20 @@ def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
     """The state after a patch; unchanged tensors are shared with `old`. Raises BadBlob."""
     new = dict(old)
     names = {name.removesuffix(_AT) for name in changes if name.endswith(_AT)}
-    if changes.keys() != {name + end for name in names for end in (_AT, _TO)}:
+    if changes.keys() != {name + end for name in names for end in (_AT, _BY)}:
         raise BadBlob("the patch's indices and values do not belong together")
     for name in names:
         if name not in old:
             raise BadBlob(f"the patch changes {name}, which there is not")
-        at, values = changes[name + _AT].long(), changes[name + _TO]
-        tensor = old[name]
-        if at.shape != values.shape or at.ndim != 1 or values.dtype != tensor.dtype:
+        at, differences = changes[name + _AT].long(), changes[name + _BY]
+        bits = _bits(old[name])
+        if at.shape != differences.shape or at.ndim != 1 or differences.dtype != bits.dtype:
             raise BadBlob(f"the patch of {name} has another type or other shapes")
-        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= tensor.numel()):
+        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= bits.numel()):
             raise BadBlob(f"the patch of {name} reaches past its end")
-        flat = _bits(tensor).clone()
-        flat[at] = _bits(values)
-        new[name] = flat.view(tensor.dtype).view(tensor.shape)
+        flat = bits.clone()
+        flat[at] += differences
+        new[name] = flat.view(old[name].dtype).view(old[name].shape)
     return new
 
 
@@ -126,7 +144,8 @@ class Held:
 
     def after(self, blob: bytes, expected: Expected) -> tuple[Label, State]:
         """The complete weights after a blob, verified. Raises BadBlob; changes nothing."""
-        label, state = unpacked(blob)
+        values = sum(torch.Size(shape).numel() for _, shape in expected.values())
+        label, state = unpacked(blob, values)
         is_same_publisher = label.publisher == self.label.publisher
         if is_same_publisher and label.version <= self.label.version:
             raise BadBlob(f"version {label.version} is stale: {self.label.version} is served")
@@ -167,7 +186,8 @@ def _changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> State:
         if at.numel():
             # int32 is enough for nearly all tensors.
             changes[name + _AT] = at.to(torch.int32) if before.numel() <= 2**31 else at
-            changes[name + _TO] = tensor.flatten()[at].contiguous()
+            # Integers wrap around, so adding the difference makes the new bits of the old in any case.
+            changes[name + _BY] = after[at] - before[at]
     return changes
 
 
@@ -177,4 +197,29 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _saved(tensors: State, label: Label) -> bytes:
-    return save(tensors, {"format": FORMAT, "label": json.dumps(asdict(label))})
+    metadata = {"format": FORMAT, "label": json.dumps(asdict(label))}
+    if label.base is not None:
+        shapes = {name: (tensor.numel(), tensor.element_size()) for name, tensor in tensors.items()}
+        metadata["shapes"] = json.dumps(shapes)
+        tensors = {name: _packed_planes(name, tensor) for name, tensor in tensors.items()}
+    return save(tensors, metadata)
+
+
+def _packed_planes(name: str, numbers: Tensor) -> Tensor:
+    """Integers, or of indices the gaps between them: first the lowest byte of each, then the next ones, deflated."""
+    if name.endswith(_AT):
+        numbers = torch.diff(numbers, prepend=numbers.new_zeros(1))
+    planes = numbers.view(torch.uint8).view(-1, numbers.element_size()).T.contiguous()
+    return torch.frombuffer(bytearray(zlib.compress(planes.numpy().data, _LEVEL)), dtype=torch.uint8)
+
+
+def _expanded(name: str, packed_planes: Tensor, count: int, width: int) -> Tensor:
+    """The reverse. Raises BadBlob, ValueError or zlib.error for what is no such tensor."""
+    inflater = zlib.decompressobj()
+    # One byte more than is expected, since 0 would be no limit.
+    planes = inflater.decompress(packed_planes.numpy().tobytes(), max(count * width, 0) + 1)
+    if len(planes) != count * width or not inflater.eof or not planes:
+        raise BadBlob(f"the patch of {name} has another length than it says")
+    numbers = torch.frombuffer(bytearray(planes), dtype=torch.uint8).view(width, count).T.flatten()
+    integers = numbers.view(_BITS[width])
+    return integers.long().cumsum(0) if name.endswith(_AT) else integers

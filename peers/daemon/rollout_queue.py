@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ from peers.protocol.rollouts import Rollout, prompt_of
 
 MAX_SENDERS = 256
 """Rollout peers whose numbers and figures are remembered."""
+_SAME_REWARD = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +23,14 @@ class Terms:
     vocab_size: int
     num_generations: int
     max_tokens: int
-    num_scores: int
+    reward_weights: Sequence[float]
+    """Of a completion's scores; their sum is its reward."""
     num_examples: int
     """Among which a rollout's prompt is chosen."""
     max_staleness: int
     """Optimizer steps that may lie between the policy of a rollout and the step that trains on it."""
     num_kept: int
-    """Rollouts that wait at most; the oldest make room."""
+    """Rollouts that wait at most; the oldest make room. As many of uniform reward."""
 
 
 @dataclass
@@ -66,8 +70,21 @@ class Waiting:
     example: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What the trainer gets at once."""
+
+    rollouts: Sequence[Waiting] = ()
+    """To train on."""
+    uniform: Sequence[Waiting] = ()
+    """Whose completions all earn the same. They teach nothing, but they are to be checked as well."""
+
+
 class RolloutQueue:
-    """Bounded by the terms, which come with the first policy."""
+    """Bounded by the terms, which come with the first policy.
+
+    Rollouts of uniform reward are trained on only where so many of them have come that no others can be expected.
+    """
 
     def __init__(self, run_id: str, me: str, *, first_number: int) -> None:
         """`first_number` of every sender: differs between lives of a learner, so that each gives other prompts."""
@@ -80,6 +97,8 @@ class RolloutQueue:
         self._steps: dict[str, int] = {}
         """The step of each policy that rollouts may be of, by its digest."""
         self._waiting: deque[tuple[str, Rollout]] = deque()
+        self._uniform: deque[tuple[str, Rollout]] = deque()
+        """Those that have come since rollouts were taken."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -109,43 +128,69 @@ class RolloutQueue:
         sender.num_received += 1
         if rollout.policy not in self._steps:
             return self._dropped(peer_id, "stale")
-        self._waiting.append((peer_id, rollout))
         assert self.terms is not None
-        if len(self._waiting) > self.terms.num_kept:
-            self._dropped(self._waiting.popleft()[0], "surplus")
+        kept = self._uniform if self._is_uniform(rollout) else self._waiting
+        kept.append((peer_id, rollout))
+        if len(kept) > self.terms.num_kept:
+            self._dropped(kept.popleft()[0], "surplus")
         return ""
 
     def leave_out(self, peer_id: str) -> None:
         """Take no more from this rollout peer, and forget what waits of it."""
         if len(self.left_out) < MAX_SENDERS:
             self.left_out.add(peer_id)
-        kept = deque((sender, rollout) for sender, rollout in self._waiting if sender != peer_id)
-        self.sender(peer_id).dropped["left out"] += len(self._waiting) - len(kept)
-        self._waiting = kept
+        self._waiting, self._uniform = (
+            self._kept(waiting, lambda sender, _: sender != peer_id, "left out")
+            for waiting in (self._waiting, self._uniform)
+        )
 
-    def take(self, count: int) -> list[Waiting]:
-        """So many rollouts, the oldest first, if so many wait that are not too old; else none."""
-        fresh = deque[tuple[str, Rollout]]()
-        for peer_id, rollout in self._waiting:
-            if rollout.policy in self._steps:
-                fresh.append((peer_id, rollout))
-            else:
-                self._dropped(peer_id, "stale")
-        self._waiting = fresh
-        if len(fresh) < count:
-            return []
-        return [self._taken(*fresh.popleft()) for _ in range(count)]
+    def take(self, count: int) -> Taken | None:
+        """So many rollouts, the oldest first, if so many wait that are not too old.
+
+        Where as many of uniform reward wait as are kept, the newest of them make up what is missing.
+        """
+        self._waiting, self._uniform = (
+            self._kept(waiting, lambda _, rollout: rollout.policy in self._steps, "stale")
+            for waiting in (self._waiting, self._uniform)
+        )
+        missing = max(count - len(self._waiting), 0)
+        if missing and (self.terms is None or len(self._uniform) < self.terms.num_kept):
+            return None
+        chosen = [self._waiting.popleft() for _ in range(count - missing)]
+        chosen += [self._uniform.pop() for _ in range(missing)]
+        uniform, self._uniform = self._uniform, deque()
+        return Taken(
+            rollouts=[self._taken(*one) for one in chosen], uniform=[self._shown(*one) for one in uniform]
+        )
+
+    def _kept(
+        self, waiting: deque[tuple[str, Rollout]], is_kept: Callable[[str, Rollout], bool], why: str
+    ) -> deque[tuple[str, Rollout]]:
+        for peer_id, rollout in waiting:
+            if not is_kept(peer_id, rollout):
+                self._dropped(peer_id, why)
+        return deque(one for one in waiting if is_kept(*one))
 
     def _taken(self, peer_id: str, rollout: Rollout) -> Waiting:
-        staleness, sender = self.step - self._steps[rollout.policy], self.sender(peer_id)
+        taken, sender = self._shown(peer_id, rollout), self.sender(peer_id)
         sender.num_taken += 1
-        sender.staleness_sum += staleness
-        sender.staleness_max = max(sender.staleness_max, staleness)
+        sender.staleness_sum += taken.staleness
+        sender.staleness_max = max(sender.staleness_max, taken.staleness)
+        return taken
+
+    def _shown(self, peer_id: str, rollout: Rollout) -> Waiting:
         assert self.terms is not None
+        staleness = self.step - self._steps[rollout.policy]
         example = prompt_of(
             self._run_id, self._me, peer_id, rollout.number, num_examples=self.terms.num_examples
         )
         return Waiting(peer_id=peer_id, rollout=rollout, staleness=staleness, example=example)
+
+    def _is_uniform(self, rollout: Rollout) -> bool:
+        assert self.terms is not None
+        weights = self.terms.reward_weights
+        rewards = [sum(map(operator.mul, weights, one.scores)) for one in rollout.completions]
+        return max(rewards) - min(rewards) <= _SAME_REWARD
 
     def _dropped(self, peer_id: str, why: str) -> str:
         self.sender(peer_id).dropped[why] += 1
@@ -166,5 +211,5 @@ class RolloutQueue:
                 raise ProtocolError(f"a completion of {len(completion.tokens)} tokens")
             if max(completion.tokens) >= terms.vocab_size:
                 raise ProtocolError(f"token {max(completion.tokens)} is not in the vocabulary")
-            if len(completion.scores) != terms.num_scores:
-                raise ProtocolError(f"{len(completion.scores)} scores, not {terms.num_scores}")
+            if len(completion.scores) != len(terms.reward_weights):
+                raise ProtocolError(f"{len(completion.scores)} scores, not {len(terms.reward_weights)}")

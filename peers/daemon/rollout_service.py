@@ -18,7 +18,7 @@ from msgspec.msgpack import Decoder
 
 from peers.daemon.link import DaemonConnection
 from peers.daemon.policies import Policies, WeightsFile
-from peers.daemon.rollout_queue import RolloutQueue, Terms, Waiting
+from peers.daemon.rollout_queue import RolloutQueue, Taken, Terms, Waiting
 from peers.errors import PeersError, ProtocolError
 from peers.net.channel import Channel
 from peers.net.gate import Gate
@@ -94,7 +94,7 @@ class RolloutService:
         self,
         connection: DaemonConnection,
         message: dict[str, Any],
-        answer: Callable[[Awaitable[list[Waiting]]], Awaitable[list[Waiting]]],
+        answer: Callable[[Awaitable[Taken]], Awaitable[Taken]],
     ) -> None:
         """Serve the connection of a trainer until it hangs up; `answer` keeps it waiting. Raises LinkLost."""
         while True:
@@ -106,7 +106,8 @@ class RolloutService:
                     taken = await answer(self._take(count, timeout_s))
                     await connection.send(
                         "rollouts",
-                        rollouts=[_told(one) for one in taken],
+                        rollouts=[_told(one) for one in taken.rollouts],
+                        uniform=[_told(one) for one in taken.uniform],
                         senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
                     )
                 case "leave out":
@@ -121,13 +122,13 @@ class RolloutService:
         self._policies.published(digest, step, [_file_of(fields) for fields in message["files"]])
         self.queue.published(digest, step, Terms(**message["terms"]))
 
-    async def _take(self, count: int, timeout_s: float) -> list[Waiting]:
+    async def _take(self, count: int, timeout_s: float) -> Taken:
         """Wait for so many rollouts; none if none has come for `timeout_s`, counted from here or the last one."""
         began = time.monotonic()
-        while not (taken := self.queue.take(count)):
+        while (taken := self.queue.take(count)) is None:
             left_s = max(self._arrived_at, began) + timeout_s - time.monotonic()
             if left_s <= 0:
-                return []
+                return Taken()
             self._news.clear()
             try:
                 async with asyncio.timeout(left_s):
@@ -231,5 +232,6 @@ def _told(one: Waiting) -> dict[str, Any]:
         "staleness": one.staleness,
         "tokens": [completion.tokens for completion in completions],
         "logprobs": [completion.logprobs for completion in completions],
+        "turns": [completion.turns for completion in completions],
         "scores": [completion.scores for completion in completions],
     }

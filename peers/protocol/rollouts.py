@@ -42,6 +42,7 @@ MAX_COMPLETIONS = 1024
 MAX_SCORES = 32
 MAX_BLOBS = 64
 MAX_TOKEN = 1 << 24
+MAX_TURNS = 256
 MAX_TEMPLATE_CHARACTERS = 1 << 16
 MAX_STEP = 1 << 40
 _SIGNED_AS = b"diloco rollout v1\0"
@@ -117,6 +118,8 @@ class Completion(Struct, frozen=True):
     """Of the sampler, in nats, one per token."""
     scores: Annotated[tuple[Score, ...], Meta(min_length=1, max_length=MAX_SCORES)]
     """By each component of the reward."""
+    turns: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_TOKEN)], ...], Meta(max_length=MAX_TURNS)] = ()
+    """Of a dialogue: the numbers of tokens that the model has generated, and that it was told, by turns."""
 
 
 class Rollout(Struct, frozen=True):
@@ -161,6 +164,9 @@ def verified(peer_id: str, message: Signed) -> Rollout:
     for completion in rollout.completions:
         if len(completion.logprobs) != len(completion.tokens):
             raise ProtocolError("a rollout with other numbers of tokens and log-probabilities")
+        turns = completion.turns
+        if turns and (len(turns) % 2 == 0 or sum(turns) != len(completion.tokens)):
+            raise ProtocolError("a rollout whose turns are not its tokens")
         # NaN is outside no limit.
         if not all(map(math.isfinite, (*completion.logprobs, *completion.scores))):
             raise ProtocolError("a rollout with numbers that are not finite")

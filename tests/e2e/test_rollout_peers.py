@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.format_model import bare_model
-from tests.e2e.test_readme import DHT, ROLLOUT_LEARNER, ROLLOUT_PEER
+from tests.e2e.test_readme import CLOSED_DHT, DHT, ROLLOUT_LEARNER, ROLLOUT_PEER
 from tests.support.commands import DILOCO, Command, check_gone, text_of_boxes, wait_until
 from tests.support.documents import typed
 
@@ -21,6 +22,7 @@ def early(completion, example):
 '''
 LEARNER = ("--hv.local-steps", 4, "--warmup-steps", 0, "--lr", "1e-3")
 SHORT = ("--total-batch-size", 8, "--grpo.num-generations", 4, "--grpo.max-completion-length", 8)
+MOST_ROLLOUT_PEERS = 8
 NUM_STEPS = 12
 """After the loss of a rollout peer."""
 
@@ -85,6 +87,53 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
     assert fresh and all(record["logp_difference_max"] < 1e-3 for record in fresh)
     assert any(record["grad_norm"] > 0 for record in trained)
     assert not list(run_dir.glob("policies")) and not list(second.directory.glob("runs/*/policies"))
+
+
+@pytest.mark.exhaustive
+def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(start, tmp_path, reward):
+    coordinator = start(*typed(CLOSED_DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), name="dht")
+    wait_until(lambda: "swarm secret in" in coordinator.stdout, "where the secret is", command=coordinator)
+    maddr = coordinator.stdout.splitlines()[0].split()[1]
+    secret = ("--swarm-secret-file", re.findall(r"swarm secret in (\S+?):", coordinator.stdout)[0])
+    model = bare_model(
+        tmp_path / "model",
+        **{"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "initializer_range": 0.2},
+    )
+    common = ("--device", "cpu", "--grpo.reward", reward)
+    learners, run_dirs = [], [tmp_path / f"run-{rank}" for rank in (0, 1)]
+    for rank, run_dir in enumerate(run_dirs):
+        more = ("--total-steps", 100_000, "--grpo.eval-prompts", 0, "--run-dir", run_dir, "--galaxy-size", 2)
+        words = typed(
+            ROLLOUT_LEARNER, *common, *secret, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model
+        )
+        learners.append(start(*words, "--world-rank", rank, name=f"learner-{rank}"))
+    stranger = start(*typed(ROLLOUT_PEER, *common, maddr=maddr), name="stranger")
+    # Each goes to the learner that the hash of its key says.
+    for number in range(1, MOST_ROLLOUT_PEERS):
+        start(*typed(ROLLOUT_PEER, *common, *secret, maddr=maddr), name=f"rollout-{number}")
+        wait_until(
+            lambda number=number: sum(map(len, map(senders, run_dirs))) == number,
+            "its rollouts",
+            command=learners[0],
+        )
+        if number > 1 and all(map(senders, run_dirs)):
+            break
+    assert stranger.wait() == 2
+    assert "admits only peers that have its secret" in text_of_boxes(stranger.stderr)[-1]
+
+    def digests() -> list[dict[int, str]]:
+        return [
+            {record["epoch"]: record["anchor_digest"] for record in records(run_dir, "epoch")}
+            for run_dir in run_dirs
+        ]
+
+    epochs = min(map(len, digests()))
+    wait_until(lambda: min(map(len, digests())) >= epochs + 3, "more epochs", command=learners[0])
+    first, second = digests()
+    assert all(first[epoch] == second[epoch] for epoch in first.keys() & second.keys())
+    assert len(set(first.values())) > 3
+    trained = [records(run_dir, "step")[-1] for run_dir in run_dirs]
+    assert all(record["rollout_peers"] >= 1 for record in trained)
 
 
 @pytest.mark.parametrize(

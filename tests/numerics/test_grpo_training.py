@@ -17,8 +17,10 @@ from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.options.trainer import for_mode
 from diloco.outer.world import World
 from diloco.rl.answers import Completion
+from diloco.rl.sampling import sampled
 from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import Example, Reward
+from diloco.rl.trainer import PeerTrainer
 from diloco.train_grpo import Training
 from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon
@@ -110,6 +112,41 @@ def test_a_reward_of_the_users_own_is_what_is_trained_on(config, tmp_path, monke
     paid = [record["reward_spaces"] for record in records if record["kind"] == "step"]
     assert len(paid) == 2 and all(value < 0 for value in paid)
     assert paid == [record["reward"] for record in records if record["kind"] == "step"]
+
+
+def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_grpo, "open_task", open_task)
+    (tmp_path / "echo.py").write_text(
+        "class Echo:\n    num_examples, num_held_out, max_turns = 40, 4, 2\n"
+        "    def prompt(self, number): return str(number)\n"
+        "    def reply(self, number, said): return 'go on'\n"
+        "    def reward(self, number, said): return len(said) / 2 - 0.01 * len(said[-1])\n"
+    )
+    made = []
+    scored = PeerTrainer._generate_and_score_completions
+
+    def noted(self, inputs):
+        made.append(scored(self, inputs))
+        return made[-1]
+
+    def short(model, tokenizer, *asked, **named):
+        """A model that knows nothing would hardly ever end what it says."""
+        for one in (found := sampled(model, tokenizer, *asked, **named)):
+            one.token_ids[:] = [[*ids[:3], tokenizer.eos_token_id] for ids in one.token_ids]
+            one.logprobs[:] = [[*logprobs[:3], -5.0] for logprobs in one.logprobs]
+        return found
+
+    monkeypatch.setattr(train_grpo, "sampled", short)
+    monkeypatch.setattr(PeerTrainer, "_generate_and_score_completions", noted)
+    own = replace(config.grpo, dataset=f"{tmp_path}/echo.py:Echo", max_completion_length=60)
+    records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
+    told = sum(int((one["completion_mask"] * (1 - one["tool_mask"])).sum()) for one in made)
+    dialogues = sum(int((one["tool_mask"] == 0).any(dim=1).sum()) for one in made)
+    # What it is told, by its template: a line's end, the user's message, and whose turn it is.
+    assert dialogues == 16 and told == dialogues * len("\nuser: go on\nassistant: ")
+    steps = [record for record in records if record["kind"] == "step"]
+    assert len(steps) == 2 and all(record["grad_norm"] > 0 for record in steps)
+    assert [record["kind"] for record in records].count("eval") == 2
 
 
 def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ def terms(**changes: Any) -> Terms:
         "vocab_size": 50,
         "num_generations": NUM_GENERATIONS,
         "max_tokens": 4,
-        "num_scores": 2,
+        "reward_weights": (0.9, 0.1),
         "num_examples": 1000,
         "max_staleness": 2,
         "num_kept": 4,
@@ -36,6 +36,12 @@ def rollout(number: int = FIRST, policy: str = "a" * 64, **changes: Any) -> Roll
         "learner": ME,
         "policy": policy,
         "number": number,
-        "completions": (completion(),) * NUM_GENERATIONS,
+        "completions": (completion(), completion(scores=(0.0, 0.0))),
     }
     return Rollout(**{**usual, **changes})
+
+
+def uniform(number: int = FIRST, **changes: Any) -> Rollout:
+    """One whose completions earn the same, though by other scores: 0.1 of 0.9 and 0.9 of 0.1."""
+    even = (completion(scores=(0.1, 0.0)), completion(scores=(0.0, 0.9)))
+    return rollout(number, **{"completions": even, **changes})

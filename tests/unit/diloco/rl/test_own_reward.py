@@ -46,7 +46,7 @@ def test_a_module_of_the_users_directory_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("short", "names no function; name a function as in rewards.py:short"),
+        ("short", "names nothing in a file or module; write --grpo.reward file.py:name"),
         ("nowhere.py:short", "there is no file nowhere.py"),
         ("no_such_package.rewards:short", "there is no module no_such_package.rewards"),
     ],
@@ -60,7 +60,7 @@ def test_a_reward_that_there_is_not_is_refused_before_anything_starts(name, says
     ("code", "says"),
     [
         ("import no_such_thing", "fails with ModuleNotFoundError: No module named 'no_such_thing'"),
-        ("long = 3", "has no function short"),
+        ("long = 3", "has no short that can be called"),
         (
             "def short(completion, example): return 1 / 0",
             "failed with ZeroDivisionError.*for the completion 'x'",

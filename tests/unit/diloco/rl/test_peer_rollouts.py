@@ -12,6 +12,7 @@ from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of_groups
 from diloco.rl.task_choice import open_task
 
 OWN = Group(example=5, tokens=[[1], [2]], logprobs=[[-1.0], [-2.0]], scores=[[0.0, 1.0], [1.0, 1.0]])
+TERMS = {"vocab_size": 9, "reward_weights": [0.9, 0.1]}
 SENDER = {"dropped": 3, "rollouts_per_s": 2.0}
 
 
@@ -20,6 +21,7 @@ class Daemon:
 
     def __init__(self) -> None:
         self.queue: list[dict[str, Any]] = []
+        self.uniform: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
 
@@ -30,7 +32,8 @@ class Daemon:
         count = self.asked[-1]["count"]
         taken = self.queue[:count] if len(self.queue) >= count else []
         self.queue = self.queue[len(taken) :]
-        return {"kind": kind, "rollouts": taken, "senders": {"peer": SENDER}}
+        uniform, self.uniform = self.uniform, []
+        return {"kind": kind, "rollouts": taken, "uniform": uniform, "senders": {"peer": SENDER}}
 
     def close(self) -> None: ...
 
@@ -57,11 +60,11 @@ def source(daemon, tmp_path):
         daemon,
         tmp_path / "policies",
         torch.float32,
-        {"vocab_size": 9},
+        TERMS,
         chat_template="T",
         step_of=lambda: 12,
         generate=lambda: [OWN],
-        judge=lambda example, tokens: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
+        judge=lambda example, tokens, turns: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
         on_event=lambda **fields: daemon.events.append(fields),
     )
 
@@ -73,6 +76,8 @@ def test_rollouts_of_peers_are_trained_on_with_their_age(daemon, source):
     assert source.figures() == {
         "staleness_mean": 1.5,
         "staleness_max": 3,
+        "uniform_groups": 0,
+        "reward_of_all": 0.5,
         "rollout_peers": 1,
         "rollouts_dropped": 3,
         "rollouts_per_s": 2.0,
@@ -98,7 +103,19 @@ def test_the_daemon_is_told_of_each_policy_and_of_the_step_that_it_is_of(daemon,
     told = daemon.asked[-1]
     assert (told["kind"], told["step"], told["chat_template"]) == ("policy", 12, "T")
     assert told["digest"] == source.publisher.digest == told["files"][-1]["leads_to"]
-    assert told["terms"] == {"vocab_size": 9}
+    assert told["terms"] == TERMS
+
+
+def test_groups_of_uniform_reward_are_counted_and_checked_but_not_trained_on(daemon, source):
+    for _ in range(10):
+        daemon.queue = [sent(0)]
+        daemon.uniform = [{**sent(0), "peer_id": "forger", "scores": [[1.0, 1.0], [1.0, 1.0]]}] * 3
+        assert [group.peer_id for group in source.take(1)] == ["peer"]
+        source.compared([0.01, 0.02])
+    assert source.figures()["uniform_groups"] == 3
+    assert source.figures()["reward_of_all"] == pytest.approx(7 / 8)
+    # One completion of two, chosen at random, is judged again: about half are found to be false.
+    assert set(left_out(daemon)) == {"forger"}
 
 
 def left_out(daemon: Daemon) -> list[str]:
@@ -135,10 +152,10 @@ def test_completions_of_a_prompt_are_rows_side_by_side_with_what_was_judged():
     task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
     rows = rows_of_groups(task, [OWN, Group(**sent(1))])
     assert [row["written"] for row in rows] == [
-        ([1], [-1.0]),
-        ([2], [-2.0]),
-        ([3, 4], [-0.5, -0.5]),
-        ([5], [-1.5]),
+        ([1], [-1.0], [1]),
+        ([2], [-2.0], [1]),
+        ([3, 4], [-0.5, -0.5], [1, 1]),
+        ([5], [-1.5], [1]),
     ]
     assert [row["judged"] for row in rows] == [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     assert [row["example"].gold for row in rows[::2]] == [task.example(5).gold, task.example(7).gold]

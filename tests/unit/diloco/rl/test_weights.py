@@ -45,6 +45,27 @@ def test_weights_that_are_the_same_make_an_empty_patch():
     assert unpacked(packed_changes(state(), state(), LABEL))[1] == {}
 
 
+def test_a_patch_of_few_small_changes_is_a_fraction_of_its_indices_and_values():
+    old = {"w": torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    bits = old["w"].view(torch.int16).clone()
+    bits[torch.rand(1_000_000, generator=torch.Generator().manual_seed(1)) < 0.01] += 1
+    new = {"w": bits.view(torch.bfloat16)}
+    patch = packed_changes(old, new, LABEL)
+    assert digest_of(patched(old, unpacked(patch)[1])) == digest_of(new)
+    assert len(patch) < 2_000_000 / 100
+
+
+def test_a_patch_that_says_it_is_longer_than_the_model_is_refused():
+    old = state()
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    patch = packed_changes(old, new, LABEL)
+    with pytest.raises(BadBlob, match="larger than the model"):
+        unpacked(patch, 40)
+    assert len(unpacked(patch, 46)[1]) == 4
+    with pytest.raises(BadBlob, match="another length than it says"):
+        unpacked(patch.replace(b"[35, 4]", b"[34, 4]").replace(b"[35, 2]", b"[34, 2]"))
+
+
 @pytest.mark.parametrize("damage", [b"", b"\0" * 20, b"{}", b"\xff" * 8])
 def test_bytes_that_are_no_blob_are_refused(damage):
     with pytest.raises(BadBlob):
@@ -61,12 +82,12 @@ def test_a_safetensors_file_of_others_is_refused():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"c::at": torch.tensor([0]), "c::to": torch.zeros(1, dtype=torch.bfloat16)}, "which there is not"),
+        ({"c::at": torch.tensor([0]), "c::by": torch.zeros(1, dtype=torch.int16)}, "which there is not"),
         ({"b::at": torch.tensor([0])}, "do not belong together"),
-        ({"b::at": torch.tensor([11]), "b::to": torch.zeros(1, dtype=torch.bfloat16)}, "past its end"),
-        ({"b::at": torch.tensor([-1]), "b::to": torch.zeros(1, dtype=torch.bfloat16)}, "past its end"),
-        ({"b::at": torch.tensor([0]), "b::to": torch.zeros(1)}, "another type"),
-        ({"b::at": torch.tensor([0, 1]), "b::to": torch.zeros(1, dtype=torch.bfloat16)}, "other shapes"),
+        ({"b::at": torch.tensor([11]), "b::by": torch.zeros(1, dtype=torch.int16)}, "past its end"),
+        ({"b::at": torch.tensor([-1]), "b::by": torch.zeros(1, dtype=torch.int16)}, "past its end"),
+        ({"b::at": torch.tensor([0]), "b::by": torch.zeros(1)}, "another type"),
+        ({"b::at": torch.tensor([0, 1]), "b::by": torch.zeros(1, dtype=torch.int16)}, "other shapes"),
     ],
 )
 def test_a_patch_that_does_not_fit_is_refused(changes, says):

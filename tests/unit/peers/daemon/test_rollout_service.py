@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from peers.core.admission import Admission
+from peers.daemon.rollout_queue import Taken
 from peers.daemon.rollout_service import RolloutService
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
@@ -135,8 +136,8 @@ def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(identi
                 given = signed(rollout(first + index, POLICY), identity)
                 assert await stream.hand_over(given) == ""
             taken = await taking
-            assert [one.rollout.number for one in taken] == [first, first + 1]
-            assert [one.staleness for one in taken] == [0, 0]
+            assert [one.rollout.number for one in taken.rollouts] == [first, first + 1]
+            assert [one.staleness for one in taken.rollouts] == [0, 0]
         async with stream_to(service, identity) as stream:
             assert stream.welcome.next_number == first + 2
         (shown,) = service.senders_shown()
@@ -149,8 +150,8 @@ def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
     async def run() -> None:
         service = service_with()
         publish(service, tmp_path)
-        assert await service._take(1, 0.0) == []
-        assert await service._take(1, 0.01) == []
+        assert await service._take(1, 0.0) == Taken()
+        assert await service._take(1, 0.01) == Taken()
 
     asyncio.run(run())
 

@@ -35,6 +35,9 @@ def test_a_rollout_of_another_peer_is_refused(keys):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"turns": (1, 1)},
+        {"turns": (1,)},
+        {"turns": (1, 0, 1)},
         {"logprobs": (-0.5, math.nan)},
         {"logprobs": (-0.5, -math.inf)},
         {"logprobs": (-0.5, 0.1)},

@@ -1,0 +1,1 @@
+"""Rollout peers against lock-step, and what old policies cost."""

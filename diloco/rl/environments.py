@@ -1,0 +1,88 @@
+"""Tasks of several turns: an environment of the user's answers what the model says, until it is over.
+
+`--dataset guess.py:Guess,highest=9` makes one by `Guess(highest=9)`, with
+
+    num_examples                the examples to train on, by number from 0; those held out are numbered after them
+    prompt(number)              the first message to the model, or a list of chat messages
+    reply(number, said)         the answer to what the model has said so far, a list of texts; None: it is over
+    reward(number, said)        from 0 to 1, which is solved
+
+and, if they are not the defaults, `num_held_out` and `max_turns`. All of them depend on their arguments only: so a
+learner can replay what a rollout peer says has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from diloco.errors import UserError
+from diloco.rl.answers import Completion
+from diloco.rl.own_code import loaded, options_of
+from diloco.rl.own_reward import finite
+from diloco.rl.tasks import Example, Message, Reward
+
+T = TypeVar("T")
+_NUM_HELD_OUT = 64
+_MAX_TURNS = 8
+_PARTS = ("num_examples", "prompt", "reply", "reward")
+
+
+class EnvironmentTask:
+    """An environment as a task. Its completions are dialogues (rl/dialogues.py), never single texts."""
+
+    def __init__(self, name: str, environment: Any) -> None:
+        self.name, self._environment = name, environment
+        self.num_examples = int(environment.num_examples)
+        self.num_held_out = int(getattr(environment, "num_held_out", _NUM_HELD_OUT))
+        self.max_turns = int(getattr(environment, "max_turns", _MAX_TURNS))
+        self.rewards: tuple[Reward, ...] = (Reward("reward", 1.0, self._of_a_text),)
+
+    def example(self, index: int) -> Example:
+        prompt = self._asked(lambda: self._environment.prompt(index))
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return Example(messages, "", {"number": index})
+
+    def held_out(self, index: int) -> Example:
+        return self.example(self.num_examples + index)
+
+    def reply(self, example: Example, said: Sequence[str]) -> str | None:
+        """What the environment says next; None if it is over. Raises UserError where the user's code fails."""
+        reply = self._asked(lambda: self._environment.reply(example.data["number"], list(said)))
+        return None if reply is None else str(reply)
+
+    def reward(self, example: Example, said: Sequence[str]) -> float:
+        """Raises UserError where the user's code fails."""
+        value = self._asked(lambda: self._environment.reward(example.data["number"], list(said)))
+        return finite(value, f"--dataset {self.name}: reward")
+
+    def is_solved(self, completion: Completion, example: Example) -> bool:
+        return self.reward(example, [completion.text]) >= 1.0
+
+    def _of_a_text(self, completion: Completion, example: Example) -> float:
+        return self.reward(example, [completion.text])
+
+    def _asked(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:
+            raise UserError(f"--dataset {self.name} failed with {type(error).__name__}: {error}") from error
+
+
+def named_of(name: str) -> str:
+    """`guess.py:Guess` of `guess.py:Guess,highest=9`."""
+    return name.partition(",")[0]
+
+
+def open_environment(name: str) -> EnvironmentTask:
+    """Raises UserError if there is no such environment, or it lacks a part."""
+    _, *settings = name.split(",")
+    options: Mapping[str, Any] = options_of(name, settings)
+    made = loaded("--dataset", named_of(name))
+    try:
+        environment = made(**options)
+    except Exception as error:
+        raise UserError(f"--dataset {name} failed with {type(error).__name__}: {error}") from error
+    if missing := [part for part in _PARTS if not hasattr(environment, part)]:
+        raise UserError(f"--dataset {name} has no {missing[0]}; it needs {', '.join(_PARTS)}")
+    return EnvironmentTask(name, environment)

@@ -1,0 +1,176 @@
+"""Environments of several turns: dialogues with them, by a model that says what the test says."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from benchmarks.format_model import bare_model
+from diloco.data.tokenizer import load_tokenizer
+from diloco.errors import UserError
+from diloco.options.flags import GrpoConfig
+from diloco.rl import dialogues
+from diloco.rl.dialogues import own_mask, scored_again
+from diloco.rl.environments import EnvironmentTask
+from diloco.rl.generator import generated, judged_again
+from diloco.rl.sampling import token_ids
+from diloco.rl.server_client import Sampling, Written
+from diloco.rl.task_choice import check_task, open_task
+from tests.support.commands import ROOT
+
+SECRET_5 = 4
+"""The example whose secret is 5."""
+
+
+@pytest.fixture(scope="module")
+def guess(tmp_path_factory):
+    text = (ROOT / "docs" / "tutorials" / "grpo.md").read_text()
+    code = re.search(r"<!-- test: environment -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert code
+    path = tmp_path_factory.mktemp("environment") / "guess.py"
+    path.write_text(code[1])
+    return open_task(GrpoConfig(dataset=f"{path}:Guess"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(bare_model(tmp_path_factory.mktemp("model") / "bare")))
+
+
+class Model:
+    """Says these texts, one after the other, in each dialogue, and ends each."""
+
+    def __init__(self, tokenizer, *said: list[str]) -> None:
+        self._tokenizer, self._said = tokenizer, [iter(texts) for texts in said]
+        self._talking = list(range(len(said)))
+        self.asked: list[list[list[int]]] = []
+
+    def complete(self, prompts, count, sampling, seed):
+        self.asked.append(list(prompts))
+        found = []
+        for _ in range(len(prompts)):
+            ids = []
+            for _ in range(count):
+                text = next(self._said[self._talking.pop(0)])
+                ids.append([*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.end])
+            found.append(Written(ids, [[-0.5] * len(one) for one in ids]))
+        return found
+
+    @property
+    def end(self) -> int:
+        return self._tokenizer.eos_token_id
+
+    def goes_on(self, *dialogues: int) -> Model:
+        self._talking += dialogues
+        return self
+
+
+def test_a_model_is_answered_until_it_is_right_and_is_trained_on_its_own_words_only(guess, tokenizer):
+    model = Model(tokenizer, ["3", "7", "5"], ["5"]).goes_on(0, 0)
+    example = guess.example(SECRET_5)
+    [[first, second]] = dialogues.held(
+        guess, tokenizer, [example], 2, model.complete, Sampling(max_tokens=200), seed=1
+    )
+    assert (first["scores"], second["scores"]) == ([1.0], [1.0])
+    assert len(first["turns"]) == 5 and second["turns"] == [2]
+    mask = own_mask(first["turns"], len(first["tokens"]))
+    assert [p for p, own in zip(first["logprobs"], mask, strict=True) if not own] == [0.0] * mask.count(0)
+    own = [token for token, is_own in zip(first["tokens"], mask, strict=True) if is_own]
+    assert tokenizer.decode(own, skip_special_tokens=True) == "375"
+    # What the model was asked at last is the whole conversation, as the chat template has it.
+    talk = [
+        *example.prompt,
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "higher"},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "lower"},
+    ]
+    [whole] = token_ids(tokenizer, [talk])
+    assert [token for token in model.asked[-1][0] if token != model.end] == whole
+    assert [len(asked) for asked in model.asked] == [1, 1, 1]
+
+
+def test_a_dialogue_ends_after_its_turns_and_where_its_tokens_are_used_up(guess, tokenizer):
+    model = Model(tokenizer, ["1", "2", "3", "4"]).goes_on(0, 0, 0)
+    [[one]] = dialogues.held(
+        guess, tokenizer, [guess.example(SECRET_5)], 1, model.complete, Sampling(max_tokens=500), seed=1
+    )
+    assert len(one["turns"]) == 2 * guess.max_turns - 1 and one["scores"] == [0.0]
+    told = one["turns"][1]
+    for room, turns in ((2 + told, 1), (3 + told, 3), (1, 1)):
+        model = Model(tokenizer, ["1", "2", "3", "4"]).goes_on(0, 0, 0)
+        [[one]] = dialogues.held(
+            guess, tokenizer, [guess.example(SECRET_5)], 1, model.complete, Sampling(max_tokens=room), seed=1
+        )
+        assert len(one["turns"]) == turns and sum(one["turns"]) == len(one["tokens"]) <= room
+
+
+def test_a_learner_finds_the_scores_again_and_words_that_the_environment_would_not_have_said(
+    guess, tokenizer
+):
+    model = Model(tokenizer, ["3", "5"], ["9", "8", "1", "2"]).goes_on(0, 1, 1, 1)
+    grpo = GrpoConfig(num_generations=2, max_completion_length=200)
+    [group] = generated(guess, tokenizer, [SECRET_5], grpo, model.complete, 1)
+    for one in group:
+        assert judged_again(guess, tokenizer, SECRET_5, one["tokens"], one["turns"]) == one["scores"]
+    tokens, turns = list(group[0]["tokens"]), group[0]["turns"]
+    tokens[turns[0] + 1] += 1
+    assert scored_again(guess, tokenizer, guess.example(SECRET_5), tokens, turns) == [math.inf]
+    plain = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
+    assert judged_again(plain, tokenizer, 0, tokens, turns) == [math.inf]
+
+
+def test_an_evaluation_counts_the_dialogues_that_earn_everything(guess, tokenizer):
+    model = Model(tokenizer, ["5"], ["1", "2", "3", "4"]).goes_on(1, 1, 1)
+    figures = dialogues.evaluated(
+        guess, tokenizer, [guess.example(SECRET_5)], 2, model.complete, Sampling(max_tokens=200), 1
+    )
+    assert figures == {"reward": 0.5, "pass_at_1": 0.5, "pass_at_2": 1.0}
+
+
+def test_held_out_examples_follow_those_that_are_trained_on(guess):
+    assert isinstance(guess, EnvironmentTask)
+    assert guess.held_out(0).data["number"] == guess.num_examples
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "says"),
+    [
+        ("class Env: num_examples = 1", "", "has no prompt; it needs num_examples, prompt, reply, reward"),
+        ("class Env:\n    def __init__(self, size): pass", "", "failed with TypeError"),
+        ("class Env: pass", ",size", "'size' is not option=value"),
+        ("import no_such_thing", "", "fails with ModuleNotFoundError"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_told_by_its_name(tmp_path, code, options, says):
+    path = tmp_path / "environment.py"
+    path.write_text(code)
+    with pytest.raises(UserError, match=rf"--dataset {path}:Env{options}.*{says}|{says}"):
+        open_task(GrpoConfig(dataset=f"{path}:Env{options}"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "says"),
+    [
+        (GrpoConfig(dataset="nowhere.py:Env"), "there is no file nowhere.py"),
+        (GrpoConfig(dataset="tests.unit:Env", reward="math:sin"), "has a reward of its own; leave out"),
+    ],
+)
+def test_an_environment_that_there_is_not_is_refused_before_anything_starts(grpo, says):
+    with pytest.raises(UserError, match=says):
+        check_task(grpo)
+
+
+def test_errors_of_the_environments_code_are_the_users(tmp_path):
+    path = tmp_path / "environment.py"
+    path.write_text(
+        "class Env:\n    num_examples = 1\n    def prompt(self, n): return 'p'\n"
+        "    def reply(self, n, said): return 1 / 0\n    def reward(self, n, said): return float('nan')\n"
+    )
+    task = open_task(GrpoConfig(dataset=f"{path}:Env"), seed=0)
+    with pytest.raises(UserError, match="failed with ZeroDivisionError"):
+        task.reply(task.example(0), ["x"])
+    with pytest.raises(UserError, match="must return a finite number"):
+        task.reward(task.example(0), ["x"])
