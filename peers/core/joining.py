@@ -103,6 +103,10 @@ def _told_apart(field: str, ours: Mapping[str, Scalar], theirs: Mapping[str, Sca
         unlike = [name for name in sorted(here) if here[name] != there.get(name)][:_MAX_MEMBERS]
         if unlike:
             return _listed(here, unlike), _listed(there, unlike)
+    if field == "hv.local_time":
+        # A learned one is 0 in a manifest.
+        here, there = ("auto" if side[field] == 0 else side[field] for side in (ours, theirs))
+        return _short(here), _short(there)
     return _short(ours[field]), _short(theirs[field])
 
 

@@ -115,6 +115,13 @@ def test_of_a_run_that_has_begun_the_manifest_counts_that_most_have():
     assert source(a, b, c, d, announced("e", world_rank=-1), me="e") == "c"
 
 
+def test_a_time_that_is_learned_is_told_as_it_is_typed():
+    (line,) = joining.manifest_differences(
+        {"hv.local_time": 0.0}, {"hv.local_time": 120.0}, {"hv.local_time"}
+    )
+    assert line == "hv.local_time: here 'auto', in the swarm 120.0"
+
+
 def test_models_that_differ_go_by_their_names_and_else_by_what_differs():
     def told(here, there):
         return joining.manifest_differences(here, there, {"model", "lr"})
