@@ -120,7 +120,6 @@ def run(
     from provisioning.experiments.sets import load
     from provisioning.experiments.trainers import trainer_named
     from provisioning.pods.spec import providers_of
-    from provisioning.renting.plan import planned
     from provisioning.swarm.fleet import opened_fleet
 
     changes = {
@@ -145,7 +144,7 @@ def run(
         # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
         there = {row.name for row in ledger.rows()}
         names = unfinished | there if unfinished else {spec.name for spec in found.pods}
-        agreed = await planned(fleet.renters, [spec for spec in found.pods if spec.name in names])
+        agreed = await fleet.renters.plan([spec for spec in found.pods if spec.name in names])
         print_plan(agreed, to_stderr=as_json)
         if plan:
             if as_json:

@@ -270,7 +270,7 @@ async def given_back(
     """The exit code of a command that gives pods back, and asks before results are lost."""
     from provisioning.errors import ResultsNotFetched
     from provisioning.renting import watcher
-    from provisioning.renting.renters import down
+    from provisioning.renting.operations import down
 
     failures = await down(ledger, where, names, say, fetches=fetches, loses_results=yes)
     kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]

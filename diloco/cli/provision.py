@@ -148,7 +148,6 @@ def provision(
     """
     from provisioning.errors import NoCapacity, NoOffer
     from provisioning.pods.spec import providers_of
-    from provisioning.renting.plan import planned
     from provisioning.swarm.commands import check_flags
     from provisioning.swarm.fleet import opened_fleet
     from provisioning.swarm.swarm import SwarmOptions
@@ -164,7 +163,7 @@ def provision(
 
     async def attempt(fleet: Fleet) -> int:
         """Raises NoCapacity and NoOffer where not all pods can be had and that is to be waited for."""
-        agreed = await planned(fleet.renters, specs)
+        agreed = await fleet.renters.plan(specs)
         print_plan(agreed, to_stderr=as_json)
         if plan:
             if as_json:

@@ -206,10 +206,17 @@ by_uv() {{
     --constraint {CODE}/constraints.txt --editable {what} "$@"
 }}
 alone() {{ {alone}; }}
-by_pip() {{ {VENV}/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }}
+by_pip() {{
+  [ -x {VENV}/bin/pip ] || {VENV}/bin/python -m ensurepip --default-pip >/dev/null || return 1
+  {VENV}/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+}}
 if [ -n "$python" ]; then
-  $python -m venv $site {VENV} || exit 1
-  [ -n "$uv$site" ] || {{ by_pip {_UV} && uv={VENV}/bin/uv; }}
+  # Installing pip takes seconds, and uv needs none.
+  $python -m venv ${{site:---without-pip}} {VENV} || exit 1
+  if [ -z "$uv$site" ]; then
+    if $python -m pip install --quiet --target {VENV}/uv {_UV} 2>/dev/null; then uv={VENV}/uv/bin/uv
+    elif by_pip {_UV}; then uv={VENV}/bin/uv; fi
+  fi
   if [ -n "$site" ]; then by_pip --editable {what} || exit 1
   elif [ -z "$uv" ] || ! alone; then by_pip --constraint {CODE}/constraints.txt --editable {what} || exit 1
   fi

@@ -53,6 +53,28 @@ async def bring_home(
         return await each(rows, lambda row: found[row.provider].bring_home(row))
 
 
+async def down(
+    ledger: Ledger,
+    access: Access,
+    names: Sequence[str],
+    say: Say,
+    patience: Patience | None = None,
+    *,
+    fetches: Sequence[str] | None = None,
+    loses_results: bool = False,
+) -> Failures:
+    """Give pods back, those that no row knows of included; what could not be, by pod.
+
+    `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
+    """
+    async with renters(ledger, access, say, patience, fetches=fetches) as found:
+        unseen = await each(found.values(), lambda one: one.look(), name=lambda one: one.provider.name)
+        # Known pods are given back by their ids all the same.
+        for name, error in (unseen | found.failures).items():
+            say(name, f"cannot be asked whether a pod of ours is there: {error}")
+        return await found.give_back(ledger.named(names), loses_results=loses_results)
+
+
 def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
     """Take the word of a person that these pods are gone."""
     for row in rows:

@@ -1,6 +1,6 @@
 """What has to change so that there are the pods that are wanted: which offer serves which, and a diff with the ledger.
 
-All of it is pure but `planned`, which asks the providers first. Nothing is bought here.
+Pure: nothing is asked, and nothing bought, here.
 """
 
 from __future__ import annotations
@@ -9,18 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from provisioning.errors import NoOffer, ProviderError
+from provisioning.errors import NoOffer
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Offer
-from provisioning.pods.spec import PodSpec, providers_of
-from provisioning.providers.backoff import repeated
-from provisioning.renting.each import gathered
-
-if TYPE_CHECKING:
-    from provisioning.renting.renter import Renter
-    from provisioning.renting.renters import Renters
+from provisioning.pods.spec import PodSpec
 
 
 @dataclass(frozen=True)
@@ -63,20 +56,6 @@ class Plan:
         return sum(
             creation.offer.price_per_hour * (creation.spec.ttl_hours or 0.0) for creation in self.create
         )
-
-
-async def planned(renters: Renters, specs: Sequence[PodSpec]) -> Plan:
-    """What is to be done for these pods, after making the ledger true. Raises ProvisioningError."""
-    names = providers_of(specs)
-    asked = [renters[name] for name in names]
-    for renter in asked:
-        await repeated(renter.provider.check, tell=renter.tell)
-    for provider, failures in (await renters.settle()).items():
-        for name, error in failures.items():
-            if provider in names:
-                raise ProviderError(f"{name}: {error}. Nothing was rented.")
-            renters.say(provider, f"it is not known whether a pod of ours is there: {name}: {error}")
-    return plan(specs, renters.rows, await _offers(asked))
 
 
 def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer]) -> Plan:
@@ -208,21 +187,3 @@ def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str
         f"No offer of {spec.provider} for pod {spec.name} ({what}): {why}. Nothing was rented; "
         f"`diloco provision --provider {spec.provider} --offers` lists what there is."
     )
-
-
-async def _offers(asked: Sequence[Renter]) -> list[Offer]:
-    """Of these providers. One that cannot say hides no other. Raises ProviderError where none can."""
-    found: list[Offer] = []
-    failures: list[ProviderError] = []
-
-    async def ask(renter: Renter) -> None:
-        try:
-            found.extend(await repeated(renter.provider.offers, tell=renter.tell))
-        except ProviderError as error:
-            failures.append(error)
-            renter.tell(f"offers nothing now: {error}")
-
-    await gathered(ask(renter) for renter in asked)
-    if failures and len(failures) == len(asked):
-        raise failures[0]
-    return found

@@ -13,11 +13,12 @@ from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, Us
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
 from provisioning.pods.pod import Offer
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.spec import PodSpec, providers_of
+from provisioning.providers.backoff import repeated
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each, gathered
-from provisioning.renting.plan import Plan, candidates
+from provisioning.renting.plan import Plan, candidates, plan
 from provisioning.renting.renter import Renter
 
 INVENTORY = "inventory"
@@ -59,6 +60,19 @@ class Renters(dict[str, Renter]):
         return {name: {name: error} for name, error in self.failures.items()} | dict(
             zip(self, settled, strict=True)
         )
+
+    async def plan(self, specs: Sequence[PodSpec]) -> Plan:
+        """What is to be done for these pods, after making the ledger true. Raises ProvisioningError."""
+        names = providers_of(specs)
+        asked = [self[name] for name in names]
+        for renter in asked:
+            await repeated(renter.provider.check, tell=renter.tell)
+        for provider, failures in (await self.settle()).items():
+            for name, error in failures.items():
+                if provider in names:
+                    raise ProviderError(f"{name}: {error}. Nothing was rented.")
+                self.say(provider, f"it is not known whether a pod of ours is there: {name}: {error}")
+        return plan(specs, self.rows, await _offers(asked))
 
     async def apply(self, agreed: Plan, on_written: Callable[[], None] = lambda: None) -> Failures:
         """Give back, then rent in parallel, until all answer. What went wrong, by pod; the others are not held up.
@@ -134,26 +148,22 @@ class Renters(dict[str, Renter]):
         raise NoCapacity(f"{_MAX_OFFERS} offers in turn came to nothing, the last one because {reason}")
 
 
-async def down(
-    ledger: Ledger,
-    access: Access,
-    names: Sequence[str],
-    say: Say,
-    patience: Patience | None = None,
-    *,
-    fetches: Sequence[str] | None = None,
-    loses_results: bool = False,
-) -> Failures:
-    """Give pods back, those that no row knows of included; what could not be, by pod.
+async def _offers(asked: Sequence[Renter]) -> list[Offer]:
+    """Of these providers. One that cannot say hides no other. Raises ProviderError where none can."""
+    found: list[Offer] = []
+    failures: list[ProviderError] = []
 
-    `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
-    """
-    async with renters(ledger, access, say, patience, fetches=fetches) as found:
-        unseen = await each(found.values(), lambda one: one.look(), name=lambda one: one.provider.name)
-        # Known pods are given back by their ids all the same.
-        for name, error in (unseen | found.failures).items():
-            say(name, f"cannot be asked whether a pod of ours is there: {error}")
-        return await found.give_back(ledger.named(names), loses_results=loses_results)
+    async def ask(renter: Renter) -> None:
+        try:
+            found.extend(await repeated(renter.provider.offers, tell=renter.tell))
+        except ProviderError as error:
+            failures.append(error)
+            renter.tell(f"offers nothing now: {error}")
+
+    await gathered(ask(renter) for renter in asked)
+    if failures and len(failures) == len(asked):
+        raise failures[0]
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -26,9 +26,8 @@ from provisioning.renting import operations
 from provisioning.renting.account import Say
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
-from provisioning.renting.operations import UNWATCHED, WANTED, is_to_be_watched
-from provisioning.renting.plan import planned
-from provisioning.renting.renters import down, renters
+from provisioning.renting.operations import UNWATCHED, WANTED, down, is_to_be_watched
+from provisioning.renting.renters import renters
 from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import SwarmOptions
@@ -190,7 +189,7 @@ class Keeper:
             self.tell(f"all {len(wanted.specs)} pods train")
 
     async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Failures:
-        agreed = await planned(fleet.renters, wanted.specs)
+        agreed = await fleet.renters.plan(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError(
                 "pods that live would have to be given back; `diloco provision` asks about that"

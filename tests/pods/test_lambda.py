@@ -19,7 +19,7 @@ from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
 from provisioning.renting.account import Patience
-from provisioning.renting.renters import down
+from provisioning.renting.operations import down
 from provisioning.swarm.status import overview
 from tests.support.clouds import LoopbackLambda
 from tests.support.commands import Command, text_of_boxes, wait_until

@@ -14,8 +14,7 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.registry import Access
-from provisioning.renting.plan import planned
-from provisioning.renting.renters import down
+from provisioning.renting.operations import down
 from provisioning.swarm.fleet import opened_fleet
 from provisioning.swarm.status import overview
 from tests.support.fleets import Outcome
@@ -56,7 +55,7 @@ class Clouds:
         async def work() -> Outcome:
             setup = Setup(source=source_of(self.directory), python=str(STAND_IN), min_free_mb=1)
             async with opened_fleet(self.ledger, providers_of(SPECS), self.access, self.say, setup) as fleet:
-                agreed = await planned(fleet.renters, SPECS)
+                agreed = await fleet.renters.plan(SPECS)
                 return Outcome(await fleet.set_up(await fleet.renters.apply(agreed)))
 
         return asyncio.run(work())

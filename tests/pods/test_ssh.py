@@ -22,7 +22,7 @@ from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
 from provisioning.renting import operations
 from provisioning.renting.account import FETCH, RUN_DIR, Patience
-from provisioning.renting.renters import down
+from provisioning.renting.operations import down
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet
 from tests.support.pods_driver import source_of

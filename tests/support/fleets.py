@@ -15,7 +15,6 @@ from provisioning.pods.spec import PodSpec
 from provisioning.providers.protocol import Provider
 from provisioning.renting.account import FETCH, RUN_DIR, Patience
 from provisioning.renting.each import Failures
-from provisioning.renting.plan import planned
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
 from provisioning.swarm.fleet import Fleet
@@ -60,7 +59,7 @@ class TestFleet:
         self, specs: Sequence[PodSpec], *, trains: bool = True, options: SwarmOptions | None = None
     ) -> Outcome:
         async def work(fleet: Fleet) -> Outcome:
-            agreed = await planned(fleet.renters, specs)
+            agreed = await fleet.renters.plan(specs)
             failures = await fleet.set_up(await fleet.renters.apply(agreed))
             if trains:
                 failures = await fleet.train(failures, options or SwarmOptions(epoch_timeout_s=60.0))

@@ -23,7 +23,6 @@ from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
 from provisioning.renting.account import Patience
-from provisioning.renting.plan import planned
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
 from provisioning.swarm.fleet import Fleet
@@ -109,7 +108,7 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
         if what == "down":
             failures = await fleet.renters.give_back()
         else:
-            agreed = await planned(fleet.renters, SPECS)
+            agreed = await fleet.renters.plan(SPECS)
             failures = await fleet.set_up(await fleet.renters.apply(agreed))
             failures = await fleet.train(failures, SwarmOptions(epoch_timeout_s=30.0))
     for name, error in failures.items():

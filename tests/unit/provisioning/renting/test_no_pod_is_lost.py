@@ -22,7 +22,6 @@ from provisioning.machines.setup import Setup
 from provisioning.pods.pod import Order, name_in_label
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.account import Patience
-from provisioning.renting.plan import planned
 from provisioning.renting.reconcile import Look
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
@@ -108,7 +107,7 @@ class World:
         match what:
             case "provision":
                 specs = [PodSpec(name=f"pod-{index}", provider="hostile") for index in range(num_pods)]
-                agreed = await planned(fleet.renters, specs)
+                agreed = await fleet.renters.plan(specs)
                 await fleet.renters.apply(agreed)
             case "down":
                 await fleet.renters.give_back()
