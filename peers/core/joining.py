@@ -105,8 +105,8 @@ def _told_apart(field: str, ours: Mapping[str, Scalar], theirs: Mapping[str, Sca
             return _listed(here, unlike), _listed(there, unlike)
     if field == "hv.local_time":
         # A learned one is 0 in a manifest.
-        here, there = ("auto" if side[field] == 0 else side[field] for side in (ours, theirs))
-        return _short(here), _short(there)
+        typed = ["auto" if side[field] == 0 else side[field] for side in (ours, theirs)]
+        return _short(typed[0]), _short(typed[1])
     return _short(ours[field]), _short(theirs[field])
 
 
