@@ -37,7 +37,7 @@ def main() -> None:
     flags.add_argument(
         "--half-billion",
         action="store_true",
-        help="only lr 1e-6 in bf16, on the shapes of Qwen2.5-0.5B; 12 GiB",
+        help="only lr 1e-6 in bf16, on the shapes of Qwen2.5-0.5B; needs 12 GiB",
     )
     arguments = flags.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -62,6 +62,7 @@ def _half_billion(directory: Path) -> str:
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
+        "head_dim": 64,
         "tie_word_embeddings": True,
         "initializer_range": 0.02,
     }

@@ -42,6 +42,7 @@ def measured(path_model: str, *, is_quick: bool) -> list[Result]:
             ("reward after", "reward"),
             ("pass@1 after", "share"),
             ("tokens", "tokens"),
+            ("log-probabilities apart", "nats"),
         )
     ]
 
@@ -94,12 +95,16 @@ def trained(path_model: str, staleness: int, seed: int, num_steps: int) -> dict[
     ages = [record["staleness_max"] for record in steps]
     assert ages == [min(index, staleness) for index in range(num_steps)], ages
     tokens = steps[-1]["tokens"]
+    differences = [record["logp_difference_mean"] for record in steps]
+    # The sampler's log-probabilities are the trainer's where the policy is the newest, and only there.
+    assert all((difference > 1e-4) == (age > 0) for difference, age in zip(differences, ages, strict=True))
     return {
         "gain per million tokens": 1e6 * (after["reward"] - before["reward"]) / tokens,
         "reward before": before["reward"],
         "reward after": after["reward"],
         "pass@1 after": after["pass_at_1"],
         "tokens": tokens,
+        "log-probabilities apart": sum(differences) / len(differences),
     }
 
 
@@ -117,9 +122,11 @@ class OldPolicies:
     """In place of the link to a daemon: its rollouts are of the policy of exactly `staleness` steps ago."""
 
     def __init__(self, training: Any, staleness: int) -> None:
-        import copy
+        from diloco.train.model import load_model
 
-        self._training, self._model = training, copy.deepcopy(training.model)
+        self._training = training
+        # Not a copy of the trainer's: TRL has replaced its forward, and the copy's would be by the trainer's weights.
+        self._model = load_model(training.config.path_model, seed=0)
         self._policies: deque[dict[str, Any]] = deque(maxlen=staleness + 1)
         self._steps: deque[int] = deque(maxlen=staleness + 1)
 
