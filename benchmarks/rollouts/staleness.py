@@ -23,7 +23,7 @@ from benchmarks.format_model import TASK
 from benchmarks.record import Result
 
 CASES, SEEDS = (0, 2, 4, 8), (1, 2, 3)
-NUM_STEPS, LR = 40, 5e-4
+NUM_STEPS, LR = 20, 1e-3
 _ROOT = Path(__file__).parent.parent.parent
 
 
