@@ -131,7 +131,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(st
     wait_until(lambda: min(map(len, digests())) >= epochs + 3, "more epochs", command=learners[0])
     first, second = digests()
     assert all(first[epoch] == second[epoch] for epoch in first.keys() & second.keys())
-    assert len(set(first.values())) > 3
+    assert len(set(first.values())) >= 3
     trained = [records(run_dir, "step")[-1] for run_dir in run_dirs]
     assert all(record["rollout_peers"] >= 1 for record in trained)
 

@@ -153,7 +153,14 @@ def test_a_peer_that_joins_late_stands_where_the_swarm_does(tmp_path, link):
         if message["kind"] != "offer":
             return halving(message, out, inn)
         inn[:] = 0.25
-        return "start", {"epoch": 2, "local_step": 0, "data_base": 2, "num_peers": 2, "keep_local": False}
+        return "start", {
+            "epoch": 2,
+            "local_step": 0,
+            "epoch_s": 0.0,
+            "data_base": 2,
+            "num_peers": 2,
+            "keep_local": False,
+        }
 
     seen = Seen()
     with ScriptedDaemon(link, in_epoch_two, local_steps=2) as daemon:

@@ -116,7 +116,14 @@ def in_epoch_three(message, out, inn):
     if message["kind"] != "offer":
         return halving(message, out, inn)
     inn[:] = 0.25
-    return "start", {"epoch": 3, "local_step": 0, "data_base": 3, "num_peers": 2, "keep_local": False}
+    return "start", {
+        "epoch": 3,
+        "local_step": 0,
+        "epoch_s": 0.0,
+        "data_base": 3,
+        "num_peers": 2,
+        "keep_local": False,
+    }
 
 
 @pytest.mark.parametrize("in_swarm", [False, True])
