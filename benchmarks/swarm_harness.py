@@ -213,21 +213,7 @@ class Swarm:
         return address()
 
     def _popen(self, argv: Sequence[str], seat: Seat, directory: Path) -> subprocess.Popen[bytes]:
-        with (directory / "output").open("ab") as output:
-            process = subprocess.Popen(
-                [*seat.prefix, sys.executable, "-m", "diloco", *argv],
-                cwd=_ROOT,
-                env={
-                    **os.environ,
-                    "XDG_STATE_HOME": str(directory / "state"),
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        process = started(argv, directory, seat.prefix)
         self._processes.append(process)
         return process
 
@@ -248,3 +234,22 @@ class Swarm:
                 said = "\n".join(peer.output[-1000:] for peer in self.peers)
                 raise SwarmError(f"{what} did not come in {timeout_s:g} s:\n{said}")
             time.sleep(_POLL_S)
+
+
+def started(argv: Sequence[str], directory: Path, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """`diloco` with these words and one thread, in a session of its own. The directory gets its output and state."""
+    with (directory / "output").open("ab") as output:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "diloco", *argv],
+            cwd=_ROOT,
+            env={
+                **os.environ,
+                "XDG_STATE_HOME": str(directory / "state"),
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def main() -> None:
     if chosen.quick:
         setting = Setting(num_peers=3, megabytes=1, local_steps=8, window_s=8.0)
     if chosen.seconds:
-        setting = Setting(window_s=chosen.seconds)
+        setting = replace(setting, window_s=chosen.seconds)
     report("unlike", measured(setting, quick=chosen.quick), chosen.json)
 
 
@@ -87,8 +87,8 @@ def rates_in_swarm(lab: Lab, setting: Setting, flags: tuple[str, ...]) -> list[f
         Swarm(job, Path(directory), seats, coordinator=seat(lab, setting.num_peers)) as swarm,
     ):
         swarm.wait_for_epoch(_WARM_UP_EPOCHS)
-        # A loop that has nothing to do but wait for the others still ends this epoch.
         time.sleep(setting.window_s)
+        # Rates are from commit to commit: let the epoch end in which the time is over.
         swarm.wait_for_epoch(1 + max(max(peer.epochs) for peer in swarm.peers))
         return [_steps_per_s(peer.epochs) for peer in swarm.peers]
 

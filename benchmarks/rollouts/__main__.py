@@ -2,10 +2,10 @@
 
 *Comparison*: four `diloco peer`, each with the same share of this machine's CPUs and one thread, in lock-step (all
 generate and train, and average every five steps) and as one learner with three rollout peers, on the tiny model of
-benchmarks/format_model.py. Everything is bound by the CPU, and generation costs about as much as training here: where
-it costs more, as with larger models, rollout peers help more. Time counts from the end of the first step, in which
-peers wait for each other to be started; its own time is beside it. Rewards are those of all completions that were
-judged, those that the learner left out included, averaged over the same number of completions in both arms.
+benchmarks/format_model.py. Everything is bound by the CPU, and generation costs about as much as training here. Time
+counts from the end of the first step, in which peers wait for each other to be started; its own time is beside it.
+Rewards are those of all completions that were judged, those that the learner left out included, averaged over the
+same number of completions in both arms.
 
 *Staleness* (`--staleness`): see staleness.py.
 """

@@ -13,6 +13,8 @@ from benchmarks.record import Result
 from benchmarks.rollouts.peers import Peer, Run
 
 _TIMEOUT_S = 900.0
+_GENERATIONS = 8
+"""Completions of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Setting:
             *("--lr", self.lr, "--warmup-steps", 0, "--total-steps", 100_000, "--hv.local-steps", 5),
             *("--hv.outer-lr", 0.9, "--hv.outer-momentum", 0.3, "--total-batch-size", self.batch),
             *("--per-device-train-batch-size", self.batch, "--grpo.max-completion-length", 32),
-            *("--grpo.eval-prompts", 0),
+            *("--grpo.eval-prompts", 0, "--grpo.num-generations", _GENERATIONS),
         )
 
 
@@ -132,7 +134,7 @@ def _judged(peer: Peer, setting: Setting) -> list[Judged]:
 
 def judged_of(record: dict[str, Any], *, batch: int) -> Judged:
     """A step's record; of a learner with rollout peers, with the groups of uniform reward that it left out."""
-    left_out = record.get("uniform_groups", 0) * 8
+    left_out = record.get("uniform_groups", 0) * _GENERATIONS
     return Judged(
         time=record["time"],
         began=record["time"] - record["step_s"],
@@ -172,6 +174,6 @@ def _results(case: str, curve: Curve, learners: Sequence[Peer], setting: Setting
     ages = [record["staleness_mean"] for records in steps for record in records if "staleness_mean" in record]
     if ages:
         found["staleness", "steps"] = sum(ages) / len(ages)
-        judged = sum(record["uniform_groups"] for record in steps[0])
-        found["uniform groups left out", "%"] = 800 * judged / max(curve.num_completions, 1)
+        left_out = sum(record["uniform_groups"] for record in steps[0])
+        found["uniform groups left out", "%"] = 100 * _GENERATIONS * left_out / max(curve.num_completions, 1)
     return [Result.of(case, metric, unit, [value]) for (metric, unit), value in found.items()]

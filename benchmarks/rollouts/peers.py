@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rollouts.shares import share
+from benchmarks.swarm_harness import started
 
-_ROOT = Path(__file__).parent.parent.parent
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 _MARK = "--initial-peers "
@@ -103,22 +102,7 @@ class Run:
     ) -> Peer:
         directory = self._directory / name
         directory.mkdir(parents=True)
-        with (directory / "output").open("ab") as output:
-            process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "diloco", *argv],
-                cwd=_ROOT,
-                env={
-                    **os.environ,
-                    "XDG_STATE_HOME": str(directory / "state"),
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        peer = Peer(process, directory)
+        peer = Peer(started(argv, directory, prefix), directory)
         stack.callback(_ended, peer)
         return peer
 

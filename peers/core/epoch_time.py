@@ -6,24 +6,26 @@ Every peer works it out from the speeds that all announce. They need not agree e
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Collection
 
 FASTEST = 8.0
-"""A peer counts as at most this many times as fast as the median: one that claims more would make epochs as short as it
-likes."""
+"""A peer counts as at most this many times as fast as the median, the lower one of two: one that claims more would make
+epochs as short as it likes."""
 
 
-def best_epoch_s(step_s: Collection[float], local_steps: int, round_s: float) -> float:
-    """The length of an epoch in which peers that need `step_s` seconds for a step train most steps per second.
+def best_epoch_s(
+    own_step_s: float, others_step_s: Collection[float], local_steps: int, round_s: float
+) -> float:
+    """The length of an epoch in which peers that need so many seconds for a step train most steps per second.
 
     Nobody trains more than `local_steps`, and a round of `round_s` follows. A shorter epoch lets fast peers wait less,
-    and spends more of the time on rounds.
+    and spends more of the time on rounds. Whatever others claim, there is time for one step of this peer.
     """
-    least = statistics.median(step_s) / FASTEST
-    paces = sorted(max(pace, least) for pace in step_s)
-    slower = math.fsum(1.0 / pace for pace in paces)
+    claimed = [own_step_s, *others_step_s]
+    least = max(statistics.median_low(claimed) / FASTEST, own_step_s / local_steps)
+    paces = sorted(max(pace, least) for pace in claimed)
+    slower = sum(1.0 / pace for pace in paces)
     best_rate, best_s = 0.0, 0.0
     # The rate is highest where some peer has just done all its steps.
     for number, pace in enumerate(paces, start=1):

@@ -85,11 +85,10 @@ class LateWork:
         """How long the epoch may last that the worker now enters; 0: as long as its steps take."""
         if self.settings.epoch_s != 0.0:
             return self.settings.epoch_s or 0.0
-        paces = [status.step_s for _, status in self.swarm.live() if status.step_s > 0]
-        if not paces or not self.worker.step_s:
-            return 0.0
-        paces.append(self.worker.step_s)
-        return best_epoch_s(paces, self.settings.steps_per_epoch, self.timing.learned_round_s)
+        own, steps, roster = self.worker.step_s, self.settings.steps_per_epoch, self.swarm.roster
+        # Only members: whoever likes can come and claim to be fast.
+        others = [s.step_s for peer_id, s in self.swarm.live() if peer_id in roster and s.step_s > 0]
+        return best_epoch_s(own, others, steps, self.timing.learned_round_s) if own and others else 0.0
 
     def entry_step(self, turn: Turn, head: str = "") -> int:
         """The local step at which the worker joins the peers that train on `head`; default: this peer's own head."""
