@@ -59,7 +59,8 @@ class PeerNews:
             yield self._end(look, now)
             return
         line = look.last_lines.rpartition("\n")[2].removeprefix("this peer: ")
-        if line and line not in (self._line, look.trains) and now - self._said_at >= _LINE_INTERVAL_S:
+        is_news = line not in ("", self._line) and not line.startswith("trains ")
+        if is_news and now - self._said_at >= _LINE_INTERVAL_S:
             self._said_at, self._line = now, line
             yield line
 

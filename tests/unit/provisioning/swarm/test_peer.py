@@ -17,6 +17,8 @@ def test_what_is_trained_is_said_by_the_first_peer_alone():
     look = PeerLook(RUNS, trains=TRAINS)
     assert list(first.of(look, 1.0)) == [TRAINS]
     assert list(first.of(look, 2.0)) == list(second.of(look, 2.0)) == []
+    same = PeerLook(RUNS, last_lines=f"{TRAINS}; as the swarm does")
+    assert list(second.of(same, 60.0)) == []
 
 
 def test_the_last_line_of_a_log_is_said_now_and_then_and_once():
