@@ -19,9 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.light_loop import Loop
+
+if TYPE_CHECKING:
+    from benchmarks.unlike.study_loop import StudyLoop
 
 _ROOT = Path(__file__).parent.parent
 _START_TIMEOUT_S = 120.0
@@ -49,7 +52,9 @@ class Seat:
 class Job:
     """The training loop of the peers, and their flags."""
 
-    loop: Loop
+    loop: Loop | StudyLoop
+    worker: str = "benchmarks.light_loop"
+    """The module that runs the loop."""
     local_steps: int = 1
     is_gated: bool = True
     """Whether an epoch ends only when `run_epoch` is called for it."""
@@ -133,7 +138,7 @@ class Swarm:
             gate=gate,
             wait_s=self.job.loop.wait_s * self.job.slower.get(rank, 1.0),
         )
-        worker = shlex.join(["python", "-m", "benchmarks.light_loop", json.dumps(asdict(loop))])
+        worker = shlex.join(["python", "-m", self.job.worker, json.dumps(asdict(loop))])
         seat = self.seats[rank]
         argv = ["peer", "--initial-peers", self._initial_peer, "--host-maddrs", f"/ip4/{seat.address}/tcp/0"]
         argv += ["--run-id", _RUN_ID, "--world-rank", str(rank), "--galaxy-size", str(len(self.seats))]

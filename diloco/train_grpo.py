@@ -62,6 +62,7 @@ from diloco.train.run_dir import METRICS
 from diloco.train.sharding import Precision, full_state
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 from diloco.train.wandb_runs import opened_sinks
+from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.daemon.link import LINK_ENV, WorkerLink
 
 LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
@@ -353,10 +354,16 @@ class Training:
 
     def start(self) -> None:
         """Called after the swarm's weights have been loaded and before the first step."""
-        if self.config.hv.local_time is not None and self.period > 1:
+        hv = self.config.hv
+        if self.period > 1 and (hv.local_time is not None or hv.overlap_steps == AS_LONG_AS_THE_ROUND):
+            why = (
+                "--hv.local-time ends epochs when the time is up"
+                if hv.local_time is not None
+                else "--hv.overlap-steps auto merges averages when they are there"
+            )
             raise UserError(
-                f"--hv.local-time ends epochs when the time is up, in the middle of rollouts that serve {self.period} "
-                "inner steps; leave it out, or leave out --grpo.steps-per-generation and --grpo.num-iterations"
+                f"{why}, in the middle of rollouts that serve {self.period} inner steps; leave it out, or leave out "
+                "--grpo.steps-per-generation and --grpo.num-iterations"
             )
         for problem in self.skipped:
             self.metrics.write("event", **skipped_event(problem))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError
-from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole
+from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole, whole_or_auto
 from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
@@ -81,8 +81,10 @@ class Training:
     """Time after which an epoch ends even if its local steps are not done; auto: whatever trains most tokens."""
     fragments: Annotated[Count, Parameter(alias="--hv.num-fragments")] = 1
     """Parts of the model, averaged in turn; local steps are rounded up to a multiple of them."""
-    overlap: Annotated[int, Parameter(converter=whole, validator=at_least(0), alias="--hv.overlap-steps")] = 0
-    """Inner steps trained while a round takes place (tau)."""
+    overlap: Annotated[
+        int, Parameter(converter=whole_or_auto, metavar="NUMBER|auto", alias="--hv.overlap-steps")
+    ] = 0
+    """Inner steps trained while a round takes place (tau); auto: as many as the round takes."""
     codec: Annotated[CodecName, Parameter(alias="--hv.compression")] = "fp32"
     """Codec of pseudo-gradients on the wire."""
     batch_tokens: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e12)))] = 524288
@@ -339,7 +341,8 @@ def _curves(scenario: Scenario, specs: Sequence[PeerSpec], path: Path) -> dict[s
     schedule = scenario.schedule
     title = f"{len(scenario.peers)} peers, {figure(scenario.num_params)} weights, H = {schedule.local_steps}"
     if schedule.num_fragments > 1 or schedule.overlap_steps:
-        title += f", {schedule.num_fragments} fragments, τ = {schedule.overlap_steps}"
+        overlap = "auto" if schedule.never_waits else schedule.overlap_steps
+        title += f", {schedule.num_fragments} fragments, τ = {overlap}"
     draw(curves, here_mbps(scenario), title, path)
     return curves
 

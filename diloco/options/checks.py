@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco.options.common_names import nearest
+from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.protocol.codecs import CODEC_NAMES
 
 if TYPE_CHECKING:
@@ -118,6 +119,15 @@ def duration(_type: Any, tokens: Sequence[Token]) -> float:
 def duration_or_auto(kind: Any, tokens: Sequence[Token]) -> float:
     """As `duration`; `auto` becomes 0, which is how a peer hands it on."""
     return 0.0 if tokens[-1].value in ("auto", "0", "0.0") else duration(kind, tokens)
+
+
+def whole_or_auto(kind: Any, tokens: Sequence[Token]) -> int:
+    """As `whole`, from 0; `auto` becomes AS_LONG_AS_THE_ROUND, which is how a peer hands it on."""
+    text = tokens[-1].value
+    number = AS_LONG_AS_THE_ROUND if text in ("auto", str(AS_LONG_AS_THE_ROUND)) else whole(kind, tokens)
+    if number < AS_LONG_AS_THE_ROUND:
+        raise ValueError(f"It must be auto or a number from 0, not {text}.")
+    return number
 
 
 def codec(_type: Any, tokens: Sequence[Token]) -> str:

@@ -25,6 +25,7 @@ from diloco.options.checks import (
     safe_name,
     up_to,
     whole,
+    whole_or_auto,
 )
 from peers.protocol.codecs import CodecName
 
@@ -113,8 +114,11 @@ class HvConfig:
     or auto: whatever trains most tokens; default: no limit."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
-    overlap_steps: Whole = field(default=0, metadata=SHARED)
-    """Inner steps to train during a round (tau); must be less than --hv.local-steps / --hv.num-fragments."""
+    overlap_steps: Annotated[int, Parameter(converter=whole_or_auto, metavar="NUMBER|auto")] = field(
+        default=0, metadata=SHARED
+    )
+    """Inner steps to train during a round (tau), less than --hv.local-steps / --hv.num-fragments; auto: as many as the
+    round takes, so that training never waits."""
     mixing: Annotated[float | None, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
         default=None, metadata=SHARED
     )

@@ -128,8 +128,8 @@ def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
     }
     if config.mode != "grpo":
         known["ckpt.delta_interval"] = "--ckpt.delta-interval has no effect but under --mode grpo"
-    if not hv.overlap_steps:
-        known["hv.mixing"] = "--hv.mixing has no effect unless the run has --hv.overlap-steps"
+    if hv.overlap_steps < 1:
+        known["hv.mixing"] = "--hv.mixing has no effect unless the run has a number of --hv.overlap-steps"
     if hv.transport == "libp2p":
         for name in ("data_port", "announce_data_maddrs"):
             flag = f"--hv.{name.replace('_', '-')}"

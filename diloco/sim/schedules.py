@@ -47,6 +47,7 @@ class Schedule:
     grace_s: float
     delay_s: tuple[float, float]
     epoch_s: float | None
+    never_waits: bool
     """As in the core's Settings."""
 
     def __str__(self) -> str:
@@ -55,6 +56,8 @@ class Schedule:
             lines.append("  everybody offers another state")
         if self.epoch_s is not None:
             lines.append("  epochs last as long as trains most")
+        if self.never_waits:
+            lines.append("  workers never wait for a round")
         if self.liar is not None:
             lines.append(f"  peer {self.liar[0]} lies: {self.liar[1]}")
         late = [f"{rank} at {at:.1f} s" for rank, at in self.starts.items() if at > 1]
@@ -94,6 +97,7 @@ def draw(seed: int) -> Schedule:
         grace_s=rng.choice((2.0, 5.0, 30.0)),
         delay_s=rng.choice(((0.001, 0.02), (0.01, 0.2))),
         epoch_s=0.0 if seed % 4 == 2 else None,
+        never_waits=seed % 8 in (2, 5),
     )
 
 
@@ -103,7 +107,12 @@ def swarm_of(schedule: Schedule, *, traced: bool = False) -> VirtualSwarm:
         schedule.num_peers,
         schedule.seed,
         starts=False,
-        settings=settings_for(schedule.num_peers, grace_s=schedule.grace_s, epoch_s=schedule.epoch_s),
+        settings=settings_for(
+            schedule.num_peers,
+            grace_s=schedule.grace_s,
+            epoch_s=schedule.epoch_s,
+            never_waits=schedule.never_waits,
+        ),
         quality=Quality(delay_s=schedule.delay_s),
         liars={liar[0]: ALL_LIARS[liar[1]]} if liar else None,
         saves=schedule.saves,

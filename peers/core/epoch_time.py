@@ -6,6 +6,7 @@ Every peer works it out from the speeds that all announce. They need not agree e
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection
 
@@ -15,25 +16,32 @@ epochs as short as it likes."""
 
 
 def best_epoch_s(
-    own_step_s: float, others_step_s: Collection[float], local_steps: int, round_s: float
+    own_step_s: float,
+    others_step_s: Collection[float],
+    local_steps: int,
+    round_s: float,
+    *,
+    hides_rounds: bool = False,
 ) -> float:
     """The length of an epoch in which peers that need so many seconds for a step train most steps per second.
 
-    Nobody trains more than `local_steps`, and a round of `round_s` follows. A shorter epoch lets fast peers wait less,
-    and spends more of the time on rounds. Whatever others claim, there is time for one step of this peer.
+    Nobody trains more than `local_steps`, and a round of `round_s` follows, or takes place during the next epoch if
+    `hides_rounds`. A shorter epoch lets fast peers wait less, and spends more of the time on rounds. Whatever others
+    claim, there is time for one step of this peer.
     """
     claimed = [own_step_s, *others_step_s]
     least = max(statistics.median_low(claimed) / FASTEST, own_step_s / local_steps)
     paces = sorted(max(pace, least) for pace in claimed)
-    slower = sum(1.0 / pace for pace in paces)
-    best_rate, best_s = 0.0, 0.0
-    # The rate is highest where some peer has just done all its steps.
-    for number, pace in enumerate(paces, start=1):
-        epoch_s, slower = local_steps * pace, slower - 1.0 / pace
-        rate = (local_steps * number + epoch_s * slower) / (epoch_s + round_s)
-        if rate > best_rate:
-            best_rate, best_s = rate, epoch_s
-    return best_s
+    # The rate is highest where some peer has just done all its steps, or a hidden round ends with the epoch.
+    ends = {epoch_s for pace in paces if math.isfinite(epoch_s := local_steps * pace)}
+    if hides_rounds and local_steps * paces[0] < round_s < local_steps * paces[-1]:
+        ends.add(round_s)
+
+    def rate(epoch_s: float) -> float:
+        trained = sum(min(local_steps, epoch_s / pace) for pace in paces)
+        return trained / (max(epoch_s, round_s) if hides_rounds else epoch_s + round_s)
+
+    return max(sorted(ends), key=rate, default=0.0)
 
 
 def nominal_step_s(step_s: float, local_steps: int, epoch_s: float) -> float:

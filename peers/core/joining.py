@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from peers.core.schedule import Schedule
+from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
 from peers.core.weights import Aggregation
 from peers.errors import UserError
 from peers.protocol.limits import Share
@@ -28,6 +28,8 @@ MAX_LOCAL_STEPS = 1 << 30
 MAX_OUTER_REAL = 1000.0
 MAX_LOCAL_TIME_S = 1e9
 _MAX_MEMBERS = 4
+_AUTO = {"hv.local_time": 0, "hv.overlap_steps": AS_LONG_AS_THE_ROUND}
+"""What a manifest has for `auto`."""
 
 _OuterReal = Annotated[float, Meta(ge=0, le=MAX_OUTER_REAL)]
 
@@ -41,7 +43,7 @@ class _Outer(msgspec.Struct, frozen=True, rename=lambda name: f"hv.{name}"):
     outer_lr: _OuterReal | None = None
     outer_momentum: _OuterReal | None = None
     num_fragments: Annotated[int, Meta(ge=0, le=MAX_FRAGMENTS)] | None = None
-    overlap_steps: Annotated[int, Meta(ge=0, le=MAX_LOCAL_STEPS)] | None = None
+    overlap_steps: Annotated[int, Meta(ge=AS_LONG_AS_THE_ROUND, le=MAX_LOCAL_STEPS)] | None = None
     aggregation: Rule | None = None
     max_weight: Annotated[float, Meta(ge=1, le=MAX_OUTER_REAL)] | None = None
     trim: Annotated[float, Meta(gt=0, le=0.5)] | None = None
@@ -103,9 +105,8 @@ def _told_apart(field: str, ours: Mapping[str, Scalar], theirs: Mapping[str, Sca
         unlike = [name for name in sorted(here) if here[name] != there.get(name)][:_MAX_MEMBERS]
         if unlike:
             return _listed(here, unlike), _listed(there, unlike)
-    if field == "hv.local_time":
-        # A learned one is 0 in a manifest.
-        typed = ["auto" if side[field] == 0 else side[field] for side in (ours, theirs)]
+    if field in _AUTO:
+        typed = ["auto" if side[field] == _AUTO[field] else side[field] for side in (ours, theirs)]
         return _short(typed[0]), _short(typed[1])
     return _short(ours[field]), _short(theirs[field])
 

@@ -5,7 +5,8 @@ rebased: new anchor + (local - old anchor). Its next work contains the late work
 trained (`based_on`).
 
 Going ahead: a worker that waits for a commit which a fault delays trains on in the next epoch. The work it has handed
-over stays unchanged; what it trains meanwhile is put on top of the result.
+over stays unchanged; what it trains meanwhile is put on top of the result. With --hv.overlap-steps auto workers always
+go ahead.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class LateWork:
             return False
         others = self.swarm.roster - {self.catch_up.me}
         is_troubled = bool(round_.failures) or not all(map(self.swarm.is_live, others))
-        if not turn.passed(worker.ready_at + self.timing.patience_s(is_troubled=is_troubled)):
+        patience_s = self.timing.patience_s(is_troubled=is_troubled)
+        if not self.settings.never_waits and not turn.passed(worker.ready_at + patience_s):
             return False
         worker.is_ahead = True
         turn.do(GoAhead(worker.epoch + 1, round_.next_data_base, self.epoch_s()))
@@ -88,7 +90,10 @@ class LateWork:
         own, steps, roster = self.worker.step_s, self.settings.steps_per_epoch, self.swarm.roster
         # Only members: whoever likes can come and claim to be fast.
         others = [s.step_s for peer_id, s in self.swarm.live() if peer_id in roster and s.step_s > 0]
-        return best_epoch_s(own, others, steps, self.timing.learned_round_s) if own and others else 0.0
+        if not own or not others:
+            return 0.0
+        hides_rounds = self.settings.never_waits
+        return best_epoch_s(own, others, steps, self.timing.learned_round_s, hides_rounds=hides_rounds)
 
     def entry_step(self, turn: Turn, head: str = "") -> int:
         """The local step at which the worker joins the peers that train on `head`; default: this peer's own head."""

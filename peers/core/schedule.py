@@ -7,7 +7,8 @@ local_steps / P inner steps, and epoch e averages fragment e mod P. One fragment
 With overlap the weights of the fragment are handed over `overlap_steps` before the epoch's end, and their average is
 merged at its end; the round takes place during those steps. At most one round runs at a time. An overlap of all but one
 step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer continues from its own fresh
-progress, and the other peers' progress reaches it one epoch late.
+progress, and the other peers' progress reaches it one epoch late. With --hv.overlap-steps
+auto weights are handed over at the epoch's end, training goes on at once, and the average is merged when it is there.
 
 With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
 slow peer. A peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from peers.errors import UserError
 
 DEFAULT_LOCAL_STEPS = 500
+AS_LONG_AS_THE_ROUND = -1
+"""`overlap_steps` where training never waits for a round (--hv.overlap-steps auto)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class Schedule:
     """Inner steps between two averagings of one fragment (H)."""
     num_fragments: int = 1
     overlap_steps: int = 0
-    """Inner steps trained while a round takes place (tau)."""
+    """Inner steps trained while a round takes place (tau); AS_LONG_AS_THE_ROUND: as many as fit."""
     mixing: float | None = None
     """Weight of the local weights when an overlapped average is merged (alpha); None: keep all local progress."""
     local_time_s: float | None = None
@@ -46,7 +49,7 @@ class Schedule:
                 f"--hv.local-steps {self.local_steps} does not divide by --hv.num-fragments {self.num_fragments}; "
                 f"{-(-self.local_steps // self.num_fragments) * self.num_fragments} steps would do"
             )
-        if not 0 <= self.overlap_steps < self.steps_per_epoch:
+        if not AS_LONG_AS_THE_ROUND <= self.overlap_steps < self.steps_per_epoch:
             raise UserError(
                 f"--hv.overlap-steps {self.overlap_steps} must be less than the {self.steps_per_epoch} steps between "
                 "two rounds (--hv.local-steps divided by --hv.num-fragments)"
@@ -66,6 +69,11 @@ class Schedule:
     @property
     def steps_per_epoch(self) -> int:
         return self.local_steps // self.num_fragments
+
+    @property
+    def never_waits(self) -> bool:
+        """Whether training goes on at once when weights have been handed over, however long their round takes."""
+        return self.overlap_steps == AS_LONG_AS_THE_ROUND
 
     @property
     def seconds_per_epoch(self) -> float | None:
@@ -94,7 +102,7 @@ class Schedule:
         The run's last epoch has no overlap: no training is left during which its round could take place.
         """
         is_last = end_step is not None and (epoch + 1) * self.steps_per_epoch >= end_step
-        return self.steps_per_epoch if is_last else self.steps_per_epoch - self.overlap_steps
+        return self.steps_per_epoch if is_last else self.steps_per_epoch - max(0, self.overlap_steps)
 
     def final_epoch(self, end_step: int) -> int:
         """Epochs in a run of `end_step` nominal steps: at its end every fragment is averaged once more."""

@@ -27,8 +27,8 @@ LEAST_GRACE_SHARE = 0.1
 """The least grace as a share of an epoch: training steps vary by that much."""
 PATIENCE, PATIENCE_BEATS = 1.25, 1.0
 """A commit is late after this many usual waits and this many heartbeats more. A busy machine alone delays one by less
-than a heartbeat: a run without faults is to be the same, bit for bit, each time. A worker that idles for longer has lost
-its time, and training meanwhile costs little: the average is merged that many steps later."""
+than a heartbeat, and a run without faults is to be the same, bit for bit, each time. A worker that idles for longer
+has lost its time, and training meanwhile costs little: the average is merged that many steps later."""
 DEVIATIONS = 6.0
 """The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4

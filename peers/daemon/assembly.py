@@ -56,6 +56,7 @@ def assembled(
             steps_per_epoch=schedule.steps_per_epoch,
             num_fragments=schedule.num_fragments,
             epoch_s=schedule.seconds_per_epoch,
+            never_waits=schedule.never_waits,
             aggregation=aggregation,
             quorum=config.quorum,
             grace_s=config.grace_s,

@@ -85,7 +85,7 @@ class WorkerMonitor:
             end_step=min(ends, default=0),
             step_s=self.pace.step_s,
             compression=str(manifest.get("hv.compression") or "fp32"),
-            overlap_steps=schedule.overlap_steps,
+            overlaps=schedule.overlap_steps != 0,
         )
 
     @property

@@ -35,7 +35,7 @@ def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
     if report is None:
         return PeerFacts(world_rank=said.world_rank, state=state, doing=state, gone_s=_gone_s(peer, now))
     figures, rounds = report.figures, list(peer.rounds)[-_LAST_ROUNDS:]
-    hidden = bool(figures.overlap_steps)
+    hidden = figures.overlaps
     return PeerFacts(
         world_rank=said.world_rank,
         state=state,

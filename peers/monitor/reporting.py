@@ -38,7 +38,7 @@ class RunFigures:
     end_step: int = 0
     step_s: float = 0.0
     compression: str = ""
-    overlap_steps: int = 0
+    overlaps: bool = False
 
 
 class Reporting:
@@ -81,7 +81,7 @@ class Reporting:
             end_step=run.end_step,
             step_s=run.step_s,
             compression=run.compression,
-            overlap_steps=run.overlap_steps,
+            overlaps=run.overlaps,
             num_rounds=journal.num_rounds,
             num_failures=journal.num_failures,
             num_worker_losses=journal.num_worker_losses,

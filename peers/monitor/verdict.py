@@ -211,7 +211,7 @@ def _slow_links(swarm: SwarmFacts) -> Iterator[str]:
     lighter = lighter_compression(there[0].compression, SHARE_OF_EPOCH / share) if rates else None
     links = f"links carry {short_figure(8 * min(rates))}bit/s, " if rates else ""
     fix = f"--hv.compression {lighter}" if lighter else "more --hv.local-steps"
-    yield f"{links}averaging takes {share:.0%} of the time: try {fix} or --hv.overlap-steps"
+    yield f"{links}averaging takes {share:.0%} of the time: try {fix} or --hv.overlap-steps auto"
 
 
 def _losses(swarm: SwarmFacts) -> Iterator[str]:

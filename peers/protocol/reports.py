@@ -169,7 +169,8 @@ class Figures(_Told, frozen=True):
     step_s: Real = 0.0
     """Recent seconds per inner step; 0: not known."""
     compression: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
-    overlap_steps: Count = 0
+    overlaps: bool = False
+    """Whether rounds take place while training goes on."""
 
 
 class Standing(_Told, frozen=True):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from tests.support.swarm import LightSwarm, wait_until
 
 STREAMING = {"hv.num_fragments": 2, "hv.overlap_steps": 3, "hv.compression": "int4"}
@@ -64,9 +65,13 @@ def test_a_straggler_that_misses_fragments_catches_up_and_counts_again(streaming
     light.check_digests()
 
 
-def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(swarm):
+@pytest.mark.parametrize("overlap", [2, AS_LONG_AS_THE_ROUND])
+def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(swarm, overlap):
     light = swarm(local_steps=6, max_steps=24, optimizer="adamw")
-    light.worker_module, light.manifest = "tests.support.torch_worker", {**STREAMING, "hv.overlap_steps": 2}
+    light.worker_module, light.manifest = (
+        "tests.support.torch_worker",
+        {**STREAMING, "hv.overlap_steps": overlap},
+    )
     light.start_all(3)
     light.wait_finished()
     digests = light.check_digests()

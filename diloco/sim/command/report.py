@@ -38,7 +38,9 @@ def _what(scenario: Scenario) -> str:
     said += f" of {_time(_median([peer.step_s for peer in scenario.peers]))}, {scenario.codec}"
     if schedule.num_fragments > 1:
         said += f", {schedule.num_fragments} fragments"
-    if schedule.overlap_steps:
+    if schedule.never_waits:
+        said += ", overlapped rounds"
+    elif schedule.overlap_steps:
         said += f", {schedule.overlap_steps} steps of overlap"
     return said
 

@@ -60,6 +60,7 @@ class CostSwarm:
             steps_per_epoch=scenario.schedule.steps_per_epoch,
             num_fragments=scenario.schedule.num_fragments,
             epoch_s=scenario.schedule.seconds_per_epoch,
+            never_waits=scenario.schedule.never_waits,
             attempt_timeout_s=scenario.averaging_timeout_s or float("inf"),
             founders_timeout_s=scenario.restart_s,
             galaxy_size=len(scenario.peers),
@@ -105,7 +106,7 @@ class CostSwarm:
         """End the simulation once all members of the last commit that are still alive train on top of it."""
         last = self._last_epoch
         self._is_over = self.newest.plan.epoch >= last and all(
-            self._lives[rank].worker.epoch >= last
+            self._lives[rank].worker.epoch >= last and not self._lives[rank].worker.is_ahead
             for rank in self._last_members
             if self._lives[rank].is_running and self._lives[rank].certificate is not None
         )

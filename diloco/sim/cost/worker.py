@@ -77,7 +77,7 @@ class Worker:
         self._trains_since: float | None = None
         self._blocked_since: float | None = None
         self._blocked_s = 0.0
-        self._is_ahead = False
+        self.is_ahead = False
         """Whether it trains in the next epoch because its commit is late."""
         self._ahead_to: tuple[int, float] | None = None
         """The epoch in which to go ahead as soon as it would be blocked, and how long that may last; None: not yet."""
@@ -114,7 +114,7 @@ class Worker:
         self._answer = answer
         if answer.counts:
             self._handed = Work()
-        if self._is_ahead and self._blocked_since is None:
+        if self.is_ahead and self._blocked_since is None:
             self._train(self.local_step)
             self._trains_since, self._blocked_since = None, self._clock.now
         if self._blocked_since is not None:
@@ -123,19 +123,19 @@ class Worker:
     def go_ahead(self, epoch: int, epoch_s: float) -> None:
         """The round takes long: train in the next epoch as soon as the worker would be blocked."""
         self._ahead_to = epoch, epoch_s
-        if self._blocked_since is not None and self._answer is None and not self._is_ahead:
+        if self._blocked_since is not None and self._answer is None and not self.is_ahead:
             self._train_ahead(epoch, epoch_s)
 
     def _train_ahead(self, epoch: int, epoch_s: float) -> None:
         now, steps = self._clock.now, self._schedule.steps_per_epoch
         assert self._blocked_since is not None
         self._blocked_s += now - self._blocked_since
-        self._blocked_since, self._ahead_to, self._is_ahead = None, None, True
+        self._blocked_since, self._ahead_to, self.is_ahead = None, None, True
         self.epoch, self._began_at, self._began_with, self._trains_since = epoch, now, 0, now
         self._nominal_s = nominal_step_s(self._pace, steps, epoch_s)
 
         def end() -> None:
-            if self._is_ahead and self._began_at == now:
+            if self.is_ahead and self._began_at == now:
                 self._collect(steps)
 
         self._after(steps * self._nominal_s, end)
@@ -155,7 +155,7 @@ class Worker:
         self._trains_since, self._blocked_since = None, self._clock.now
         if self._answer is not None:
             self._merge()
-        elif self._ahead_to is not None and not self._is_ahead:
+        elif self._ahead_to is not None and not self.is_ahead:
             self._train_ahead(*self._ahead_to)
 
     def _merge(self) -> None:
@@ -163,8 +163,8 @@ class Worker:
         answer, self._answer = self._answer, None
         took_s = self._bytes / self._machine.take
         blocked_s = self._blocked_s + self._clock.now - self._blocked_since + took_s
-        done = self.local_step if self._is_ahead and answer.epoch == self.epoch else 0
-        self._blocked_since, self._ahead_to, self._is_ahead = None, None, False
+        done = self.local_step if self.is_ahead and answer.epoch == self.epoch else 0
+        self._blocked_since, self._ahead_to, self.is_ahead = None, None, False
         # Work that is in no commit is handed over again with the next fragment.
         self._pending.steps += self._handed.steps
         self._pending.seconds += self._handed.seconds

@@ -33,6 +33,17 @@ def test_no_other_length_trains_more(round_s):
     assert rate(paces, 20, round_s, best) >= max(rate(paces, 20, round_s, other) for other in others) - 1e-9
 
 
+@pytest.mark.parametrize("round_s", [0.0, 5.0, 18.0, 30.0, 60.0, 200.0])
+def test_where_rounds_are_hidden_no_other_length_trains_more(round_s):
+    paces = [0.7, 1.0, 1.1, 2.5, 4.0]
+    best = best_epoch_s(paces[0], paces[1:], 20, round_s, hides_rounds=True)
+
+    def hidden(epoch_s: float) -> float:
+        return sum(min(20, epoch_s / pace) for pace in paces) / max(epoch_s, round_s)
+
+    assert hidden(best) >= max(hidden(0.1 * number) for number in range(1, 2000)) - 1e-9
+
+
 def test_a_peer_that_claims_to_be_very_fast_shortens_epochs_only_so_far():
     honest = best_epoch_s(1.0, [1.0] * 3, 50, round_s=0.0)
     assert best_epoch_s(1.0, [*[1.0] * 3, 1e-9], 50, round_s=0.0) == honest / FASTEST

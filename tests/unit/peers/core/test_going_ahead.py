@@ -1,9 +1,12 @@
 """A worker whose commit meets with a fault trains on meanwhile (late_work.py)."""
 
+from dataclasses import replace
+
 import pytest
 
 from peers.core import effects, events
 from peers.core.timing import ENOUGH_ROUNDS, PATIENCE_BEATS
+from tests.unit.peers.core.made import SETTINGS
 from tests.unit.peers.core.pump import Pump
 
 TRAIN_S = 5.0
@@ -24,6 +27,17 @@ def test_nobody_goes_ahead_in_a_swarm_that_is_well():
     pump = running_swarm()
     assert pump.reach(ENOUGH_ROUNDS + 6, 120)
     assert [ahead(pump, name) for name in "abc"] == [[], [], []]
+
+
+def test_where_rounds_are_overlapped_however_long_they_take_all_go_ahead_at_once():
+    pump = Pump("abc", settings=replace(SETTINGS, never_waits=True), train_s=TRAIN_S)
+    pump.reduce_s = 0.8 * TRAIN_S
+    assert pump.reach(4, 60)
+    for name in "abc":
+        ready_at = [at for at, effect in pump[name].done if isinstance(effect, effects.Reduce)]
+        went_at = [at for at, effect in pump[name].done if isinstance(effect, effects.GoAhead)]
+        assert len(went_at) >= 4
+        assert all(went <= ready for went, ready in zip(went_at, ready_at, strict=False))
 
 
 def test_who_has_lost_its_quorum_trains_on_in_the_epoch_that_is_to_follow():

@@ -52,7 +52,7 @@ def test_a_manifest_in_order_is_taken_and_so_is_one_that_leaves_all_to_the_liter
         {"hv.num_fragments": 4097},
         {"hv.num_fragments": 2.0},
         {"hv.local_steps": 500, "hv.num_fragments": 3},
-        {"hv.overlap_steps": -1},
+        {"hv.overlap_steps": -2},
         {"hv.overlap_steps": 500},
         {"hv.aggregation": "median"},
         {"hv.aggregation": 1},

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.core.schedule import Schedule
+from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
 from peers.errors import UserError
 
 
@@ -16,6 +16,12 @@ def test_weights_leave_before_the_epochs_end_but_for_the_runs_last():
     schedule = Schedule(local_steps=10, overlap_steps=3)
     assert [schedule.leaves_at(epoch, 25) for epoch in range(3)] == [7, 7, 10]
     assert schedule.leaves_at(2, None) == 7
+
+
+def test_with_the_overlap_left_open_weights_leave_at_the_epochs_end():
+    schedule = Schedule(local_steps=10, overlap_steps=AS_LONG_AS_THE_ROUND)
+    assert schedule.never_waits
+    assert schedule.leaves_at(0, None) == 10
 
 
 @pytest.mark.parametrize(("end_step", "final"), [(1, 3), (4, 3), (5, 4), (8, 4)])

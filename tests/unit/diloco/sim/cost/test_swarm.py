@@ -11,7 +11,7 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL, Machine
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
 from diloco.sim.cost.swarm import CostSwarm, simulate
-from peers.core.schedule import Schedule
+from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
 from peers.reduce.codecs import codec_named
 from tests.support.optimal_shares import optimal_seconds
 
@@ -91,6 +91,13 @@ def test_the_one_epoch_delay_hides_a_round_as_long_as_an_epoch():
     figures = simulate(scenario(mbps=24.0, schedule=schedule))
     assert 8.0 < figures.parts.round_s < 9.9
     assert figures.utilisation == pytest.approx(1.0, rel=1e-6)
+
+
+def test_where_the_overlap_is_left_open_nobody_waits_for_a_round_shorter_than_an_epoch():
+    never_waits = Schedule(local_steps=100, overlap_steps=AS_LONG_AS_THE_ROUND)
+    figures = simulate(scenario(mbps=24.0, schedule=never_waits))
+    assert 8.0 < figures.parts.round_s < 9.9
+    assert figures.utilisation == pytest.approx(1.0, rel=5e-3)
 
 
 def test_uneven_links_are_used_as_well_as_the_shares_allow():

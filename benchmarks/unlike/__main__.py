@@ -1,8 +1,12 @@
 """Peers of different speed in one swarm: how busy the fast ones are, and what all of them train together.
 
+    python -m benchmarks.unlike [--seconds 90] [--quick]
+    python -m benchmarks.unlike --losses [--seconds 200]
+
 Six peers behind links of 50 Mbit/s, but one behind a tenth of that. Another one is four times slower than the rest. The
 loops use the product with the steps of benchmarks/light_loop.py, which sleep as if for a device. A peer is busy while
-it trains its steps. The steps per second are those of all peers together; all of them are averaged.
+it trains its steps. The steps per second are those of all peers together; all of them are averaged. --losses trains
+the convergence study's model instead, and compares losses after equal time (losses.py).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from benchmarks.lab import Lab, Link, unavailable
 from benchmarks.light_loop import Loop
 from benchmarks.record import Result, parser, report
 from benchmarks.swarm_harness import Job, Swarm
+from benchmarks.unlike import losses
 from benchmarks.wan.rounds import COORDINATOR, seat
 
 _STEP_S = 0.2
@@ -34,7 +39,9 @@ _ARMS = {
         *("--hv.local-time", "auto", "--hv.num-fragments", "2"),
         *("--hv.overlap-steps", "10"),
     ),
+    "and --hv.overlap-steps auto": ("--hv.local-time", "auto", "--hv.overlap-steps", "auto"),
 }
+_WITH_LOSSES = ("blocking", "--hv.local-time auto", "and --hv.overlap-steps auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +56,20 @@ class Setting:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--seconds", type=float, help="length of each measurement; default 90")
+    flags.add_argument(
+        "--seconds", type=float, help="length of each measurement; default 90, with --losses 200"
+    )
+    flags.add_argument("--losses", action="store_true", help="compare losses after equal time")
     chosen = flags.parse_args()
     if (reason := unavailable()) is not None:
         sys.exit(f"benchmarks.unlike: {reason}")
+    if chosen.losses:
+        compared = losses.Setting(seconds=chosen.seconds or (12.0 if chosen.quick else 200.0))
+        if chosen.quick:
+            compared = replace(compared, num_peers=3, seeds=(1,), local_steps=10, eval_tokens=8192)
+        rows = losses.measured(compared, {case: _ARMS[case] for case in _WITH_LOSSES})
+        report("unlike", rows, chosen.json)
+        return
     setting = Setting()
     if chosen.quick:
         setting = Setting(num_peers=3, megabytes=1, local_steps=8, window_s=8.0)

@@ -1,0 +1,107 @@
+"""The loss that peers of different speed come to in equal time: the convergence study's model, whole daemons."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.convergence.run import EVAL_BATCH, curve_validation
+from benchmarks.convergence.swarm import new_replica
+from benchmarks.lab import Lab, Link
+from benchmarks.record import Result
+from benchmarks.swarm_harness import Job, Swarm
+from benchmarks.unlike.study_loop import MODEL, StudyLoop
+from benchmarks.wan.rounds import COORDINATOR, seat
+from diloco.data.batches import open_data
+from diloco.data.tokenizer import load_tokenizer
+from diloco.outer.world import World
+from diloco.train.evaluation import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Five peers of one speed and a slower one; all but one have links of `mbps`."""
+
+    scale: str = "80k"
+    num_peers: int = 6
+    mbps: float = 15.0
+    """For a model of 80 thousand weights: a round takes less than a second, and three over the thin link."""
+    thin: float = 0.1
+    slower: float = 4.0
+    step_s: float = 0.1
+    local_steps: int = 40
+    seconds: float = 200.0
+    lr: float = 4e-3
+    seeds: Sequence[int] = (1, 2, 3)
+    eval_tokens: int = 131_072
+
+
+def measured(setting: Setting, arms: dict[str, tuple[str, ...]]) -> list[Result]:
+    """All arms once for each seed, in turn."""
+    links = [Link(up_mbps=setting.mbps, down_mbps=setting.mbps, delay_ms=10)] * setting.num_peers
+    thin = setting.thin * setting.mbps
+    links[-2] = Link(up_mbps=thin, down_mbps=thin, delay_ms=10)
+    losses: dict[str, list[float]] = defaultdict(list)
+    rates: dict[str, list[float]] = defaultdict(list)
+    with Lab([*links, COORDINATOR]) as lab:
+        for seed in setting.seeds:
+            for case, flags in arms.items():
+                loss, steps = _trained(lab, setting, flags, seed)
+                losses[case].append(loss)
+                rates[case].append(steps / setting.seconds)
+                print(f"{case}, seed {seed}: {loss:.4f} nats a byte, {steps} steps", flush=True)
+    first = next(iter(arms))
+    rows = []
+    for case in arms:
+        rows.append(Result.of(case, "held-out loss", "nats/byte", losses[case]))
+        rows.append(Result.of(case, "all peers", "steps/s", rates[case]))
+        if case != first:
+            pairs = zip(losses[case], losses[first], strict=True)
+            rows.append(Result.of(case, f"loss against {first}", "%", [100 * (a / b - 1) for a, b in pairs]))
+    return rows
+
+
+def _trained(lab: Lab, setting: Setting, flags: tuple[str, ...], seed: int) -> tuple[float, int]:
+    """Held-out loss of the last commit of most peers, and the steps of all peers."""
+    slow = setting.num_peers - 1
+    loop = StudyLoop(
+        scale=setting.scale,
+        seed=seed,
+        lr=setting.lr,
+        local_steps=setting.local_steps,
+        wait_s=setting.step_s,
+        seconds=setting.seconds,
+    )
+    job = Job(
+        loop=loop,
+        worker="benchmarks.unlike.study_loop",
+        local_steps=setting.local_steps,
+        is_gated=False,
+        flags=flags,
+        slower={slow: setting.slower},
+    )
+    seats = [seat(lab, peer) for peer in range(setting.num_peers)]
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Swarm(job, Path(directory), seats, coordinator=seat(lab, setting.num_peers)) as swarm,
+    ):
+        swarm.wait_for_end()
+        ends = [peer.records[-1] for peer in swarm.peers]
+        # Who had handed over one more epoch when the time was over may have averaged it with few others.
+        with_most = max(range(setting.num_peers), key=lambda rank: ends[rank]["num_contributors"])
+        model = torch.load(swarm.peers[with_most].directory / MODEL, weights_only=True)
+    return _loss(loop, model, setting.eval_tokens), sum(end["step"] for end in ends)
+
+
+def _loss(loop: StudyLoop, weights: dict[str, torch.Tensor], num_tokens: int) -> float:
+    config = loop.job.scale.train_config(loop.seed)
+    validation = open_data(config, load_tokenizer(config.path_model)).validation()
+    inner = new_replica(loop.job, num_fragments=1).inner
+    inner.model.load_state_dict(weights)
+    windows = curve_validation(validation, num_tokens)
+    return evaluate(inner, windows, world=World(), micro_batch_size=EVAL_BATCH).loss

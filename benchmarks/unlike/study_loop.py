@@ -1,0 +1,90 @@
+"""Trains the convergence study's model in a swarm, with steps that last as long as they are told to.
+
+    diloco peer ... --worker "python -m benchmarks.unlike.study_loop '{\"scale\": \"80k\", ...}'"
+
+So several peers with real losses share few cores: a step computes, and then sleeps for the rest of its time. Learning
+rates follow the clock, so that each run is at its end when its time is over. What is left then is averaged, and the
+model written beside the history.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.convergence.settings import SCALES, Arm, Job
+from benchmarks.convergence.swarm import new_replica
+from diloco.data.batches import open_data
+from diloco.data.sampling import Block, step_offsets
+from diloco.data.tokenizer import load_tokenizer
+from diloco.outer.diloco import Diloco
+from diloco.train.optim import learning_rate
+
+MODEL = "model.pt"
+_RATES = 1000
+"""The learning rate changes so many times in a run."""
+_WARMUP = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyLoop:
+    """What one peer trains, and for how long."""
+
+    scale: str
+    seed: int
+    lr: float
+    local_steps: int
+    wait_s: float
+    """The length of a step."""
+    seconds: float
+    """How long to train, from the first step on."""
+    history: str = ""
+    """Path of the JSONL file of records."""
+    gate: str = ""
+    """Not used."""
+
+    @property
+    def job(self) -> Job:
+        scale = replace(SCALES[self.scale], local_steps=self.local_steps)
+        return Job(scale=scale, arm=Arm(name="unlike"), seed=self.seed, inner_lr=self.lr, outer_lr=0.0)
+
+
+def main(loop: StudyLoop) -> None:
+    torch.set_num_threads(1)
+    scale = loop.job.scale
+    config = scale.train_config(loop.seed)
+    source = open_data(config, load_tokenizer(config.path_model))
+    inner = new_replica(loop.job, num_fragments=1).inner
+    outer = Diloco(inner.model)
+    number, began_at = 0, time.monotonic()
+    with Path(loop.history).open("a", encoding="utf-8") as history:
+
+        def record(kind: str, **fields: object) -> None:
+            history.write(json.dumps({**fields, "kind": kind, "time": time.monotonic()}) + "\n")
+            history.flush()
+
+        record("start", epoch=outer.epoch, world_rank=outer.world_rank)
+        while (elapsed_s := time.monotonic() - began_at) < loop.seconds:
+            at, number = outer.position, number + 1
+            block = Block(epoch=at.epoch, world_rank=outer.world_rank or 0, data_base=at.data_base)
+            samples = source.read(block, step_offsets(at.local_step, total_batch_size=scale.peer_batch_size))
+            done = int(_RATES * elapsed_s / loop.seconds)
+            lr = learning_rate(done, peak=loop.lr, warmup_steps=_WARMUP, total_steps=_RATES)
+            inner.step(torch.from_numpy(samples), lr=lr)
+            time.sleep(max(0.0, began_at + elapsed_s + loop.wait_s - time.monotonic()))
+            commit = outer.step(num_tokens=scale.peer_batch_size * scale.seq_length)
+            if commit is not None:
+                record("epoch", step=number, **asdict(commit))
+        outer.finish()
+        torch.save(inner.model.state_dict(), Path(loop.history).with_name(MODEL))
+        last = outer.last_commit
+        record("end", step=number, num_contributors=len(last.contributors) if last else 0)
+
+
+if __name__ == "__main__":
+    main(StudyLoop(**json.loads(sys.argv[1])))
