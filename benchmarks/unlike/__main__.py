@@ -68,14 +68,14 @@ def main() -> None:
         if chosen.quick:
             compared = replace(compared, num_peers=3, seeds=(1,), local_steps=10, eval_tokens=8192)
         rows = losses.measured(compared, {case: _ARMS[case] for case in _WITH_LOSSES})
-        report("unlike", rows, chosen.json)
+        report("unlike", rows, chosen.json, keeps=True)
         return
     setting = Setting()
     if chosen.quick:
         setting = Setting(num_peers=3, megabytes=1, local_steps=8, window_s=8.0)
     if chosen.seconds:
         setting = replace(setting, window_s=chosen.seconds)
-    report("unlike", measured(setting, quick=chosen.quick), chosen.json)
+    report("unlike", measured(setting, quick=chosen.quick), chosen.json, keeps=True)
 
 
 def measured(setting: Setting, *, quick: bool = False) -> list[Result]:

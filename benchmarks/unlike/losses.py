@@ -58,11 +58,12 @@ def measured(setting: Setting, arms: dict[str, tuple[str, ...]]) -> list[Result]
     first = next(iter(arms))
     rows = []
     for case in arms:
-        rows.append(Result.of(case, "held-out loss", "nats/byte", losses[case]))
-        rows.append(Result.of(case, "all peers", "steps/s", rates[case]))
+        shown = f"trained, {case}"
+        rows.append(Result.of(shown, "held-out loss", "nats/byte", losses[case]))
+        rows.append(Result.of(shown, "all peers", "steps/s", rates[case]))
         if case != first:
             pairs = zip(losses[case], losses[first], strict=True)
-            rows.append(Result.of(case, f"loss against {first}", "%", [100 * (a / b - 1) for a, b in pairs]))
+            rows.append(Result.of(shown, f"loss against {first}", "%", [100 * (a / b - 1) for a, b in pairs]))
     return rows
 
 
