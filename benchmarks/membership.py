@@ -111,7 +111,7 @@ def start_all(swarm: LightSwarm, num_peers: int) -> list[LightPeer]:
 
 def coming(swarm: LightSwarm) -> list[LightPeer]:
     """The peers that are not in the swarm yet. Restarts those that have given up because the machine was too busy."""
-    found = [peer for peer in swarm.peers.values() if "in the swarm; " not in peer.log]
+    found = [peer for peer in swarm.peers.values() if "joined the swarm" not in peer.log]
     for peer in found:
         if peer.process.exitcode is not None:
             assert swarm.num_started <= _MAX_STARTS * len(swarm.peers), f"peers do not live: {peer.error}"
