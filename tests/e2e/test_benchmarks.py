@@ -1,0 +1,27 @@
+"""Benchmarks that start whole swarms run to their end with `--quick`. Their figures are not judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.lab import unavailable
+
+IN_A_LABORATORY = {"overlap", "unlike", "unlike --losses"}
+"""They need namespaces, and links of their own making."""
+NAMES = ["membership", "rollouts", "saving", *sorted(IN_A_LABORATORY)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_to_its_end_and_writes_its_figures(start, tmp_path, name):
+    if name in IN_A_LABORATORY and (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    module, *flags = name.split()
+    figures = tmp_path / "figures.json"
+    command = start(sys.executable, "-m", f"benchmarks.{module}", *flags, "--quick", "--json", figures)
+    assert command.wait(300) == 0, command.stdout + command.stderr
+    rows = json.loads(figures.read_text())["results"]
+    assert rows and all(row["runs"] >= 1 for row in rows)
