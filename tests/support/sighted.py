@@ -66,6 +66,7 @@ def figures_of(**told: Any) -> Figures:
             "loss": None,
             "hardware": "",
             "compression": "",
+            "overlaps": False,
             **told,
         }
     )
