@@ -28,7 +28,19 @@ _GATE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class Paced:
+    """What a swarm (swarm_harness.py) tells the loop of each of its peers."""
+
+    wait_s: float = 0.0
+    """Time that a step sleeps in addition."""
+    history: str = ""
+    """Path of the JSONL file."""
+    gate: str = ""
+    """Path of a file with the number of the last epoch that may end; empty: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop(Paced):
     """The size of the model and the cost of a step."""
 
     numel: int
@@ -36,8 +48,6 @@ class Loop:
     num_layers: int = 1
     num_products: int = 0
     """Matrix products per step, which take CPU time."""
-    wait_s: float = 0.0
-    """Time that a step sleeps in addition."""
     move_parts: int = 1
     """A step changes one of this many parts of the weights, in turns."""
     max_epochs: int = 3
@@ -45,10 +55,6 @@ class Loop:
     """If not 0, trains without a swarm for this many steps."""
     record_steps: int = 0
     """Without a swarm, steps between two records."""
-    history: str = ""
-    """Path of the JSONL file."""
-    gate: str = ""
-    """Path of a file with the number of the last epoch that may end; empty: no limit."""
 
 
 def main(loop: Loop) -> None:

@@ -19,12 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.light_loop import Loop
-
-if TYPE_CHECKING:
-    from benchmarks.unlike.study_loop import StudyLoop
+from benchmarks.light_loop import Paced
 
 _ROOT = Path(__file__).parent.parent
 _START_TIMEOUT_S = 120.0
@@ -52,7 +49,7 @@ class Seat:
 class Job:
     """The training loop of the peers, and their flags."""
 
-    loop: Loop | StudyLoop
+    loop: Paced
     worker: str = "benchmarks.light_loop"
     """The module that runs the loop."""
     local_steps: int = 1

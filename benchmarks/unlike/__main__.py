@@ -12,23 +12,18 @@ the convergence study's model instead, and compares losses after equal time (los
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import Lab, Link, unavailable
+from benchmarks.lab import Lab, unavailable
 from benchmarks.light_loop import Loop
 from benchmarks.record import Result, parser, report
-from benchmarks.swarm_harness import Job, Swarm
-from benchmarks.unlike import losses
-from benchmarks.wan.rounds import COORDINATOR, seat
+from benchmarks.swarm_harness import Job
+from benchmarks.unlike import losses, peers
 
 _STEP_S = 0.2
-_SLOWER = 4.0
-_THIN = 0.1
 _UP_MBPS = 50.0
 _WARM_UP_EPOCHS = 4
 """In the first nothing is known of speeds, and waiting times are learned in these."""
@@ -47,7 +42,6 @@ _WITH_LOSSES = ("blocking", "--hv.local-time auto", "and --hv.overlap-steps auto
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     num_peers: int = 6
-    """The last one is slow, the one before it behind a thin link."""
     megabytes: int = 2
     """2**20 bytes of fp32 weights."""
     local_steps: int = 40
@@ -79,10 +73,8 @@ def main() -> None:
 
 
 def measured(setting: Setting, *, quick: bool = False) -> list[Result]:
-    links = [Link(up_mbps=_UP_MBPS, down_mbps=_UP_MBPS, delay_ms=10)] * setting.num_peers
-    links[-2] = Link(up_mbps=_THIN * _UP_MBPS, down_mbps=_THIN * _UP_MBPS, delay_ms=10)
     rows: list[Result] = []
-    with Lab([*links, COORDINATOR]) as lab:
+    with Lab(peers.links(setting.num_peers, _UP_MBPS)) as lab:
         for case, flags in list(_ARMS.items())[: 2 if quick else None]:
             rows += rows_of(case, rates_in_swarm(lab, setting, flags), setting)
     return rows
@@ -90,19 +82,9 @@ def measured(setting: Setting, *, quick: bool = False) -> list[Result]:
 
 def rates_in_swarm(lab: Lab, setting: Setting, flags: tuple[str, ...]) -> list[float]:
     """Steps per second of each peer, without the first epochs."""
-    slow = setting.num_peers - 1
-    job = Job(
-        loop=Loop(numel=(setting.megabytes << 20) // 4, num_layers=4, wait_s=_STEP_S, max_epochs=1 << 30),
-        local_steps=setting.local_steps,
-        is_gated=False,
-        flags=flags,
-        slower={slow: _SLOWER},
-    )
-    seats = [seat(lab, peer) for peer in range(setting.num_peers)]
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Swarm(job, Path(directory), seats, coordinator=seat(lab, setting.num_peers)) as swarm,
-    ):
+    loop = Loop(numel=(setting.megabytes << 20) // 4, num_layers=4, wait_s=_STEP_S, max_epochs=1 << 30)
+    job = Job(loop=loop, local_steps=setting.local_steps, flags=flags)
+    with peers.started(lab, job, setting.num_peers) as swarm:
         swarm.wait_for_epoch(_WARM_UP_EPOCHS)
         time.sleep(setting.window_s)
         # Rates are from commit to commit: let the epoch end in which the time is over.
@@ -120,7 +102,7 @@ def rows_of(case: str, rates: Sequence[float], setting: Setting) -> list[Result]
     return [
         Result.of(case, "busy, fast peers", "% of time", [100 * rate * _STEP_S for rate in fast]),
         Result.of(case, "busy, behind the thin link", "% of time", [100 * thin * _STEP_S]),
-        Result.of(case, "busy, slow peer", "% of time", [100 * slow * _SLOWER * _STEP_S]),
+        Result.of(case, "busy, slow peer", "% of time", [100 * slow * peers.SLOWER * _STEP_S]),
         Result.of(case, "all peers", "steps/s", [sum(rates)]),
     ]
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from benchmarks.convergence.run import EVAL_BATCH, curve_validation
 from benchmarks.convergence.swarm import new_replica
-from benchmarks.lab import Lab, Link
+from benchmarks.lab import Lab
 from benchmarks.record import Result
-from benchmarks.swarm_harness import Job, Swarm
+from benchmarks.swarm_harness import Job
+from benchmarks.unlike import peers
 from benchmarks.unlike.study_loop import MODEL, StudyLoop
-from benchmarks.wan.rounds import COORDINATOR, seat
 from diloco.data.batches import open_data
 from diloco.data.tokenizer import load_tokenizer
 from diloco.outer.world import World
@@ -25,14 +23,12 @@ from diloco.train.evaluation import evaluate
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Five peers of one speed and a slower one; all but one have links of `mbps`."""
+    """What the peers of peers.py train, and for how long."""
 
     scale: str = "80k"
     num_peers: int = 6
     mbps: float = 15.0
-    """For a model of 80 thousand weights: a round takes less than a second, and three over the thin link."""
-    thin: float = 0.1
-    slower: float = 4.0
+    """Over a tenth of this a round takes longer than the fast peers' local steps."""
     step_s: float = 0.1
     local_steps: int = 40
     seconds: float = 200.0
@@ -43,12 +39,9 @@ class Setting:
 
 def measured(setting: Setting, arms: dict[str, tuple[str, ...]]) -> list[Result]:
     """All arms once for each seed, in turn."""
-    links = [Link(up_mbps=setting.mbps, down_mbps=setting.mbps, delay_ms=10)] * setting.num_peers
-    thin = setting.thin * setting.mbps
-    links[-2] = Link(up_mbps=thin, down_mbps=thin, delay_ms=10)
     losses: dict[str, list[float]] = defaultdict(list)
     rates: dict[str, list[float]] = defaultdict(list)
-    with Lab([*links, COORDINATOR]) as lab:
+    with Lab(peers.links(setting.num_peers, setting.mbps)) as lab:
         for seed in setting.seeds:
             for case, flags in arms.items():
                 loss, steps = _trained(lab, setting, flags, seed)
@@ -69,7 +62,6 @@ def measured(setting: Setting, arms: dict[str, tuple[str, ...]]) -> list[Result]
 
 def _trained(lab: Lab, setting: Setting, flags: tuple[str, ...], seed: int) -> tuple[float, int]:
     """Held-out loss of the last commit of most peers, and the steps of all peers."""
-    slow = setting.num_peers - 1
     loop = StudyLoop(
         scale=setting.scale,
         seed=seed,
@@ -78,19 +70,8 @@ def _trained(lab: Lab, setting: Setting, flags: tuple[str, ...], seed: int) -> t
         wait_s=setting.step_s,
         seconds=setting.seconds,
     )
-    job = Job(
-        loop=loop,
-        worker="benchmarks.unlike.study_loop",
-        local_steps=setting.local_steps,
-        is_gated=False,
-        flags=flags,
-        slower={slow: setting.slower},
-    )
-    seats = [seat(lab, peer) for peer in range(setting.num_peers)]
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Swarm(job, Path(directory), seats, coordinator=seat(lab, setting.num_peers)) as swarm,
-    ):
+    job = Job(loop=loop, worker="benchmarks.unlike.study_loop", local_steps=setting.local_steps, flags=flags)
+    with peers.started(lab, job, setting.num_peers) as swarm:
         swarm.wait_for_end()
         ends = [peer.records[-1] for peer in swarm.peers]
         # Who had handed over one more epoch when the time was over may have averaged it with few others.

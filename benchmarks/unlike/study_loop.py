@@ -19,6 +19,8 @@ import torch
 
 from benchmarks.convergence.settings import SCALES, Arm, Job
 from benchmarks.convergence.swarm import new_replica
+from benchmarks.light_loop import Paced
+from benchmarks.light_worker import Recorder
 from diloco.data.batches import open_data
 from diloco.data.sampling import Block, step_offsets
 from diloco.data.tokenizer import load_tokenizer
@@ -32,21 +34,15 @@ _WARMUP = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyLoop:
-    """What one peer trains, and for how long."""
+class StudyLoop(Paced):
+    """What one peer trains, and for how long. A step lasts `wait_s` in all; epochs have no gate."""
 
     scale: str
     seed: int
     lr: float
     local_steps: int
-    wait_s: float
-    """The length of a step."""
     seconds: float
     """How long to train, from the first step on."""
-    history: str = ""
-    """Path of the JSONL file of records."""
-    gate: str = ""
-    """Not used."""
 
     @property
     def job(self) -> Job:
@@ -61,29 +57,23 @@ def main(loop: StudyLoop) -> None:
     source = open_data(config, load_tokenizer(config.path_model))
     inner = new_replica(loop.job, num_fragments=1).inner
     outer = Diloco(inner.model)
-    number, began_at = 0, time.monotonic()
-    with Path(loop.history).open("a", encoding="utf-8") as history:
-
-        def record(kind: str, **fields: object) -> None:
-            history.write(json.dumps({**fields, "kind": kind, "time": time.monotonic()}) + "\n")
-            history.flush()
-
-        record("start", epoch=outer.epoch, world_rank=outer.world_rank)
-        while (elapsed_s := time.monotonic() - began_at) < loop.seconds:
-            at, number = outer.position, number + 1
-            block = Block(epoch=at.epoch, world_rank=outer.world_rank or 0, data_base=at.data_base)
-            samples = source.read(block, step_offsets(at.local_step, total_batch_size=scale.peer_batch_size))
-            done = int(_RATES * elapsed_s / loop.seconds)
-            lr = learning_rate(done, peak=loop.lr, warmup_steps=_WARMUP, total_steps=_RATES)
-            inner.step(torch.from_numpy(samples), lr=lr)
-            time.sleep(max(0.0, began_at + elapsed_s + loop.wait_s - time.monotonic()))
-            commit = outer.step(num_tokens=scale.peer_batch_size * scale.seq_length)
-            if commit is not None:
-                record("epoch", step=number, **asdict(commit))
-        outer.finish()
-        torch.save(inner.model.state_dict(), Path(loop.history).with_name(MODEL))
-        last = outer.last_commit
-        record("end", step=number, num_contributors=len(last.contributors) if last else 0)
+    record, number, began_at = Recorder(Path(loop.history)), 0, time.monotonic()
+    record("start", epoch=outer.epoch, world_rank=outer.world_rank)
+    while (elapsed_s := time.monotonic() - began_at) < loop.seconds:
+        at, number = outer.position, number + 1
+        block = Block(epoch=at.epoch, world_rank=outer.world_rank or 0, data_base=at.data_base)
+        samples = source.read(block, step_offsets(at.local_step, total_batch_size=scale.peer_batch_size))
+        done = int(_RATES * elapsed_s / loop.seconds)
+        lr = learning_rate(done, peak=loop.lr, warmup_steps=_WARMUP, total_steps=_RATES)
+        inner.step(torch.from_numpy(samples), lr=lr)
+        time.sleep(max(0.0, began_at + elapsed_s + loop.wait_s - time.monotonic()))
+        commit = outer.step(num_tokens=scale.peer_batch_size * scale.seq_length)
+        if commit is not None:
+            record("epoch", step=number, **asdict(commit))
+    outer.finish()
+    torch.save(inner.model.state_dict(), Path(loop.history).with_name(MODEL))
+    last = outer.last_commit
+    record("end", step=number, num_contributors=len(last.contributors) if last else 0)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class Training:
     overlap: Annotated[
         int, Parameter(converter=whole_or_auto, metavar="NUMBER|auto", alias="--hv.overlap-steps")
     ] = 0
-    """Inner steps trained while a round takes place (tau); auto: as many as the round takes."""
+    """Inner steps trained while a round takes place (tau); auto: as many as the round takes, at most an epoch's."""
     codec: Annotated[CodecName, Parameter(alias="--hv.compression")] = "fp32"
     """Codec of pseudo-gradients on the wire."""
     batch_tokens: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e12)))] = 524288

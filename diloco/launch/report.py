@@ -16,6 +16,7 @@ from diloco.options.flags import TrainConfig
 from diloco.train.metrics_file import Record, Tail, size
 from diloco.train.run_dir import METRICS
 from peers.core.defaults import SHARE_OF_EPOCH, overlap_steps_for
+from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.monitor.verdict import Verdict, verdict_of
 
 _SHOWN_SHARE = 0.0005
@@ -52,11 +53,16 @@ class Summary:
 
 def summary_of(config: TrainConfig, records_of: Mapping[str, Sequence[Record]]) -> Summary:
     """`records_of` holds each peer's records in the order of writing."""
-    compression, batch = config.hv.compression, config.total_batch_size
-    if config.mode == "grpo":
-        # The records of GRPO's steps have their duration, so that their tokens need not be known.
-        return summarise(records_of, completions_per_step=batch, compression=compression)
-    return summarise(records_of, tokens_per_step=batch * config.seq_length, compression=compression)
+    batch, hv = config.total_batch_size, config.hv
+    # The records of GRPO's steps have their duration, so that their tokens need not be known.
+    is_grpo = config.mode == "grpo"
+    return summarise(
+        records_of,
+        tokens_per_step=0 if is_grpo else batch * config.seq_length,
+        completions_per_step=batch if is_grpo else 0,
+        compression=hv.compression,
+        overlaps=hv.overlap_steps == AS_LONG_AS_THE_ROUND,
+    )
 
 
 def summarise(
@@ -65,7 +71,9 @@ def summarise(
     tokens_per_step: int = 0,
     completions_per_step: int = 0,
     compression: str = "fp32",
+    overlaps: bool = False,
 ) -> Summary:
+    """`overlaps`: whether training went on during every round."""
     records = [record for peer in records_of.values() for record in peer]
     epochs = [record for record in records if record.get("kind") == "epoch"]
     times = [_time(record) for record in records if "time" in record]
@@ -76,6 +84,7 @@ def summarise(
     still_share = sum(still) / whole_s if still and whole_s > 0 else None
     waited_share = sum(waited) / whole_s if still_share is not None else 0.0
     rounds = [seconds - waiting for seconds, waiting in zip(still, waited, strict=True)]
+    rounds_share = 0.0 if overlaps else (still_share or 0.0) - waited_share
     return Summary(
         results=Rewards.of(records, completions_per_step)
         if completions_per_step
@@ -89,8 +98,10 @@ def summarise(
         ),
         still_share=still_share,
         waited_share=waited_share,
-        overlap_advice=_overlap_advice(records, rounds, (still_share or 0.0) - waited_share, tokens_per_step),
-        verdict=verdict_of(facts_of(records_of, tokens_per_step=tokens_per_step, compression=compression)),
+        overlap_advice=_overlap_advice(records, rounds, rounds_share, tokens_per_step),
+        verdict=verdict_of(
+            facts_of(records_of, tokens_per_step=tokens_per_step, compression=compression, overlaps=overlaps)
+        ),
         lost=lost_peers(records_of),
         disagreements=disagreements(records_of),
     )

@@ -12,7 +12,11 @@ from peers.monitor.verdict import PeerFacts, SwarmFacts
 
 
 def facts_of(
-    records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: int, compression: str
+    records_of: Mapping[str, Sequence[Record]],
+    *,
+    tokens_per_step: int,
+    compression: str,
+    overlaps: bool = False,
 ) -> SwarmFacts:
     """`records_of` holds each peer's records in the order of writing; peers are in the order of world ranks.
 
@@ -26,6 +30,7 @@ def facts_of(
         replace(
             _facts(rank, records, tokens_per_step, compression),
             # If no peer has finished, all were stopped together and none counts as lost.
+            overlaps=overlaps,
             state="lost" if any(has_finished) and not has_finished[rank] else "training",
         )
         for rank, records in enumerate(records_of.values())

@@ -123,10 +123,9 @@ def duration_or_auto(kind: Any, tokens: Sequence[Token]) -> float:
 
 def whole_or_auto(kind: Any, tokens: Sequence[Token]) -> int:
     """As `whole`, from 0; `auto` becomes AS_LONG_AS_THE_ROUND, which is how a peer hands it on."""
-    text = tokens[-1].value
-    number = AS_LONG_AS_THE_ROUND if text in ("auto", str(AS_LONG_AS_THE_ROUND)) else whole(kind, tokens)
+    number = AS_LONG_AS_THE_ROUND if tokens[-1].value == "auto" else whole(kind, tokens)
     if number < AS_LONG_AS_THE_ROUND:
-        raise ValueError(f"It must be auto or a number from 0, not {text}.")
+        raise ValueError(f"It must be auto or a number from 0, not {number}.")
     return number
 
 

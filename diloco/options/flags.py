@@ -118,7 +118,7 @@ class HvConfig:
         default=0, metadata=SHARED
     )
     """Inner steps to train during a round (tau), less than --hv.local-steps / --hv.num-fragments; auto: as many as the
-    round takes, so that training never waits."""
+    round takes, at most an epoch's."""
     mixing: Annotated[float | None, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
         default=None, metadata=SHARED
     )

@@ -68,11 +68,11 @@ class LateWork:
         worker, work = self.worker, self.worker.work
         if round_ is None or work is None or work.last or worker.is_ahead or worker.has_lost_work:
             return False
-        others = self.swarm.roster - {self.catch_up.me}
-        is_troubled = bool(round_.failures) or not all(map(self.swarm.is_live, others))
-        patience_s = self.timing.patience_s(is_troubled=is_troubled)
-        if not self.settings.never_waits and not turn.passed(worker.ready_at + patience_s):
-            return False
+        if not self.settings.never_waits:
+            others = self.swarm.roster - {self.catch_up.me}
+            is_troubled = bool(round_.failures) or not all(map(self.swarm.is_live, others))
+            if not turn.passed(worker.ready_at + self.timing.patience_s(is_troubled=is_troubled)):
+                return False
         worker.is_ahead = True
         turn.do(GoAhead(worker.epoch + 1, round_.next_data_base, self.epoch_s()))
         return True

@@ -7,8 +7,8 @@ local_steps / P inner steps, and epoch e averages fragment e mod P. One fragment
 With overlap the weights of the fragment are handed over `overlap_steps` before the epoch's end, and their average is
 merged at its end; the round takes place during those steps. At most one round runs at a time. An overlap of all but one
 step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer continues from its own fresh
-progress, and the other peers' progress reaches it one epoch late. With --hv.overlap-steps
-auto weights are handed over at the epoch's end, training goes on at once, and the average is merged when it is there.
+progress, and the other peers' progress reaches it one epoch late. With --hv.overlap-steps auto weights are handed over
+at the epoch's end, training goes on at once for up to an epoch, and the average is merged when it is there.
 
 With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
 slow peer. A peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the
@@ -25,7 +25,7 @@ from peers.errors import UserError
 
 DEFAULT_LOCAL_STEPS = 500
 AS_LONG_AS_THE_ROUND = -1
-"""`overlap_steps` where training never waits for a round (--hv.overlap-steps auto)."""
+"""`overlap_steps` where training waits only for rounds that take longer than an epoch (--hv.overlap-steps auto)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Schedule:
 
     @property
     def never_waits(self) -> bool:
-        """Whether training goes on at once when weights have been handed over, however long their round takes."""
+        """Whether training goes on at once, for up to an epoch, when weights have been handed over."""
         return self.overlap_steps == AS_LONG_AS_THE_ROUND
 
     @property

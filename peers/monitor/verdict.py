@@ -64,6 +64,8 @@ class PeerFacts:
     round_bytes: float = 0.0
     """Bytes that it sends in a round."""
     compression: str = ""
+    overlaps: bool = False
+    """Whether its rounds take place while training goes on, for as long as they take."""
     clock_ahead_s: float = 0.0
     """The observer's."""
     troubles: Sequence[str] = ()
@@ -211,7 +213,8 @@ def _slow_links(swarm: SwarmFacts) -> Iterator[str]:
     lighter = lighter_compression(there[0].compression, SHARE_OF_EPOCH / share) if rates else None
     links = f"links carry {short_figure(8 * min(rates))}bit/s, " if rates else ""
     fix = f"--hv.compression {lighter}" if lighter else "more --hv.local-steps"
-    yield f"{links}averaging takes {share:.0%} of the time: try {fix} or --hv.overlap-steps auto"
+    hides = "" if there[0].overlaps else " or --hv.overlap-steps auto"
+    yield f"{links}averaging takes {share:.0%} of the time: try {fix}{hides}"
 
 
 def _losses(swarm: SwarmFacts) -> Iterator[str]:

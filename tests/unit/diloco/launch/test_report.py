@@ -97,6 +97,9 @@ def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it(
     assert "; --hv.overlap-steps 4 would hide the rounds" in text_of(
         summarise(records(3.1, 1000.0), tokens_per_step=1000), {}
     )
+    overlapped = text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000, overlaps=True), {})
+    assert "averaging takes 29% of the time: try more --hv.local-steps\n" in overlapped
+    assert "--hv.overlap-steps" not in overlapped
     text = text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
     assert text.startswith(
         "verdict                 averaging takes 29% of the time: try more --hv.local-steps"

@@ -18,6 +18,7 @@ from diloco.options.trainer import (
     to_toml,
     with_shared,
 )
+from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.core.weights import Aggregation
 from peers.reduce.codecs import codec_names
 
@@ -64,6 +65,21 @@ def test_muon_has_a_rate_and_a_weight_decay_of_its_own_and_is_not_for_reinforcem
     assert (config.lr, config.weight_decay) == (0.1, 2e-3)
     with pytest.raises(UserError, match="--optimizer muon is for pretraining"):
         parse_train_config(["--optimizer", "muon"], mode="grpo")
+
+
+@pytest.mark.parametrize(
+    ("word", "steps"),
+    [("auto", AS_LONG_AS_THE_ROUND), (str(AS_LONG_AS_THE_ROUND), AS_LONG_AS_THE_ROUND), ("5", 5)],
+)
+def test_an_overlap_is_a_number_or_as_long_as_the_round(word, steps):
+    config, _ = parse_train_config(["--hv.overlap-steps", word])
+    assert config.hv.overlap_steps == steps
+
+
+@pytest.mark.parametrize("word", ["-2", "1.5", "many"])
+def test_no_other_overlap_is_taken(word):
+    with pytest.raises(UserError, match="overlap-steps"):
+        parse_train_config(["--hv.overlap-steps", word])
 
 
 def test_snake_case_means_the_same():

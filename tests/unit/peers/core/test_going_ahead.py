@@ -84,7 +84,7 @@ def test_while_a_commit_waits_for_one_that_says_nothing_the_others_train_on():
     epoch = pump["a"].peer.epoch
     assert pump.run(4, lambda: all(ahead(pump, name) for name in "abc"))
     assert {pump[name].peer.epoch for name in "abc"} == {epoch}
-    assert all(pump.now - pump[name].peer.worker.ready_at < PATIENCE_BEATS + 0.4 for name in "abc")
+    assert all(pump.now - pump[name].peer.worker.ready_at < 1.0 for name in "abc")
 
 
 @pytest.mark.parametrize(("own_step_s", "local_step"), [(0.5, 3), (4.0, 1), (0.0, 0)])

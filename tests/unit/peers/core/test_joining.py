@@ -7,6 +7,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from peers.core import joining
+from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.errors import ProtocolError
 from peers.protocol.mesh import Manifest
 from peers.protocol.wire import decode, encode
@@ -120,6 +121,10 @@ def test_a_time_that_is_learned_is_told_as_it_is_typed():
         {"hv.local_time": 0.0}, {"hv.local_time": 120.0}, {"hv.local_time"}
     )
     assert line == "hv.local_time: here 'auto', in the swarm 120.0"
+    (line,) = joining.manifest_differences(
+        {"hv.overlap_steps": AS_LONG_AS_THE_ROUND}, {"hv.overlap_steps": 5}, {"hv.overlap_steps"}
+    )
+    assert line == "hv.overlap_steps: here 'auto', in the swarm 5"
 
 
 def test_models_that_differ_go_by_their_names_and_else_by_what_differs():
