@@ -110,5 +110,6 @@ def test_peers_of_unlike_speed_find_out_how_long_an_epoch_should_take(streaming)
     lengths = [b["time"] - a["time"] for a, b in itertools.pairwise(known)]
     # The slow peer would need 4 s for its 20 steps, the fast ones need 0.8 s.
     assert max(lengths) < 2.5
-    assert all(2 <= record["num_steps"] <= 10 for record in slow.epochs if 3 <= record["epoch"] <= 6)
-    assert all(record["num_steps"] == 20 for record in known)
+    # An epoch ends by the clock, so how many steps it holds depends on how busy the machine is.
+    steps = {record["epoch"]: record["num_steps"] for record in slow.epochs}
+    assert all(record["num_steps"] > 2 * steps[record["epoch"]] >= 2 for record in known)
