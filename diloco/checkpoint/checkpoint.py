@@ -24,9 +24,10 @@ from diloco.checkpoint.choice import Candidate, to_delete
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.finder import candidates_in
 from diloco.checkpoint.mark import Mark, write_mark
+from diloco.checkpoint.opened import open_store
 from diloco.checkpoint.restore import fetched, others_state, refuse_to_begin_anew, registered, skipped_event
 from diloco.checkpoint.saver import Saver
-from diloco.checkpoint.store import Store, open_store
+from diloco.checkpoint.store import Store
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco, OuterFiles, Restored

@@ -19,8 +19,9 @@ from diloco.checkpoint.choice import Candidate, newest_first
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.finder import candidates_in, named_in, split
 from diloco.checkpoint.mark import Damaged, problems_of
+from diloco.checkpoint.opened import open_store
 from diloco.checkpoint.shards import read
-from diloco.checkpoint.store import Store, open_store
+from diloco.checkpoint.store import Store
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, save_pretrained_dir

@@ -9,7 +9,8 @@ from pathlib import Path
 from diloco.checkpoint.choice import Candidate, newest_first, of_others, to_resume
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark
-from diloco.checkpoint.store import Store, open_store
+from diloco.checkpoint.opened import open_store
+from diloco.checkpoint.store import Store
 from diloco.errors import UserError
 
 log = logging.getLogger(__name__)

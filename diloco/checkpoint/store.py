@@ -15,7 +15,6 @@ from diloco.checkpoint.choice import Registration
 from diloco.checkpoint.dirs import STEP, own_part
 from diloco.checkpoint.mark import COMPLETE, PEER_PART
 from diloco.checkpoint.registration import SAVERS, registration_of, savers_of
-from diloco.errors import UserError
 
 
 class Store(abc.ABC):
@@ -98,23 +97,3 @@ class Store(abc.ABC):
     def _marks_of(self, directories: Iterable[tuple[str, tuple[str, str]]]) -> dict[str, bytes]:
         found: Iterator[tuple[str, bytes | None]] = ((key, self.mark(*place)) for key, place in directories)
         return {key: raw for key, raw in found if raw is not None}
-
-
-def open_store(path: str, scratch: Path) -> Store:
-    """The store of --ckpt.path; `scratch` is a local directory for files in transfer. Raises UserError."""
-    # Imported here, since both modules import this one.
-    from diloco.checkpoint.local import LocalStore
-    from diloco.checkpoint.remote import RemoteStore
-
-    if "://" not in path:
-        return LocalStore(Path(path).expanduser())
-    try:
-        import fsspec
-
-        filesystem, root = fsspec.core.url_to_fs(path)
-    except ImportError as error:
-        extra = "pip install 'diloco[s3]'" if path.startswith("s3") else "install the package that it names"
-        raise UserError(f"{path} needs a package that is not here ({error}): {extra}") from error
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is no place for checkpoints: {error}") from error
-    return RemoteStore(path, filesystem, root, scratch)

@@ -19,9 +19,9 @@ from diloco.checkpoint.choice import to_delete
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.finder import candidates_in
 from diloco.checkpoint.mark import COMPLETE, mark_whole, read_mark, write_mark
+from diloco.checkpoint.opened import open_store
 from diloco.checkpoint.restore import Found, fetched, registered
 from diloco.checkpoint.saver import Saved
-from diloco.checkpoint.store import open_store
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, barrier, on_rank_zero

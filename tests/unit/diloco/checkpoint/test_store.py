@@ -13,8 +13,8 @@ from diloco.checkpoint.choice import Registration
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.local import LocalStore
 from diloco.checkpoint.mark import COMPLETE, Mark, records_below, write_mark
+from diloco.checkpoint.opened import open_store
 from diloco.checkpoint.remote import RemoteStore
-from diloco.checkpoint.store import open_store
 from diloco.errors import UserError
 from diloco.outer.diloco import Position
 
