@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from diloco.sim.cost.figures import Figures
     from diloco.sim.cost.scenario import Scenario
     from diloco.sim.cost.swarm import Progress
+    from peers.core.schedule import Schedule
     from provisioning.pods.pod import Offer
 
 app = App(name="simulate")
@@ -341,10 +342,14 @@ def _curves(scenario: Scenario, specs: Sequence[PeerSpec], path: Path) -> dict[s
     schedule = scenario.schedule
     title = f"{len(scenario.peers)} peers, {figure(scenario.num_params)} weights, H = {schedule.local_steps}"
     if schedule.num_fragments > 1 or schedule.overlap_steps:
-        overlap = "auto" if schedule.never_waits else schedule.overlap_steps
-        title += f", {schedule.num_fragments} fragments, τ = {overlap}"
+        title += f", {schedule.num_fragments} fragments, τ = {_overlap_of(schedule)}"
     draw(curves, here_mbps(scenario), title, path)
     return curves
+
+
+def _overlap_of(schedule: Schedule) -> int | str:
+    """As --overlap takes it."""
+    return "auto" if schedule.never_waits else schedule.overlap_steps
 
 
 def _plain(
@@ -359,7 +364,7 @@ def _plain(
             "codec": scenario.codec,
             "local_steps": schedule.local_steps,
             "num_fragments": schedule.num_fragments,
-            "overlap_steps": schedule.overlap_steps,
+            "overlap_steps": _overlap_of(schedule),
             "tokens_per_step": scenario.tokens_per_step,
             "mtbf_s": None if scenario.mtbf_s == float("inf") else scenario.mtbf_s,
             "restart_s": scenario.restart_s,

@@ -167,6 +167,12 @@ def test_the_commands_json_holds_figures_and_what_they_are_of(capsys):
     assert told["figures"]["parts"]["reduce_s"] > 0
 
 
+@pytest.mark.parametrize(("given", "shown"), [("auto", "auto"), ("2", 2)])
+def test_the_commands_json_names_the_overlap_as_it_was_given(given, shown, capsys):
+    assert exit_code([*SMALL, "--overlap", given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["overlap_steps"] == shown
+
+
 def test_local_steps_are_rounded_up_to_a_multiple_of_the_fragments(capsys):
     assert exit_code([*SMALL, "--fragments", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
