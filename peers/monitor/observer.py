@@ -106,7 +106,8 @@ class Observer:
         self._looking: asyncio.Task[None] | None = None
         self._watching_coordinator: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[str] | None = None
-        self._look_now, self._news = asyncio.Event(), asyncio.Event()
+        self._one_looks, self._looked_at = asyncio.Lock(), 0.0
+        self._news = asyncio.Event()
 
     async def start(self) -> None:
         """Look around once, and keep looking."""
@@ -157,14 +158,18 @@ class Observer:
 
     async def _look_forever(self) -> None:
         while True:
-            self._look_now.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_INTERVAL_S):
-                    await self._look_now.wait()
-            try:
-                await self._look()
-            except PeersError as error:
-                log.debug("no look into the DHT: %s", error)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            await self._look_since(time.monotonic())
+
+    async def _look_since(self, moment: float) -> None:
+        """Look around, unless another task has begun to since that moment."""
+        async with self._one_looks:
+            if self._looked_at < moment:
+                self._looked_at = time.monotonic()
+                try:
+                    await self._look()
+                except PeersError as error:
+                    log.debug("no look into the DHT: %s", error)
 
     async def _watch_coordinator(self) -> None:
         """Whether the coordinator still answers: its record outlives it by half a minute."""
@@ -229,13 +234,16 @@ class Observer:
                 await self._hear(peer_id)
             except (PeersError, OSError) as error:
                 log.debug("%s does not report: %s", peer_id, error)
+            # Its record may say that it has left or, if it is back, another address.
+            await self._look_since(time.monotonic())
+            if self._following.get(peer_id) is not asyncio.current_task():
+                # It was started again, and another task asks it.
+                return
             self._observations.missed(peer_id)
             num_missed += 1
             if num_missed >= ENOUGH_MISSES:
                 self._unasked.discard(peer_id)
             self._news.set()
-            # Its last report may have said that it leaves. Read its address anew, in case it is back.
-            self._look_now.set()
             if self._is_over(peer_id):
                 return
             rest_s = AGAIN_S[0] if time.monotonic() - asked_at > AGAIN_S[1] else min(2 * rest_s, AGAIN_S[1])

@@ -61,6 +61,11 @@ class LightSwarm(light_swarm.LightSwarm):
         self.check_digests()
         check_well(self.peers.values())
 
+    def check_none_is_missed(self) -> None:
+        """Every epoch so far was recorded by somebody, and by all who recorded it with one digest."""
+        last = max(peer.epoch for peer in self.peers.values())
+        wait_until(lambda: self.check_digests().keys() >= set(range(1, last + 1)), "a record of every epoch")
+
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
         others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
         namespace = self.namespaces.get(rank, "")

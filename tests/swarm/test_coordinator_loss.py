@@ -45,11 +45,6 @@ def has_trained_with(peer: LightPeer, num_peers: int) -> bool:
     return any(len(record["contributors"]) == num_peers for record in peer.epochs)
 
 
-def assert_no_epoch_was_lost(peer: LightPeer) -> None:
-    epochs = [record["epoch"] for record in peer.epochs]
-    assert epochs == list(range(epochs[0], epochs[0] + len(epochs)))
-
-
 def test_a_coordinator_killed_in_mid_round_comes_back_to_the_same_ranks_and_costs_no_epoch(
     light, coordinator
 ):
@@ -63,14 +58,15 @@ def test_a_coordinator_killed_in_mid_round_comes_back_to_the_same_ranks_and_cost
     wait_until(lambda: light.peers[0].epoch >= epoch + 2, "epochs without the coordinator")
     assert light.initial_peers == [coordinator.start()]
     light.peers[2].kill()
-    light.start(2)
+    back = light.start(2)
+    # Of two at once that hear nothing of the coordinator, either may claim the rank that is free.
+    wait_until(lambda: back.records("start")[1:], "its second start")
     light.start(3)
     wait_until(
         lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four"
     )
     assert ranks_of(light) == {**ranks, 3: 3}
-    assert_no_epoch_was_lost(light.peers[0])
-    light.check_digests()
+    light.check_none_is_missed()
 
 
 @pytest.mark.exhaustive
@@ -100,5 +96,4 @@ def test_without_its_coordinator_a_run_goes_on_and_grows_through_any_peer_and_no
     light.start(5)
     wait_until(lambda: has_trained_with(light.peers[5], 6), "an epoch of all six")
     assert ranks_of(light) == {**claimed, 5: 5}
-    assert_no_epoch_was_lost(light.peers[next(name for name in range(2) if name != last)])
-    light.check_digests()
+    light.check_none_is_missed()

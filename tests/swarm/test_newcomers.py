@@ -20,7 +20,8 @@ def test_a_newcomer_arrives_though_epochs_are_shorter_than_its_download(swarm):
     asked = len(re.findall(r"asking \d+ peers? for the state", newcomer.log))
     # Whoever has gone on says so, which costs a round trip: the next head is asked for then.
     refused = len(re.findall(r"no state of epoch \d+ yet: nobody hands over", newcomer.log))
-    assert not re.findall(r"the state does not come from \w+: (?!it holds the state)", newcomer.log)
+    failed = re.findall(r"the state does not come from \w+: (?!it holds the state)", newcomer.log)
     made = re.findall(r"made (\d+) commits that have come", newcomer.log)
-    assert asked - refused - len(made) <= 1, newcomer.log
+    # What has come since is made here, and not downloaded whole; one transfer may fail.
+    assert asked - refused - len(made) <= (2 if made else 1) and len(failed) <= 1, newcomer.log
     assert started["epoch"] >= 2

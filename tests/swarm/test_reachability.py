@@ -137,7 +137,7 @@ def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
         async with asker(tmp_path, bootstrap) as ours:
             async with ours.asking() as asked:
                 speed = await asked.speed()
-                assert speed.to_peer > 1e6 and speed.from_peer > 1e6
+                assert speed.to_peer > 1e4 and speed.from_peer > 1e4
                 with pytest.raises((PeerUnreachable, ProtocolError)):
                     await asked.speed()
 

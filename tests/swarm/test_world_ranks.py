@@ -41,5 +41,5 @@ def test_who_finds_nobody_of_the_run_is_told_so_instead_of_training_alone(swarm)
     light = swarm()
     light.extra = {"world_rank": None}
     alone = light.start(0)
-    alone.process.join(30)
+    alone.process.join(90)
     assert "no peer of the run" in alone.error
