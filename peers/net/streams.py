@@ -101,8 +101,8 @@ class StreamPool:
 
         Raises RoundFailed with the peers at fault: at once those that cannot be reached; after `prompt_s` those that
         have an idle stream to this peer and do not name the attempt on it; those that become `quiet` meanwhile; after
-        `timeout_s` those that are still missing. Also soon after `cancelled`. The other streams are then closed, and
-        their peers are told that this is no fault of theirs.
+        `timeout_s` those that are still missing. Time for which this process was stopped does not count. Also soon
+        after `cancelled`. The other streams are then closed, and their peers are told that this is no fault of theirs.
         """
         prompt = {rank: peer for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
@@ -202,7 +202,6 @@ class StreamPool:
         """Wait for all streams; for those of the prompt ones not as long. Raises RoundFailed."""
         began = time.monotonic()
         prompt_ones, prompt_s = prompt
-        deadline, heeds_silence_at = began + timeout_s, began + min(OFTEN_S, timeout_s / 4)
         # A peer that was silent before this attempt may still come by another path.
         quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}
@@ -210,8 +209,9 @@ class StreamPool:
             slice_, waits_from = slice_s(len(outgoing)), time.monotonic()
             _, pending = await asyncio.wait(pending, timeout=slice_, return_when=asyncio.FIRST_EXCEPTION)
             # While this process was stopped it could hear from nobody.
-            prompt_s += max(0.0, time.monotonic() - waits_from - 2 * slice_)
-            is_late = time.monotonic() > deadline - _MUCH_OF_IT * timeout_s
+            began += max(0.0, time.monotonic() - waits_from - 2 * slice_)
+            waited_s = time.monotonic() - began
+            is_late = waited_s > (1 - _MUCH_OF_IT) * timeout_s
             if failed := {
                 rank: future.exception() for rank, future in outgoing.items() if _has_failed(future)
             }:
@@ -227,7 +227,7 @@ class StreamPool:
             if cancelled is not None and cancelled.is_set():
                 raise RoundFailed("cancelled", silent=silent)
             fallen = missing & set(quiet()) - quiet_before
-            if fallen and time.monotonic() > heeds_silence_at:
+            if fallen and waited_s > min(OFTEN_S, timeout_s / 4):
                 few = fallen if len(fallen) < many else set[int]()
                 raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
             # A peer that has closed its idle stream is opening another.
@@ -236,9 +236,9 @@ class StreamPool:
                 for rank, peer in prompt_ones.items()
                 if incoming[rank] in pending and self._idle.get(peer)
             }
-            if tardy and len(tardy) < many and time.monotonic() > began + prompt_s:
+            if tardy and len(tardy) < many and waited_s > prompt_s:
                 raise RoundFailed(f"{_named(tardy)} does not begin", tardy, silent=tardy)
-            if pending and time.monotonic() > deadline:
+            if pending and waited_s > timeout_s:
                 raise RoundFailed(
                     f"no streams with {_named(missing)} in {timeout_s:g} s", missing, silent=silent
                 )

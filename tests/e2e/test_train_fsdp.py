@@ -117,7 +117,7 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_half_written(tmp_path, numb
         process.send_signal(number)
         started_at = time.monotonic()
         process.communicate(timeout=DEADLINE_S)
-        assert time.monotonic() - started_at < 10
+        assert time.monotonic() - started_at < 30
     finally:
         process.kill()
     assert process.returncode == code

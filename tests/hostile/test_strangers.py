@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,11 @@ def test_a_flood_of_messages_slows_nobody_down(light, enemy):
         for channel in hostile.channels.values():
             hostile.spawn(flood(channel))
 
+    began = time.monotonic()
+    light.goes_on(num_epochs=6)
+    usual_s = time.monotonic() - began
     hostile.call(attack())
-    light.goes_on(num_epochs=6, within_s=15)
+    light.goes_on(num_epochs=6, within_s=max(60, 10 * usual_s))
 
 
 def test_nobody_asks_a_peer_for_its_state_that_claims_to_be_far_ahead_and_shows_no_commits(light, enemy):
@@ -154,7 +158,7 @@ def test_nobody_asks_a_peer_for_its_state_that_claims_to_be_far_ahead_and_shows_
     hostile.on_said = heard
     hostile.call(attack())
     wait_until(lambda: asked_for_commits, "a question for the commits that lead there")
-    light.goes_on(num_epochs=4, within_s=35)
+    light.goes_on(num_epochs=4, within_s=90)
     assert not asked
 
 
@@ -270,7 +274,7 @@ def join_and_leave(light: LightSwarm) -> LightPeer:
     newcomer = light.start(3)
     try:
         before = len(newcomer.epochs)
-        wait_until(lambda: len(newcomer.epochs) > before, "an epoch of the newcomer", 40)
+        wait_until(lambda: len(newcomer.epochs) > before, "an epoch of the newcomer", 90)
         return newcomer
     finally:
         newcomer.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,18 +11,42 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.outer.world import World
+from tests.support.swarm import LightSwarm
 from tests.support.torch_ranks import Ranks
 from tests.support.torch_worker import flat, fresh_model, inner_step, loss_of, optimizer_of
 
 PLAIN_AVERAGING = {"hv.outer_lr": 1.0, "hv.outer_momentum": 0.0}
+ENDS_WITHIN_S = 180.0
+
+
+@pytest.fixture
+def run(swarm):
+    """`run(peers=3, manifest={...}, **worker settings)`: such a swarm, which has finished.
+
+    However busy the machine: commits need all peers, and nobody trains ahead while one is late.
+    """
+
+    def finished(*, peers: int, manifest: dict[str, float] | None = None, **worker: Any) -> LightSwarm:
+        light = swarm(goes_ahead=False, **worker)
+        light.worker_module, light.manifest = "tests.support.torch_worker", manifest or {}
+        light.extra = {"quorum": 0.99}
+        light.start_all(peers)
+        light.wait_finished(timeout_s=ENDS_WITHIN_S)
+        light.check_digests()
+        for rank, peer in light.peers.items():
+            for record in peer.epochs:
+                assert record["contributors"] == list(range(peers)), (
+                    f"a peer was left out of epoch {record['epoch']}, as peer {rank} says, so nothing can be compared: "
+                    f"{record['contributors']}"
+                )
+        return light
+
+    return finished
 
 
 @pytest.mark.exhaustive
-def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_sync(swarm):
-    light = swarm(local_steps=3, max_steps=12, optimizer="adamw")
-    light.worker_module, light.manifest = "tests.support.torch_worker", PLAIN_AVERAGING
-    light.start_all(1)
-    light.wait_finished()
+def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_sync(run):
+    light = run(peers=1, manifest=PLAIN_AVERAGING, local_steps=3, max_steps=12, optimizer="adamw")
 
     model = fresh_model()
     optimizer = optimizer_of("adamw", model)
@@ -32,12 +58,8 @@ def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_syn
 
 
 @pytest.mark.exhaustive
-def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(swarm):
-    light = swarm(local_steps=1, max_steps=6, optimizer="sgd")
-    light.worker_module, light.manifest = "tests.support.torch_worker", PLAIN_AVERAGING
-    light.start_all(2)
-    light.wait_finished()
-    light.check_digests()
+def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(run):
+    light = run(peers=2, manifest=PLAIN_AVERAGING, local_steps=1, max_steps=6, optimizer="sgd")
 
     with Ranks(2) as ranks:
         expected = ranks.run(train_data_parallel, 6)[0]
@@ -46,12 +68,8 @@ def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(swa
 
 
 @pytest.mark.exhaustive
-def test_three_peers_are_plain_diloco_of_one_process(swarm):
-    light = swarm(local_steps=5, max_steps=20, optimizer="adamw")
-    light.worker_module = "tests.support.torch_worker"
-    light.start_all(3)
-    light.wait_finished()
-    light.check_digests()
+def test_three_peers_are_plain_diloco_of_one_process(run):
+    light = run(peers=3, local_steps=5, max_steps=20, optimizer="adamw")
 
     expected = plain_diloco(num_peers=3, local_steps=5, epochs=4)
     for epoch, weights in enumerate(expected, start=1):
@@ -59,13 +77,9 @@ def test_three_peers_are_plain_diloco_of_one_process(swarm):
         np.testing.assert_allclose(synced, weights, rtol=0, atol=1e-6)
 
 
-def test_three_peers_with_fragments_and_overlap_are_streaming_diloco_of_one_process(swarm):
-    light = swarm(local_steps=6, max_steps=12, optimizer="adamw")
-    light.worker_module = "tests.support.torch_worker"
-    light.manifest = {"hv.num_fragments": 2, "hv.overlap_steps": 1}
-    light.start_all(3)
-    light.wait_finished()
-    light.check_digests()
+def test_three_peers_with_fragments_and_overlap_are_streaming_diloco_of_one_process(run):
+    streaming = {"hv.num_fragments": 2, "hv.overlap_steps": 1}
+    light = run(peers=3, manifest=streaming, local_steps=6, max_steps=12, optimizer="adamw")
 
     expected = streaming_diloco(num_peers=3, steps_per_epoch=3, overlap_steps=1, epochs=5)
     for epoch, weights in enumerate(expected, start=1):

@@ -20,9 +20,9 @@ DILOCO = (sys.executable, "-m", "diloco")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 TRAINER = ("-m", "diloco.train_fsdp")
 
-GONE_WITHIN_S = 10.0
-"""How long all processes of a command may take to be gone after a signal."""
-TIMEOUT_S = 120.0
+GONE_WITHIN_S = 25.0
+"""How long all processes of a command may take to be gone after a signal. Less than torchrun's 30 s until it kills."""
+TIMEOUT_S = 400.0
 _MARK = "DILOCO_TEST_MARK"
 
 MODEL = {

@@ -58,7 +58,7 @@ def main(settings: dict[str, Any]) -> None:
     record = Recorder(Path(settings["history"]))
     model = fresh_model()
     optimizer = optimizer_of(settings["optimizer"], model)
-    outer = Diloco(model, max_steps=settings["max_steps"])
+    outer = Diloco(model, max_steps=settings["max_steps"], goes_ahead=settings.get("goes_ahead", True))
     record("start", world_rank=outer.world_rank, epoch=outer.epoch)
     num_steps = 0
     while not outer.done:

@@ -75,7 +75,9 @@ def test_pods_whose_ports_are_mapped_cannot_be_nodes_of_one_cluster(tmp_path):
 
 SLEEPS = """
 import os, pathlib, sys, time
-pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+new = pathlib.Path(sys.argv[1] + ".new")
+new.write_text(str(os.getpid()))
+new.rename(sys.argv[1])
 time.sleep(600)
 """
 FAILS = """

@@ -83,8 +83,8 @@ def a_presence(identity, dht=None):
 
 
 def met(tmp_path, monkeypatch, dht, how):
-    """Has a peer look for the others for a tenth of a second, while each of its calls ends like this."""
-    monkeypatch.setattr(presence, "RECORD_TTL_S", 0.1)
+    """Has a peer look for the others for a second, while each of its calls ends like this."""
+    monkeypatch.setattr(presence, "RECORD_TTL_S", 1.0)
     monkeypatch.setattr(presence, "EARLY_INTERVAL_S", 0.02)
     identity = load_or_create(tmp_path / "key")
 

@@ -149,7 +149,7 @@ def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_workers_memo
         parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
         assert all(part > 0 for part in parts)
         assert 0 < outcome.propose_s <= outcome.wait_s
-        assert sum(parts) <= outcome.round_s < sum(parts) + 1
+        assert sum(parts) <= outcome.round_s < sum(parts) + 10
         assert (outcome.epoch, outcome.contributors, outcome.head) == (1, [0], runtime.core.head)
         assert runtime.state is not None and torch.equal(mine.inn[0], runtime.state.anchor[0])
         assert runtime.state.verify().anchor == outcome.anchor_digest

@@ -175,9 +175,12 @@ def test_cancelling_the_run_leaves_no_process(tmp_path):
 
 def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path):
     script = (
-        "import os, sys, time\n"
+        "import os, pathlib, sys, time\n"
         "print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], os.environ['MASTER_ADDR'], flush=True)\n"
-        "sys.exit(2) if os.environ['LOCAL_RANK'] == '1' else time.sleep(600)\n"
+        "said = pathlib.Path('said')\n"
+        "if os.environ['LOCAL_RANK'] == '0':\n    said.touch()\n    time.sleep(600)\n"
+        "while not said.exists():\n    time.sleep(0.01)\n"
+        "sys.exit(2)\n"
     )
 
     async def scenario() -> int:

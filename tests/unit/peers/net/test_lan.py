@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 
 import msgspec
 import pytest
@@ -73,10 +74,11 @@ def test_an_answer_is_never_longer_than_the_question_and_rubbish_gets_none():
 
 
 def test_who_asks_without_end_is_answered_a_few_times():
+    began = time.monotonic()
     with an_answerer(HERE) as (answers, sent):
         for _ in range(500):
             answers.datagram_received(lan._padded("demo"), ASKER)
-    assert 20 <= len(sent) < 30
+    assert 20 <= len(sent) <= 21 + 5 * (time.monotonic() - began)
 
 
 def test_what_answers_is_checked():

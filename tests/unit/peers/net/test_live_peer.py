@@ -22,7 +22,7 @@ def test_a_status_is_told_in_the_interval_unless_another_one_was_told_meanwhile(
         with ours, theirs:
             peer = LivePeer(Channel(ours), "b")
             sending = asyncio.create_task(
-                peer.send_forever(lambda: b"of the channel", lambda: 0.1, on_silence=lambda: None)
+                peer.send_forever(lambda: b"of the channel", lambda: 1.0, on_silence=lambda: None)
             )
             heard, said = Decoder(Said), Channel(theirs)
             for _ in range(10):

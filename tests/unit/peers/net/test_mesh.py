@@ -122,7 +122,7 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
 ):
     monkeypatch.setattr(channels_module, "OFTEN_S", wait_s)
     if not speaks:
-        monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.2)
+        monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 1.0)
         monkeypatch.setattr(channels_module, "heartbeat_s", lambda _num_peers: 0.001)
 
     async def scenario():
@@ -469,11 +469,13 @@ def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is
         await many.until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
         other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels.open, speaker})
         asked = [Ask(head=letter * 64) for letter in "abc"]
-        for one in asked:
-            mesh.send_to(other, one)
-        await many.until(lambda: (speaker, asked[-1]) in many.heard[other])
-        assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
-        assert other in mesh._channels.open
+        with monkeypatch.context() as busy:
+            busy.setattr(mesh_module, "_IDLE_S", 60.0)
+            for one in asked:
+                mesh.send_to(other, one)
+            await many.until(lambda: (speaker, asked[-1]) in many.heard[other])
+            assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
+            assert other in mesh._channels.open
         await many.until(lambda: other not in mesh._channels.open)
         # Neither end takes that for a loss.
         await many.until(lambda: speaker not in many.meshes[other]._channels.open)

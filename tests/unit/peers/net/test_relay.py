@@ -182,7 +182,7 @@ def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_others(t
             network.handlers[m["x"].peer_id, delivering("run")] = hang
             network.cut.add(frozenset({m["a"].peer_id, m["x"].peer_id}))
             with pytest.raises(PeerUnreachable, match="offers what it does not do"):
-                await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=1.0)
+                await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=4.0)
             assert m["a"].relay._is_blamed(m["r"].peer_id, m["x"].peer_id)
             assert not m["a"].relay._is_blamed(m["r"].peer_id, m["b"].peer_id)
 

@@ -177,7 +177,7 @@ def test_a_donor_that_falls_silent_holds_nobody_up_for_long():
         await serve(network, state, log)
         assert_same(await replayed(network, have, path, "int8", ["bad", "a"]), state)
 
-    run(scenario, timeout_s=5)
+    run(scenario, timeout_s=9)
 
 
 def test_the_parts_of_a_commits_average_are_those_of_its_members_shares():

@@ -152,7 +152,7 @@ def test_chunks_that_a_bad_donor_does_not_deliver_come_from_a_good_one(answer):
 
 
 def test_a_donor_that_falls_silent_is_left_for_another(monkeypatch):
-    monkeypatch.setattr(state_transfer, "STALL_S", 0.5)
+    monkeypatch.setattr(state_transfer, "STALL_S", 3.0)
     state = committed_state()
 
     async def scenario(network):

@@ -120,7 +120,7 @@ def test_one_joiner_holds_one_download_however_many_it_begins():
 
 
 def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
-    monkeypatch.setattr(state_server, "download_timeout_s", lambda sizes: 0.3)
+    monkeypatch.setattr(state_server, "download_timeout_s", lambda sizes: 1.5)
     state = committed_state((8,))
 
     async def scenario(network):

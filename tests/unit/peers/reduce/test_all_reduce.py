@@ -192,7 +192,8 @@ def test_a_member_that_dies_midway_is_named_by_all_survivors(swarm, culprit):
     started = time.monotonic()
     failures = outcomes(group, survivors)
     thread.join()
-    assert time.monotonic() - started < 5
+    # Below the stall timeout.
+    assert time.monotonic() - started < 15
     assert_blamed(failures, culprit, group)
 
 
@@ -201,7 +202,7 @@ def test_a_member_that_stalls_is_named_by_all_survivors(swarm, culprit):
     group = swarm(4, SEVERAL_CHUNKS)
     started = time.monotonic()
     failures = outcomes(group, [me for me in range(4) if me != culprit], stall_timeout_s=3.0)
-    assert 2.9 < time.monotonic() - started < 12
+    assert 2.9 < time.monotonic() - started < 25
     assert_blamed(failures, culprit, group)
 
 
@@ -247,7 +248,7 @@ def test_a_member_that_sends_bad_bytes_is_named(swarm, what):
     threads = send_after_reading(group, 1, BAD_BYTES[what])
     started = time.monotonic()
     failures = outcomes(group, [0])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert_blamed(failures, 1, group)
     for thread in threads:
         thread.join(timeout=5)
@@ -261,9 +262,9 @@ def test_who_falls_silent_after_it_has_begun_is_told_from_who_has_not_begun(swar
     threads = send_after_reading(group, 1, HEADER.pack(Kind.CONTRIBUTION, 0, 400) + b"\1" * 200)
     threads += send_after_reading(group, 2, b"")
     if ends == "cancelled":
-        threads.append(threading.Timer(0.7, group.cancelled[0].set))
+        threads.append(threading.Timer(2.8, group.cancelled[0].set))
         threads[-1].start()
-    failure = outcomes(group, [0], stall_timeout_s=1.0, connect_timeout_s=20.0)[0]
+    failure = outcomes(group, [0], stall_timeout_s=3.0, connect_timeout_s=20.0)[0]
     assert failure.silent == {RANKS[1]}
     for culprit in (1, 2):
         for sock in group.send[culprit].values():
@@ -419,9 +420,9 @@ def slowly(group, sender, receiver, bytes_per_s):
     ("stall_timeout_s", "timeout_s", "bytes_per_s"),
     [
         # A byte now and then, as one may that wants no stall to be seen.
-        (1.0, math.inf, 50),
+        (3.0, math.inf, 50),
         # As slow as a frame may be, until the others' time is up.
-        (2.0, 3.0, 4 * CHUNK_NUMEL),
+        (6.0, 3.0, 4 * CHUNK_NUMEL / 5),
     ],
 )
 def test_who_is_slow_to_one_member_has_no_two_others_blame_each_other(
@@ -461,7 +462,7 @@ def test_one_that_keeps_all_others_waiting_is_named_when_the_time_is_up(swarm):
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    errors = outcomes(group, [0, 1], stall_timeout_s=5.0, timeout_s=0.5)
+    errors = outcomes(group, [0, 1], stall_timeout_s=10.0, timeout_s=3.0)
     stop.set()
     thread.join()
     assert {me: error.suspects for me, error in errors.items()} == {0: {RANKS[2]}, 1: {RANKS[2]}}
