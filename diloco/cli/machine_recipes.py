@@ -143,7 +143,7 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
     why = f"chosen for {machine.in_words()} (--path-model names another model)"
     if "path_model" in named:
         sizes = "--total-batch-size, --seq-length or --total-steps"
-        why = f"chosen for {config.path_model} (naming {sizes} takes the trainer's defaults)"
+        why = f"sizes chosen for {config.path_model} (if you give {sizes}, give all three)"
     optimizer = config.optimizer if "optimizer" in named else "muon"
     recipes_own = {"optimizer": optimizer, **recipe.values, **recipe.rates[optimizer]}
     values = {name: value for name, value in recipes_own.items() if name not in named}

@@ -19,7 +19,7 @@ from diloco.errors import DilocoError, UserError
 from diloco.launch.live import Shown
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
-from diloco.train.devices import num_cores, threads_per_rank, visible_gpus
+from diloco.train.devices import thread_settings, visible_gpus
 from diloco.train.run_dir import last_words, reason_in
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import USER_ERROR, WORKER_ENDED, RestartPolicy, WorkerEnd
@@ -204,10 +204,9 @@ async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd],
 
 def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peers: int) -> dict[str, str]:
     """The environment of peers: their keys and ledger in the run's directory, and an equal share of the cores."""
-    threads = str(threads_per_rank(num_cores(), num_peers))
-    state = str(run_dir / "state")
     inherited = {name: value for name, value in environment.items() if name != SECRET_ENV}
-    return {**inherited, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    own = {"XDG_STATE_HOME": str(run_dir / "state"), "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **thread_settings(environment, num_peers), **own}
 
 
 def gpu_of_peer(rank: int, gpus: list[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig, flat_values
+from diloco.train.devices import thread_settings
 from diloco.train.run_dir import METRICS, slug
 
 FIRST_PORT = 8000
@@ -157,10 +158,10 @@ def check_room(
 
 
 def trainer_environment(
-    instance: Instance, environment: Mapping[str, str], *, threads: int
+    instance: Instance, environment: Mapping[str, str], *, num_instances: int
 ) -> dict[str, str]:
     """The environment of an instance's trainer, which sees its own GPU and, last, that of its server."""
-    own = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads), "PYTHONUNBUFFERED": "1"}
+    own = {**thread_settings(environment, num_instances), "PYTHONUNBUFFERED": "1"}
     if instance.trainer_gpu is not None:
         own["CUDA_VISIBLE_DEVICES"] = f"{instance.trainer_gpu},{instance.server_gpu}"
     kept = {name: value for name, value in environment.items() if name != "DILOCO_LINK"}

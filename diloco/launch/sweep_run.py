@@ -15,7 +15,6 @@ from diloco.launch.live import Shown, show, viewed
 from diloco.launch.local_swarm import coordinator_command, free_port, printed_address
 from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
-from diloco.train.devices import num_cores, threads_per_rank
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import last_words
 from peers.daemon.restarts import RestartPolicy
@@ -104,9 +103,7 @@ class Sweep:
         words = ["--config", str(self._config_path), *flags]
         return WorkerCommand(
             argv=(sys.executable, "-m", "diloco.train_grpo", *words),
-            env=trainer_environment(
-                instance, self._environment, threads=threads_per_rank(num_cores(), len(self.instances))
-            ),
+            env=trainer_environment(instance, self._environment, num_instances=len(self.instances)),
             cwd=Path.cwd(),
             log_path=instance.log,
         )

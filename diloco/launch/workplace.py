@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.errors import UserError
 from diloco.options.flags import TrainConfig
-from diloco.train.devices import num_cores, threads_per_rank
+from diloco.train.devices import thread_settings
 from diloco.train.run_dir import last_words, reason_in, written_config
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def _environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
         # "python" in --worker is the one that runs this.
         "PATH": path_with_this_python(),
         _LINK_ENV: str(link_path),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-        or str(threads_per_rank(num_cores(), num_workers)),
+        **thread_settings(os.environ, num_workers),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -125,7 +125,7 @@ def whole_or_auto(kind: Any, tokens: Sequence[Token]) -> int:
     """As `whole`, from 0; `auto` becomes AS_LONG_AS_THE_ROUND, which is how a peer hands it on."""
     number = AS_LONG_AS_THE_ROUND if tokens[-1].value == "auto" else whole(kind, tokens)
     if number < AS_LONG_AS_THE_ROUND:
-        raise ValueError(f"It must be auto or a number from 0, not {number}.")
+        raise ValueError(f"It must be auto, or 0 or more, not {number}.")
     return number
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_FACTORS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short_figure(value: float) -> str:

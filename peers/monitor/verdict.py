@@ -99,7 +99,7 @@ def verdict_of(swarm: SwarmFacts) -> Verdict:
         return Verdict("fault" if faults else "warning", found[0], tuple(found[1:]))
     there = _there(swarm)
     if not there:
-        return Verdict("busy", "nobody is there: start a peer")
+        return Verdict("busy", "nobody is there: start a peer, or check the name of the run")
     busy = [peer for peer in there if peer.doing not in ("training", "averaging", "evaluating", "saving")]
     if busy:
         most = ", ".join(f"peer {peer.world_rank} is {peer.in_words or peer.doing}" for peer in busy[:3])

@@ -70,7 +70,7 @@ def parse_maddr(text: str) -> Maddr:
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"{port!r} in {text!r} is not a port from 0 to 65535")
     if peer_id is not None and not is_peer_id(peer_id):
-        raise UserError(f"{peer_id!r} in {text!r} is not a peer id; was the address copied whole?")
+        raise UserError(f"{peer_id!r} in {text!r} is not a peer id; copy the whole address")
     return Maddr(kind, host, int(port), peer_id)
 
 

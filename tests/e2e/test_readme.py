@@ -241,7 +241,7 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
         NEW_SECRET,
         DOCTOR,
         DOCTOR_HERE,
-        "diloco run --config recipes/laptop.toml",
+        ".venv/bin/diloco run --config recipes/laptop.toml",
     } | pods_commands.ALL
     known |= checkpoint_commands.ALL
     typed_in = {command for text in (README, *PAGES.values()) for command in commands(text)}

@@ -75,7 +75,10 @@ WRONG = {
     "nobody to join": ("peer", "--initial-peers is missing"),
     "address of an empty variable": ("peer --world-rank 0 --initial-peers=", "has no value"),
     "address that is none": ("peer --initial-peers somewhere", "is not an address like"),
-    "address that is cut short": ("peer --initial-peers /ip4/127.0.0.1/tcp/1/p2p/12D3", "copied whole"),
+    "address that is cut short": (
+        "peer --initial-peers /ip4/127.0.0.1/tcp/1/p2p/12D3",
+        "copy the whole address",
+    ),
     "host and port of nobody": (
         "peer --initial-peers 127.0.0.1:CLOSED",
         "cannot get the peer id from 127.0.0.1:CLOSED: connection refused. Is `diloco dht start` running there? If so, "
@@ -216,7 +219,7 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began, others = time.process_time(), set(psutil.Process().children(recursive=True))
     assert exit_code(placed(line, places).split()) == 2
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 6
     said = capfd.readouterr()
     (box,) = text_of_boxes(said.err)
     assert placed(message, places) in box and len(box) < 500

@@ -14,7 +14,7 @@ def text_of(scenario: Scenario, figures: Figures, notes: Sequence[str]) -> str:
         _what(scenario),
         "",
         f"utilisation       {figures.utilisation:.1%} of all peers' time is training that the model keeps",
-        f"epoch             {_time(figures.epoch_s)}, of which {_time(figures.train_s)} are training",
+        f"epoch             {_epoch(scenario, figures)}",
         f"round             {_round(figures)}",
         f"stood still       {_time(figures.parts.blocked_s)} in an epoch, the peer that waited longest",
         f"bytes             {size(round(figures.sent_bytes))} sent by a peer in an epoch, "
@@ -45,10 +45,15 @@ def _what(scenario: Scenario) -> str:
     return said
 
 
+def _epoch(scenario: Scenario, figures: Figures) -> str:
+    said = f"{_time(figures.epoch_s)}, of which {_time(figures.train_s)} are training"
+    steps, parts = scenario.schedule.steps_per_epoch, scenario.schedule.num_fragments
+    return f"{said}: {steps} steps, after which one of {parts} fragments is averaged" if parts > 1 else said
+
+
 def _round(figures: Figures) -> str:
     parts = figures.parts
     named = {
-        "wait for the last": parts.wait_s,
         "connect": parts.connect_s,
         "reduce": parts.reduce_s,
         "digests": parts.preview_s,
@@ -56,7 +61,7 @@ def _round(figures: Figures) -> str:
         "outer step": parts.apply_s,
     }
     listed = ", ".join(f"{name} {_time(seconds)}" for name, seconds in named.items())
-    return f"{_time(parts.round_s)} ({listed})"
+    return f"{_time(parts.round_s)} ({listed}), after {_time(parts.wait_s)} of waiting for the last peer"
 
 
 def _failures(scenario: Scenario, figures: Figures) -> list[str]:

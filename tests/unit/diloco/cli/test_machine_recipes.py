@@ -109,7 +109,7 @@ def test_a_preset_comes_with_its_recipe_on_any_machine(recipe):
     values = flat_values(choice.config)
     assert {name: values[name] for name in recipe.values} == recipe.values
     assert choice.config.optimizer == "muon" and choice.config.lr == recipe.rates["muon"]["lr"]
-    assert f"chosen for {preset} (naming --total-batch-size" in choice.in_words(choice.config)
+    assert f"sizes chosen for {preset} (if you give --total-batch-size" in choice.in_words(choice.config)
 
 
 @pytest.mark.parametrize("size", ["total_batch_size", "seq_length", "total_steps", "max_steps"])

@@ -101,7 +101,8 @@ def test_what_peers_say_is_no_markup():
 
 
 def test_an_empty_swarm_is_two_lines():
-    assert shown(Observations()) == "run run: epoch 0, 0 peers\nnobody is there: start a peer\n"
+    nobody = "nobody is there: start a peer, or check the name of the run"
+    assert shown(Observations()) == f"run run: epoch 0, 0 peers\n{nobody}\n"
 
 
 def test_a_peer_that_has_no_world_rank_yet_is_shown_without_one():

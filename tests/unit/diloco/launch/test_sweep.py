@@ -49,9 +49,10 @@ def test_the_seed_is_really_in_the_trainers_arguments():
     flags = second.flags(seed=second.seed)
     told = dict(zip(flags[::2], flags[1::2], strict=True))
     assert told["--seed"] == "1337" and told["--vllm-port"] == "8001"
-    assert trainer_environment(second, {"A": "b"}, threads=3) == {
+    assert trainer_environment(second, {"A": "b", "OMP_NUM_THREADS": "3"}, num_instances=4) == {
         "A": "b",
         "OMP_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": "3,2",
     }

@@ -67,7 +67,7 @@ TABLE = {
         "peer 0 has stood still for 2 min at step 0: see its worker",
     ),
     "an evaluation may last": (swarm({"doing": "evaluating", "idle_s": 60.0}), "good", WELL),
-    "nobody": (SwarmFacts(), "busy", "nobody is there: start a peer"),
+    "nobody": (SwarmFacts(), "busy", "nobody is there: start a peer, or check the name of the run"),
     "starting": (
         swarm({"doing": "waiting for peers", "in_words": "waiting for peers, 1 of 3 are here"}),
         "busy",

@@ -41,7 +41,7 @@ def test_addresses_are_read_and_written_back(text):
         ("/ip4/127.0.0.1/tcp/65536", "not a port"),
         ("/ip4/127.0.0.1/tcp/x", "not a port"),
         ("/ip4/127.0.0.1/tcp/1/p2p/", "not a peer id"),
-        (f"/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID[:-9]}", "copied whole"),
+        (f"/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID[:-9]}", "copy the whole address"),
         ("/ip4/127.0.0.1/tcp/1/p2p/0OIl", "not a peer id"),
     ],
 )
