@@ -329,7 +329,8 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, *, as_json: bool) ->
             print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
     if not shouted(failures):
         if not as_json:
-            print("`diloco pods status` shows what they do; `diloco pods down` gives them back.")
+            hint = "`diloco pods status` shows what they do; `diloco pods down` gives them back."
+            print(hint, file=sys.stderr, flush=True)
         return 0
     print(
         "The same command goes on from here; `diloco pods down` gives everything back.",
