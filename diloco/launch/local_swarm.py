@@ -203,7 +203,7 @@ async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd],
 
 
 def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peers: int) -> dict[str, str]:
-    """The environment of peers: their keys and ledger in the run's directory, and an equal share of the cores."""
+    """The environment of peers: their keys and ledger in the run's directory, and thread_settings."""
     inherited = {name: value for name, value in environment.items() if name != SECRET_ENV}
     own = {"XDG_STATE_HOME": str(run_dir / "state"), "PYTHONUNBUFFERED": "1"}
     return {**inherited, **thread_settings(environment, num_peers), **own}

@@ -115,7 +115,7 @@ def thread_settings(environment: Mapping[str, str], num_workers: int) -> dict[st
     """The environment's settings for OpenMP, or ours for one of so many workers on this machine.
 
     An equal share of the cores, and threads that sleep while they wait for each other. By default they spin, and take
-    the cores from whoever else trains here: two workers of two threads each on two cores were 30 times slower.
+    the cores from whoever else trains here: two small loops of two threads each on two cores were 30 times slower.
     """
     own = {"OMP_NUM_THREADS": str(max(num_cores() // num_workers, 1)), "OMP_WAIT_POLICY": "PASSIVE"}
     return {name: environment.get(name) or value for name, value in own.items()}

@@ -234,6 +234,7 @@ class Observer:
                 await self._hear(peer_id)
             except (PeersError, OSError) as error:
                 log.debug("%s does not report: %s", peer_id, error)
+            took_s = time.monotonic() - asked_at
             # Its record may say that it has left or, if it is back, another address.
             await self._look_since(time.monotonic())
             if self._following.get(peer_id) is not asyncio.current_task():
@@ -246,7 +247,7 @@ class Observer:
             self._news.set()
             if self._is_over(peer_id):
                 return
-            rest_s = AGAIN_S[0] if time.monotonic() - asked_at > AGAIN_S[1] else min(2 * rest_s, AGAIN_S[1])
+            rest_s = AGAIN_S[0] if took_s > AGAIN_S[1] else min(2 * rest_s, AGAIN_S[1])
             await asyncio.sleep(rest_s)
 
     def _is_over(self, peer_id: str) -> bool:
