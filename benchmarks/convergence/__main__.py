@@ -16,17 +16,12 @@ from benchmarks.convergence.tuning import Rates
 from benchmarks.plot import lines, points
 from benchmarks.record import parser, report
 
-_GPU_PROCESSES = 5
-"""So many keep an H100 busy, whose runs take a core or three to average."""
-
 
 def main() -> None:
     chosen = _arguments()
     scale = _scale(chosen)
     selected = [arm for name, arm in arms(scale).items() if name in (chosen.arms or arms(scale))]
-    processes = chosen.processes or (
-        len(os.sched_getaffinity(0)) if scale.device == "cpu" else _GPU_PROCESSES
-    )
+    processes = chosen.processes or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) if chosen.quick else chosen.dir or Path("runs/convergence") / scale.name
         study = Study(scale=scale, directory=directory, processes=processes)

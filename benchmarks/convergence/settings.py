@@ -150,34 +150,43 @@ class Job:
 
 
 def arms(scale: Scale) -> dict[str, Arm]:
-    """All arms by name, in the order of the table."""
+    """All arms by name, in the order of the table: with AdamW, then, their names led by `muon`, with Muon."""
     fp32 = Arm(name=FP32, reference=DATA_PARALLEL)
     muon = Arm(name=MUON, optimizer="muon", reference=FP32, target=-3.0)
-    streaming = replace(fp32, name="streaming", num_fragments=2, reference=FP32, target=0.3)
-    sparse = {"compression": "topk", "outer_momentum": outer_momentum_for("topk"), "outer_lr": 1.0}
-    slower = [replace(fp32, name=f"one peer {n}x slower", slowness=n, reference=FP32) for n in (2, 3, 4)]
-    overlap = min(5, scale.local_steps // 2 - 1)
     found = (
         Arm(name=DATA_PARALLEL),
-        replace(muon, name=DATA_PARALLEL_MUON, reference=DATA_PARALLEL, target=None),
         fp32,
+        *_ways_of_averaging(fp32, scale),
+        Arm(name=DATA_PARALLEL_MUON, optimizer="muon", reference=DATA_PARALLEL),
         muon,
-        replace(fp32, name="int8", compression="int8", reference=FP32, target=0.1),
-        replace(fp32, name="int4", compression="int4", reference=FP32, target=0.1),
-        replace(fp32, name="2bit", compression="2bit", reference=FP32, target=0.0),
-        Arm(name="topk", target=0.0, **sparse),
-        replace(muon, name="muon int4", compression="int4", reference=MUON, target=0.1),
-        replace(muon, name="muon 2bit", compression="2bit", reference=MUON, target=0.0),
-        Arm(name="muon topk", optimizer="muon", reference=MUON, target=0.0, **sparse),
-        replace(streaming, overlap_steps=overlap),
-        replace(streaming, name="streaming mixed", overlap_steps=overlap, mixing=0.5),
-        replace(streaming, name="streaming short", overlap_steps=1),
-        replace(streaming, name="streaming short mixed", overlap_steps=1, mixing=0.5),
-        replace(fp32, name="one-epoch delay", overlap_steps=scale.local_steps - 1, reference=FP32),
-        *slower,
-        *(replace(arm, name=f"{arm.name}, corrected", corrected=True, reference=arm.name) for arm in slower),
+        *(replace(arm, name=f"{MUON} {arm.name}") for arm in _ways_of_averaging(muon, scale)),
     )
     return {arm.name: arm for arm in found}
+
+
+def _ways_of_averaging(plain: Arm, scale: Scale) -> list[Arm]:
+    """What is compared with `plain`, DiLoCo in fp32 that waits for every peer."""
+    plain = replace(plain, reference=plain.name, target=None)
+    average = replace(plain, name="plain average", outer_lr=1.0, outer_momentum=outer_momentum_for("topk"))
+    overlap = min(5, scale.local_steps // 2 - 1)
+    streaming = replace(
+        plain, name="streaming", num_fragments=2, overlap_steps=overlap, mixing=None, target=0.3
+    )
+    slower = [replace(plain, name=f"one peer {n}x slower", slowness=n) for n in (2, 3, 4)]
+    return [
+        replace(plain, name="int8", compression="int8", target=0.1),
+        replace(plain, name="int4", compression="int4", target=0.1),
+        replace(plain, name="2bit", compression="2bit", target=0.0),
+        average,
+        replace(average, name="topk", compression="topk", target=0.0),
+        streaming,
+        replace(streaming, name="streaming mixed", mixing=0.5),
+        replace(streaming, name="streaming short", overlap_steps=1),
+        replace(streaming, name="streaming short mixed", overlap_steps=1, mixing=0.5),
+        replace(plain, name="one-epoch delay", overlap_steps=scale.local_steps - 1),
+        *slower,
+        *(replace(arm, name=f"{arm.name}, corrected", corrected=True) for arm in slower),
+    ]
 
 
 SCALES = {
@@ -190,6 +199,7 @@ SCALES = {
         total_steps=2610,
         warmup_steps=90,
         eval_interval=180,
+        inner_lr=8e-3,
     ),
     # The study of the published figures. H is 6 because there are few tokens: with 12, DiLoCo's gap to data parallel
     # was twice as large in pilots. With so few samples per step, a beta2 of 0.95 would average the gradients' scale

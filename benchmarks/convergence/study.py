@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
@@ -18,7 +19,8 @@ from benchmarks.convergence.tuning import Rates, best, grid
 from peers.daemon.supervisor import die_with_parent
 
 _RUNS_AT_ONCE = 8
-"""Jobs that a process runs side by side on a GPU. Several processes share it: one trains while others average."""
+"""Jobs that a process runs side by side on a GPU, at most. Many processes share it, one for each core: launching a
+step's kernels takes a core five times as long as the GPU takes for them, and averaging takes it as long again."""
 
 RatesOf = dict[Optimizer, Rates]
 
@@ -77,7 +79,9 @@ class Study:
         """Run the jobs that have no outcome yet."""
         store = Store(self.directory)
         missing = [job for job in jobs if store.outcome(job) is None]
-        at_once = _RUNS_AT_ONCE if self.scale.device == "cuda" else 1
+        at_once = 1
+        if self.scale.device == "cuda":
+            at_once = max(1, min(_RUNS_AT_ONCE, math.ceil(len(missing) / self.processes)))
         futures = [
             pool.submit(_run, missing[first : first + at_once], self.directory)
             for first in range(0, len(missing), at_once)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.convergence.settings import DATA_PARALLEL, FP32, MUON, Arm, Scale
+from benchmarks.convergence.settings import DATA_PARALLEL, DATA_PARALLEL_MUON, FP32, MUON, Arm, Scale
 from benchmarks.convergence.store import Outcome
 from benchmarks.convergence.study import RatesOf
 from benchmarks.plot import Band
@@ -111,11 +111,14 @@ def _line(arm: Arm, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
     if not losses:
         return None
     judged = differences(arm.name, arm.reference, outcomes)
+    with_muon = arm.averages and arm.optimizer == "muon"
+    same_optimizer = differences(arm.name, DATA_PARALLEL_MUON, outcomes) if with_muon else []
     return {
         "arm": arm.name,
         "seeds": len(losses),
         "mean loss, nats/byte": statistics.mean(losses),
         f"% against {DATA_PARALLEL}": _with_error(differences(arm.name, DATA_PARALLEL, outcomes)),
+        f"% against {DATA_PARALLEL_MUON}": _with_error(same_optimizer),
         f"% against {FP32}": _with_error(differences(arm.name, FP32, outcomes)) if arm.averages else None,
         f"% against {MUON}": _with_error(judged) if arm.reference == MUON else None,
         "target": f"{arm.target:+g} % against {arm.reference}" if arm.target is not None else None,

@@ -19,7 +19,7 @@ from benchmarks.convergence.settings import (
 
 _FACTORS = (0.5, 2**-0.5, 1.0, 2**0.5, 2.0)
 """Data parallel's rates, relative to the start value of tuning."""
-_LOCAL_FACTORS = (0.5, 2**-0.5, 1.0)
+_LOCAL_FACTORS = (0.5, 2**-0.5, 1.0, 2**0.5)
 """DiLoCo's inner rates are lower: its workers train on smaller batches."""
 _OUTER = ((0.4, 0.6), (0.7, 0.6), (1.0, 0.6), (0.4, 0.8), (0.7, 0.8))
 """Outer rates with momenta, around those of arXiv 2503.09799 and 2505.23725 for four peers."""

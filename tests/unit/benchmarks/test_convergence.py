@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.convergence.settings import DATA_PARALLEL, DATA_PARALLEL_MUON, FP32, SCALES, Job, arms
+from benchmarks.convergence.settings import DATA_PARALLEL, DATA_PARALLEL_MUON, FP32, MUON, SCALES, Job, arms
 from benchmarks.convergence.store import Outcome
 from benchmarks.convergence.summary import (
     curves,
@@ -49,7 +49,7 @@ def test_every_arm_trains_twenty_tokens_a_parameter_in_whole_epochs():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_tuning_takes_the_best_rates_of_equally_many_runs(optimizer):
     jobs = grid(SCALE, optimizer)
-    assert len(jobs) == len({job.key for job in jobs}) == 20
+    assert len(jobs) == len({job.key for job in jobs}) == 25
     assert {job.arm.optimizer for job in jobs} == {optimizer} and {job.seed for job in jobs} == {
         SCALE.tuning_seed
     }
@@ -84,22 +84,28 @@ def test_a_run_is_named_by_how_much_its_residuals_forget(monkeypatch):
     assert job.key != key
 
 
-def test_only_top_k_and_data_parallel_do_not_take_the_tuned_outer_rate():
+def test_only_plain_averages_and_data_parallel_do_not_take_the_tuned_outer_rate():
     rates = Rates(1e-3, 2e-3, 0.4, 0.7)
     jobs = {name: rates.job(SCALE, arm, 1) for name, arm in ARMS.items()}
     alone = {DATA_PARALLEL, DATA_PARALLEL_MUON}
-    assert {name for name, job in jobs.items() if job.outer_lr != 0.4} == {*alone, "topk", "muon topk"}
+    others = {*alone, "topk", "muon topk", "plain average", "muon plain average"}
+    assert {name for name, job in jobs.items() if job.outer_lr != 0.4} == others
     assert {name for name, job in jobs.items() if job.inner_lr != 2e-3} == alone
-    assert {name for name, job in jobs.items() if job.outer_momentum != 0.7} == {"topk", "muon topk", *alone}
+    assert {name for name, job in jobs.items() if job.outer_momentum != 0.7} == others
 
 
-def test_both_merges_both_optimizers_and_slow_peers_are_arms():
+def test_every_way_of_averaging_is_an_arm_with_both_optimizers():
     streaming = [(a.overlap_steps, a.mixing) for name, a in ARMS.items() if name.startswith("streaming")]
     assert streaming == [(5, None), (5, 0.5), (1, None), (1, 0.5)]
-    by_codec = {(arm.optimizer, arm.compression) for arm in ARMS.values()}
-    assert by_codec >= {(o, c) for o in ("adamw", "muon") for c in ("fp32", "int4", "2bit", "topk")}
     late = [(arm.slowness, arm.corrected) for arm in ARMS.values() if arm.slowness > 1]
-    assert sorted(late) == [(n, corrected) for n in (2, 3, 4) for corrected in (False, True)]
+    assert sorted(late) == sorted(2 * [(n, corrected) for n in (2, 3, 4) for corrected in (False, True)])
+    adamw, muon = ([arm for arm in ARMS.values() if arm.optimizer == o] for o in ("adamw", "muon"))
+    ways = [
+        [replace(arm, name="", optimizer="adamw", reference="", target=None) for arm in arms]
+        for arms in (adamw, muon)
+    ]
+    assert ways[0] == ways[1]
+    assert {arm.reference for arm in muon} == {FP32, MUON, DATA_PARALLEL}
 
 
 def test_differences_are_paired_by_seed():
