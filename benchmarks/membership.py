@@ -29,7 +29,6 @@ from benchmarks.record import Result, parser, report
 
 RUN_ID = "membership"
 SIZES = (2, 5, 10, 20, 35, 50)
-FAR = 1000
 NUM_EPOCHS = 3
 _AT_ONCE = 8
 _MAX_STARTS = 3
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for size in sizes:
         found.append(measured(size))
         print(f"{size} peers: {found[-1]}", file=sys.stderr, flush=True)
-    report("membership", _results(found), given.json, extra={"notes": _notes(found)}, keeps=True)
+    report("membership", _results(found), given.json, extra={"notes": _notes()}, keeps=True)
     if given.plot:
         _draw(given, found)
     return 0
@@ -177,36 +176,23 @@ def _results(found: Sequence[Measured]) -> list[Result]:
     return rows
 
 
-def _notes(found: Sequence[Measured]) -> list[str]:
+def _notes() -> list[str]:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    notes = [f"All on one machine, whose load averages were {load} at the end: times are upper bounds."]
-    if len(found) > 2:
-        sizes = [float(one.num_peers) for one in found]
-        slope, start = statistics.linear_regression(sizes, [100 * one.upkeep for one in found])
-        gather, base = statistics.linear_regression(sizes, [statistics.median(o.gathering_s) for o in found])
-        notes.append(
-            f"By straight lines through these: with {FAR} peers on machines of their own, membership would take "
-            f"{start + slope * FAR:.0f} % of a core on each (every peer hears every other once a second), and a "
-            f"leader would form its group {max(0.0, base + gather * FAR):.1f} s after the last member is ready."
-        )
-    return notes
+    return [f"All on one machine, whose load averages were {load} at the end: times are upper bounds."]
 
 
 def _draw(given: argparse.Namespace, found: Sequence[Measured]) -> None:
     series = {
-        "all train (s)": [(float(one.num_peers), one.forming_s) for one in found],
-        "one more trains (s)": [(float(one.num_peers), one.joining_s) for one in found],
-        "round (s)": [(float(one.num_peers), statistics.median(one.rounds_s)) for one in found],
-        "upkeep (% of a core)": [(float(one.num_peers), 100 * one.upkeep) for one in found],
+        "all train (s)": [_point(one, [one.forming_s]) for one in found],
+        "one more trains (s)": [_point(one, [one.joining_s]) for one in found],
+        "round (s)": [_point(one, one.rounds_s) for one in found],
+        "upkeep (% of a core)": [_point(one, [100 * one.upkeep]) for one in found],
     }
-    plot.lines(
-        given.plot,
-        series,
-        title="Membership as peers grow in number",
-        x_label="peers",
-        y_label="",
-        log_y=True,
-    )
+    plot.lines(given.plot, series, title="Membership as peers grow in number", x_label="peers", y_label="")
+
+
+def _point(one: Measured, values: Sequence[float]) -> tuple[float, plot.Band]:
+    return float(one.num_peers), (statistics.median(values), min(values), max(values))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from peers.net.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.net.rate_limit import RateLimits
 from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Parting, Said
+from peers.protocol.mesh import Known, Parting, Said
 from peers.protocol.messages import Ask
 from peers.protocol.records import NO_RANK, Announcement, Spoken
 from peers.protocol.refusal import Refused, Why
@@ -261,7 +261,7 @@ class Channels:
             said = await channel.channel.read(_SAID, timeout_s=silence_s(self._listener.num_peers))
             channel.heard()
             size, read_bytes = channel.channel.received_bytes - read_bytes, channel.channel.received_bytes
-            size += ANSWER_BYTES if isinstance(said, Ask) else 0
+            size += ANSWER_BYTES if isinstance(said, Ask | Known) else 0
             if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
                 raise ProtocolError("sends more messages than anybody has reason to")
             if isinstance(said, Parting) and self.open.get(peer_id) is channel:

@@ -1,24 +1,27 @@
 """What every peer last said of itself, and which of it each neighbour has yet to hear. Pure.
 
-A peer tells its neighbours (overlay.py) what it says of itself, signed and numbered; they pass it on, each word once,
-until all have heard it (rumour mongering, Demers et al., 1987). A peer is *here* while newer words of it come. It is
-not here any more once the channel to it breaks, or more than half of its neighbours say so of theirs (SWIM's indirect
-probes, Das et al., 2002), or nothing new has come for long. Whoever lives and hears that it is lost says something
-newer, which ends the rumour (as in SWIM, too).
+A peer tells its neighbours (overlay.py) what it says of itself, signed and numbered; each passes it on to those that
+are to have it from it. Whoever has missed something, since the ring has just changed or a link carries nothing, gets it
+by asking one neighbour after another what it has (anti-entropy, Demers et al., 1987). A peer is *here* while newer
+words of it come. It is not here any more once the channel to it breaks, or more than half of its neighbours say so of
+theirs (SWIM's indirect probes, Das et al., 2002), or nothing new has come for long. Whoever lives and hears that it is
+lost says something newer, which ends the rumour (as in SWIM, too).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from peers.net.overlay import is_full_mesh, neighbours_of
-from peers.protocol.mesh import MAX_NEWS, Told
+from peers.net.overlay import Ring, is_full_mesh, place_of
+from peers.protocol.mesh import KEY_BYTES, MAX_NEWS, Told
 from peers.protocol.records import MAX_LOST, MAX_SPOKEN_BYTES, Lost, Spoken
 from peers.timing import PROBE_S, START_S
 
 MAX_KNOWN = 4096
+_NOTHING = (-1, 0)
+"""Older than every version."""
 
 
 @dataclass
@@ -44,8 +47,8 @@ class Gossip:
         self._reports: dict[str, dict[str, Lost]] = defaultdict(dict)
         """By peer, who says that it is lost."""
         self._announced: frozenset[str] = frozenset()
-        self._neighbours: frozenset[str] | None = None
-        """Cache; None: stale."""
+        self._ring: Ring | None = None
+        """Of this peer and all that are here. Cache; None: stale."""
 
     @property
     def is_full_mesh(self) -> bool:
@@ -65,13 +68,17 @@ class Gossip:
     @property
     def neighbours(self) -> frozenset[str]:
         """Those of this peer among all that are here."""
-        if self._neighbours is None:
-            self._neighbours = neighbours_of(self._me, self.here.keys())
-        return self._neighbours
+        return self.ring.neighbours_of(self._me)
 
     def neighbours_with(self, further: Collection[str]) -> frozenset[str]:
         """Those that this peer would have if these were here too."""
-        return neighbours_of(self._me, self.here.keys() | set(further))
+        return self.ring.with_(further).neighbours_of(self._me)
+
+    @property
+    def ring(self) -> Ring:
+        if self._ring is None:
+            self._ring = Ring({self._me, *self.here})
+        return self._ring
 
     # What is heard
 
@@ -97,9 +104,10 @@ class Gossip:
             return False
         if not is_direct and self._is_reported(spoken):
             return False
-        for neighbour, owed in self._owed.items():
-            if neighbour not in (by, peer_id):
-                owed[peer_id] = None
+        if self._owed:
+            told = self.ring.with_({peer_id}).told_by(self._me, peer_id) - {by}
+            for neighbour in told & self._owed.keys():
+                self._owed[neighbour][peer_id] = None
         for lost in spoken.lost:
             if lost.peer_id in self._known or lost.peer_id == self._me:
                 self._reports[lost.peer_id][peer_id] = lost
@@ -108,7 +116,7 @@ class Gossip:
 
     def _arrived(self, peer_id: str, spoken: Spoken) -> None:
         if peer_id not in self.here:
-            self._neighbours = None
+            self._ring = None
         self.here[peer_id] = spoken
         self._lost.pop(peer_id, None)
 
@@ -122,7 +130,7 @@ class Gossip:
         spoken = self.here.pop(peer_id, None)
         if spoken is None:
             return False
-        self._neighbours = None
+        self._ring = None
         if by_own_channel:
             self._lost[peer_id] = _lost(spoken), now
         for owed in self._owed.values():
@@ -141,7 +149,7 @@ class Gossip:
 
     def _is_reported(self, spoken: Spoken) -> bool:
         """Whether most neighbours of this peer say that it is lost, and have heard this word of it."""
-        neighbours = neighbours_of(spoken.peer_id, {self._me, *self.here})
+        neighbours = self.ring.with_({spoken.peer_id}).neighbours_of(spoken.peer_id)
         reports = self._reports[spoken.peer_id].items()
         agree = sum(reporter in neighbours and lost.version >= spoken.version for reporter, lost in reports)
         return 2 * agree > len(neighbours)
@@ -152,18 +160,30 @@ class Gossip:
 
     # What neighbours are owed
 
+    def versions(self) -> dict[bytes, tuple[int, int]]:
+        """What this peer has of those that are here, to ask a neighbour for what is missing."""
+        return {key_of(peer_id): spoken.version for peer_id, spoken in self.here.items()}
+
+    def missing(
+        self, to: str, versions: Mapping[bytes, tuple[int, int]], heard_before: float
+    ) -> tuple[Told, ...]:
+        """What this one, which has these, has missed of what was heard here before then: a message's worth. What is
+        younger is still on its way to it."""
+        return _message(
+            known
+            for peer_id in self.here
+            if peer_id != to
+            and (known := self._known[peer_id]).heard_at < heard_before
+            and versions.get(key_of(peer_id), _NOTHING) < known.spoken.version
+        )
+
     def due(self, neighbours: Collection[str]) -> Iterator[tuple[str, tuple[Told, ...]]]:
         """What each of these has yet to hear, a message's worth."""
         self._owed = {n: self._owed[n] if n in self._owed else dict.fromkeys(self.here) for n in neighbours}
         for neighbour, owed in self._owed.items():
             owed.pop(neighbour, None)
-            told, size = list[Told](), 0
-            while owed and len(told) < MAX_NEWS and size < MAX_SPOKEN_BYTES // 2:
-                known = self._known[owed.popitem()[0]]
-                told.append(_told(known))
-                size += len(known.record)
-            if told:
-                yield neighbour, tuple(told)
+            if told := _message(self._known[owed.popitem()[0]] for _ in range(len(owed))):
+                yield neighbour, told
 
     @property
     def is_owed(self) -> bool:
@@ -178,6 +198,22 @@ class Gossip:
         del self._known[gone]
         self._reports.pop(gone, None)
         return True
+
+
+def key_of(peer_id: str) -> bytes:
+    """Short for a peer id in a list of versions. Two with one key miss each other's words there, and no more."""
+    return place_of(peer_id)[:KEY_BYTES]
+
+
+def _message(words: Iterable[_Known]) -> tuple[Told, ...]:
+    """As many of these as a message holds; the others are not taken out."""
+    told, size = list[Told](), 0
+    for known in words:
+        told.append(_told(known))
+        size += len(known.record)
+        if len(told) >= MAX_NEWS or size >= MAX_SPOKEN_BYTES // 2:
+            break
+    return tuple(told)
 
 
 def _lost(spoken: Spoken) -> Lost:

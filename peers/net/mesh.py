@@ -25,7 +25,7 @@ from peers.net.gossip import Gossip
 from peers.net.introduction import Introduced
 from peers.net.live_peer import heartbeat_s, silence_s
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Announced, Carried, News, Parting, Said, Told
+from peers.protocol.mesh import Announced, Carried, Known, News, Parting, Said, Told
 from peers.protocol.messages import Status
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
@@ -35,9 +35,11 @@ log = logging.getLogger(__name__)
 
 _FRESH_BEATS = 0.5
 """A signed status is used again in the heartbeats to other peers for so long: each new one is passed on to all."""
-_NEWS_S, _PROGRESS_BEATS = SLICE_S, 0.5
+_NEWS_S, _PROGRESS_BEATS = SLICE_S, 0.25
 """News are gathered for so long before they are passed on, so that many travel in one message; for so many heartbeats
 what decisions do not depend on."""
+_ASK_BEATS = 0.125
+"""For so long at least between two questions for what was missed, which hold 20 bytes for each peer."""
 _IDLE_S = START_S
 """A channel that no neighbour needs is closed after so long without a message for anybody."""
 MAX_WAITING = 64
@@ -150,12 +152,18 @@ class Mesh:
 
     async def _tend(self) -> None:
         """Among many, look now and then for neighbours to dial, channels that nobody needs, and peers that say nothing
-        new."""
+        new; and ask one neighbour after another for what was missed."""
+        asked_at, num_asked = time.monotonic(), 0
         while True:
             await asyncio.sleep(OFTEN_S)
             if self._gossip.is_full_mesh:
                 continue
             now, channels = time.monotonic(), self._channels
+            neighbours = sorted(self._gossip.neighbours & channels.open.keys())
+            if neighbours and now > asked_at + _ASK_BEATS * heartbeat_s(self.num_peers):
+                asked = channels.open[neighbours[num_asked % len(neighbours)]]
+                asked_at, num_asked = now, num_asked + 1
+                asked.enqueue(Known(versions=self._gossip.versions()))
             for peer_id in self._gossip.silent(now, silence_s(self.num_peers)) - channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
             self._dial_missing({})
@@ -220,6 +228,11 @@ class Mesh:
                 self._take([(self._channels.introductions.decode(peer_id, record), record)], by=peer_id)
             case News(told):
                 self._take(self._new_of(told), by=peer_id)
+            case Known(versions):
+                before = time.monotonic() - heartbeat_s(self.num_peers)
+                told = self._gossip.missing(peer_id, versions, before)
+                if told and peer_id in self._channels.open:
+                    self._channels.open[peer_id].enqueue(News(told=told))
             case Bans(signed):
                 self._gate.learn(signed)
             case Parting():

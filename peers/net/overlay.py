@@ -1,8 +1,9 @@
-"""Who keeps a channel with whom. Pure.
+"""Who keeps a channel with whom, and who passes on what to whom. Pure.
 
 Among few, everybody with everybody. Among more, peers stand on a ring in the order of hash(peer id), and each keeps
-channels with those 1, 2, 4, 8 … places before and after it, as in Chord (Stoica et al., 2001): 2 log2 N channels each,
-and what one of them says is log2(N) / 2 hops from everybody. Every peer works this out for itself, for any peer.
+channels with those 1, 2, 4, 8 … places before and after it, as in Chord (Stoica et al., 2001): 2 log2 N channels each.
+What one of them says goes over them along two binomial trees, one for each half of the ring: it comes to everybody
+once, in log2 N hops at most. Every peer works this out for itself, for any peer.
 """
 
 from __future__ import annotations
@@ -19,17 +20,40 @@ def is_full_mesh(num_peers: int) -> bool:
     return num_peers <= FULL_MESH
 
 
-def neighbours_of(peer_id: str, peer_ids: Collection[str]) -> frozenset[str]:
-    """With whom this peer keeps channels, if these are all there are; itself may be among them."""
-    others = frozenset(peer_ids) - {peer_id}
-    if is_full_mesh(len(others) + 1):
-        return others
-    ring = sorted((*others, peer_id), key=_place)
-    here, count = ring.index(peer_id), len(ring)
-    steps = [1 << power for power in range((count // 2).bit_length())]
-    return frozenset(ring[(here + step) % count] for size in steps for step in (size, -size)) - {peer_id}
+class Ring:
+    """All peers, as one of them sees them. Those that see the same work out the same."""
+
+    def __init__(self, peer_ids: Collection[str]) -> None:
+        self._ordered = sorted(frozenset(peer_ids), key=place_of)
+        self._index = {peer_id: index for index, peer_id in enumerate(self._ordered)}
+
+    def with_(self, peer_ids: Collection[str]) -> Ring:
+        """The ring with these, too."""
+        return self if self._index.keys() >= set(peer_ids) else Ring({*self._ordered, *peer_ids})
+
+    def neighbours_of(self, peer_id: str) -> frozenset[str]:
+        """With whom this one of them keeps channels."""
+        count, here = len(self._ordered), self._index[peer_id]
+        if is_full_mesh(count):
+            return frozenset(self._ordered) - {peer_id}
+        steps = [1 << power for power in range((count // 2).bit_length())]
+        found = (self._ordered[(here + step) % count] for size in steps for step in (size, -size))
+        return frozenset(found) - {peer_id}
+
+    def told_by(self, peer_id: str, origin: str) -> frozenset[str]:
+        """Whom this one of them tells what `origin` has said, which tells its neighbours itself.
+
+        Who is d places from it, on the nearer side, has heard it from the one at d without d's lowest bit.
+        """
+        count, here = len(self._ordered), self._index[peer_id]
+        after = (here - self._index[origin]) % count
+        far, side, last = (after, 1, count // 2)
+        if far > last:
+            far, side, last = count - after, -1, (count - 1) // 2
+        steps = [1 << power for power in range((far & -far).bit_length() - 1)]
+        return frozenset(self._ordered[(here + side * step) % count] for step in steps if far + step <= last)
 
 
 @lru_cache(maxsize=1 << 14)
-def _place(peer_id: str) -> bytes:
+def place_of(peer_id: str) -> bytes:
     return hashlib.sha256(peer_id.encode()).digest()

@@ -9,6 +9,7 @@ Then either end sends at any time:
 
     Announced      its announcement, with the status of its core: at every change and heartbeat
     News           what other peers have announced, to be passed on; among many peers alone
+    Known          what the sender has of all peers; News of what it has missed are the answer; among many alone
     Parting        this channel is not needed any more
     Bans           a newer ban list
     WantManifest   a request for
@@ -31,6 +32,8 @@ from peers.protocol.wire import Struct
 
 MAX_MANIFEST_FIELDS = 256
 MAX_NEWS = 256
+MAX_VERSIONS = 4096
+KEY_BYTES = 8
 Scalar = str | int | float | bool | None
 
 WORKER, OWN_WORKER, DILOCOS_WORKER = "worker", "own", "diloco"
@@ -55,6 +58,15 @@ class News(Struct, frozen=True, tag="news"):
     told: Annotated[tuple[Told, ...], Meta(max_length=MAX_NEWS)]
 
 
+class Known(Struct, frozen=True, tag="known"):
+    """What the sender has: incarnation and number of each peer's newest word, by the start of the id's SHA-256."""
+
+    versions: Annotated[
+        dict[Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)], tuple[Count, Count]],
+        Meta(max_length=MAX_VERSIONS),
+    ]
+
+
 class Parting(Struct, frozen=True, tag="parting"):
     pass
 
@@ -70,4 +82,4 @@ class Manifest(Struct, frozen=True, tag="manifest"):
 Introduction = Bans | Announced | Refusal
 Carried = Directed | WantManifest | Manifest
 """Messages that the mesh passes on to other parts of the daemon."""
-Said = Carried | Announced | News | Parting | Bans
+Said = Carried | Announced | News | Known | Parting | Bans

@@ -453,6 +453,28 @@ def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_pa
     run(scenario())
 
 
+def test_what_nobody_passes_on_is_heard_by_asking_one_neighbour_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(overlay, "FULL_MESH", 8)
+    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.05)
+    monkeypatch.setattr(mesh_module, "heartbeat_s", lambda num_peers: 0.05)
+
+    async def scenario():
+        many = Many(tmp_path, 14)
+        await many.meet()
+        monkeypatch.setattr(Mesh, "_pass_on", lambda mesh: None)
+        speaker, *others = many.meshes
+        many.sequences[speaker] = 7
+        many.meshes[speaker].broadcast_status()
+
+        def sequences(peer_id):
+            return [said.sequence for sender, said in many.heard[peer_id] if sender == speaker]
+
+        await many.until(lambda: all(7 in sequences(peer_id) for peer_id in others))
+        await many.close()
+
+    run(scenario())
+
+
 def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is_closed_when_idle(
     tmp_path, monkeypatch
 ):
