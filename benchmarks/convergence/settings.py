@@ -169,9 +169,7 @@ def _ways_of_averaging(plain: Arm, scale: Scale) -> list[Arm]:
     plain = replace(plain, reference=plain.name, target=None)
     average = replace(plain, name="plain average", outer_lr=1.0, outer_momentum=outer_momentum_for("topk"))
     overlap = min(5, scale.local_steps // 2 - 1)
-    streaming = replace(
-        plain, name="streaming", num_fragments=2, overlap_steps=overlap, mixing=None, target=0.3
-    )
+    streaming = replace(plain, name="streaming", num_fragments=2, overlap_steps=overlap, target=0.3)
     slower = [replace(plain, name=f"one peer {n}x slower", slowness=n) for n in (2, 3, 4)]
     return [
         replace(plain, name="int8", compression="int8", target=0.1),
