@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -39,7 +40,7 @@ from diloco.options.trainer import (
 )
 from diloco.rl.gpus import gpus_for_ranks
 from diloco.train.devices import num_ranks, this_machine
-from diloco.train.run_dir import created_run_dir
+from diloco.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
@@ -132,18 +133,18 @@ def peer(
     alone = replace(machine, num_peers=1)
     check_room(train, alone, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
     check_ports_free(train.hv)
-    run_dir = created_run_dir(train)
-    print(f"run directory: {run_dir}", flush=True)
-    write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
-    # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice a
-    # signal.
-    import peers.daemon.main  # noqa: F401
-    from peers.net.dht.node import load_hivemind
+    with run_dir_of(train) as run_dir:
+        print(f"run directory: {run_dir}", flush=True)
+        write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
+        # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice
+        # a signal.
+        import peers.daemon.main  # noqa: F401
+        from peers.net.dht.node import load_hivemind
 
-    load_hivemind()
-    choice = replace(choice, config=train)
-    workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
-    return run_interruptible(_live(workplace, fields))
+        load_hivemind()
+        choice = replace(choice, config=train)
+        workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
+        return run_interruptible(_live(workplace, fields))
 
 
 def discovered(hv: HvConfig) -> tuple[str, ...]:
@@ -201,8 +202,12 @@ class Workplace:
     num_peers: int = 1
     """Peers on this machine."""
 
-    def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
-        """The workers' command line, after writing the configuration that it names."""
+    def command(
+        self, manifest: Mapping[str, Scalar], is_own: bool, world_rank: int, link_path: Path
+    ) -> WorkerCommand:
+        """The workers' command line, after writing the configuration that it names. `is_own`: this peer, and no other,
+        has chosen the manifest.
+        """
         from diloco.launch.swarm_config import adopted
 
         config = adopted(
@@ -210,9 +215,8 @@ class Workplace:
         )
         if not self.program:
             check_extras(config)
-            # The first peer's choice is the swarm's.
-            print(self.choice.in_words(config, has_joined=world_rank > 0), flush=True)
-            if world_rank == 0 and config.ckpt.interval is None:
+            print(self.choice.in_words(config, has_joined=not is_own), flush=True)
+            if is_own and config.ckpt.interval is None:
                 print(NOT_KEPT, flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         return worker_command(
@@ -234,9 +238,13 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
 
     tell_in(workplace.run_dir / "logs" / "daemon.log")
     shown = Shown("this peer", workplace.run_dir, since=time.time())
-    # Only our trainers write metrics; the user's own program prints what it likes.
-    watched = show_log(worker_log(workplace.run_dir)) if workplace.program else show([shown])
-    async with viewed(watched):
+    # Only our trainers write metrics; a program of the user's own prints what it likes, we what this peer does.
+    views = [show([shown], terminal=False if workplace.program else None)]
+    if workplace.program:
+        views.append(show_log(worker_log(workplace.run_dir)))
+    async with contextlib.AsyncExitStack() as shown_meanwhile:
+        for view in views:
+            await shown_meanwhile.enter_async_context(viewed(view))
         code = await run_daemon(
             DaemonConfig(**fields),
             worker=workplace.command,

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
 from diloco.launch.workplace import check_not_refused, tell_in, worker_command
 from diloco.options.extras import check_extras
 from diloco.options.trainer import Scalar, TrainConfig, for_mode, settled
-from diloco.train.run_dir import created_run_dir
+from diloco.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -> int:
     """Run one rollout peer; `named` are the fields that the user has set. Raises UserError."""
     from diloco.cli.interrupts import run_interruptible
-    from diloco.launch.swarm_config import adopted, daemon_config
+    from diloco.launch.swarm_config import daemon_config
 
     if "mode" in named and train.mode != "grpo":
         raise UserError(f"--role rollout is for --mode grpo: under --mode {train.mode} nothing is generated.")
@@ -37,16 +37,23 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
     config = settled(for_mode(replace(train, mode="grpo"), named), named)
     check_extras(config)
     fields = daemon_config(config, named)
-    run_dir = created_run_dir(config)
-    print(f"run directory: {run_dir}", flush=True)
-    # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice a
-    # signal.
+    with run_dir_of(config) as run_dir:
+        print(f"run directory: {run_dir}", flush=True)
+        # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice
+        # a signal.
+        import peers.daemon.rollout_peer  # noqa: F401
+        from peers.net.dht.node import load_hivemind
+
+        load_hivemind()
+        return run_interruptible(_live(config, named, fields, run_dir, num_peers))
+
+
+async def _live(
+    config: TrainConfig, named: frozenset[str], fields: Mapping[str, Any], run_dir: Path, num_peers: int
+) -> int:
+    from diloco.launch.swarm_config import adopted
     from peers.daemon.config import DaemonConfig
     from peers.daemon.rollout_peer import run_rollout_peer
-    from peers.net.dht.node import load_hivemind
-
-    load_hivemind()
-    policies = run_dir / "policies"
 
     def command(manifest: Mapping[str, Scalar], link_path: Path) -> WorkerCommand:
         agreed = replace(adopted(config, manifest, named, run_dir=run_dir), run_dir=str(run_dir))
@@ -54,15 +61,13 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
             agreed, run_dir, link_path, module="diloco.generate_rollouts", num_peers=num_peers
         )
 
-    async def live() -> int:
-        tell_in(run_dir / "logs" / "daemon.log")
+    tell_in(run_dir / "logs" / "daemon.log")
+    policies = run_dir / "policies"
+    shutil.rmtree(policies, ignore_errors=True)
+    policies.mkdir()
+    try:
+        code = await run_rollout_peer(DaemonConfig(**fields), worker=command, directory=policies)
+    finally:
         shutil.rmtree(policies, ignore_errors=True)
-        policies.mkdir()
-        try:
-            code = await run_rollout_peer(DaemonConfig(**fields), worker=command, directory=policies)
-        finally:
-            shutil.rmtree(policies, ignore_errors=True)
-        check_not_refused(code, run_dir)
-        return 0
-
-    return run_interruptible(live())
+    check_not_refused(code, run_dir)
+    return 0

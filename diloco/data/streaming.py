@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # Upper limit of world ranks. A constant, since another number would assign every document to another lane.
 NUM_LANES = 64
 _SKIP_WORTH_A_LINE = 1000
+_HUB_TIMEOUT_S = 10.0
 # Byte frequencies are estimated from this many documents of lane 0.
 _COUNTED_DOCUMENTS = 256
 
@@ -176,9 +177,11 @@ def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
         ) from error
     path, _, configuration = name.partition(":")
     try:
+        _check_is_there(path)
         configuration = configuration or _usual_configuration(datasets, path)
         splits = datasets.load_dataset(path, configuration or None, streaming=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    # The hub's client lets the errors of its HTTP library through, and which library that is depends on its version.
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{name} is not a file here, and cannot be loaded from Hugging Face ({reason}); name `stdlib`, a "
@@ -187,6 +190,17 @@ def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     held_out = next((splits[split] for split in ("validation", "valid", "dev") if split in splits), None)
     return HubDataset(name, train, held_out, text_column)
+
+
+def _check_is_there(path: str) -> None:
+    """Ask the hub once: `datasets` asks again and again for half a minute before it says that nobody answers."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
+    except RepositoryNotFoundError as error:
+        raise ValueError("there is no such dataset, or it is not public") from error
 
 
 def _usual_configuration(datasets: Any, path: str) -> str:

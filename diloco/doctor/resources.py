@@ -11,7 +11,8 @@ from pathlib import Path
 
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
-from diloco.options.model_files import PRESETS_DIR, load_model_config
+from diloco.options.common_names import nearest
+from diloco.options.model_files import PRESETS_DIR, load_model_config, preset_names
 from diloco.options.trainer import TrainConfig
 from diloco.train.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
 from diloco.train.preflight import check_peers_fit
@@ -51,7 +52,8 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
     try:
         model = load_model_config(config.path_model)
     except UserError as error:
-        yield failed("memory", str(error), "--path-model 2m  # or any preset, directory or hub id")
+        likely = nearest(config.path_model, preset_names()) or "2m"
+        yield failed("memory", str(error), f"--path-model {likely}  # or another preset, directory or hub id")
         return
     try:
         # The cheap lower bound first: counting the parameters of a far too large model with transformers takes long.

@@ -88,6 +88,9 @@ def meant(name: str, known: Collection[str]) -> str | None:
 
     Names have underscores, a section in front (`hv.local_steps`), and no leading dashes.
     """
+    # The plural before all else: `--peer` is `run --peers`, and only where there is none an address.
+    if f"{name}s" in known:
+        return f"{name}s"
     ours = _FIELD_BY_OTHER_NAME.get(name.rpartition(".")[2].lower(), "")
     # The same field has a section in some verbs and none in others.
     for candidate in (ours, ours.rpartition(".")[2], f"hv.{ours}"):

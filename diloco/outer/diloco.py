@@ -109,6 +109,8 @@ class Diloco:
         self._step_time = _StepTime()
         self._is_over = False
         self._progress = _Progress()
+        self._loss: float | None = None
+        """Of the last step, if the training loop has told it."""
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
         self._exchange = Exchange(model, Path(path), on_waiting=on_waiting) if path else None
         self._in_swarm = self._exchange is not None
@@ -191,12 +193,13 @@ class Diloco:
         if exchange is None:
             return None
         self._step_time.ended()
+        self._loss = loss
         try:
-            return self._after_step(exchange, num_tokens, loss)
+            return self._after_step(exchange, num_tokens)
         finally:
             self._step_time.begins()
 
-    def _after_step(self, exchange: Exchange, num_tokens: int, loss: float | None) -> Commit | None:
+    def _after_step(self, exchange: Exchange, num_tokens: int) -> Commit | None:
         self._keep_to_time_budget()
         if self.done:
             return self._average_all(exchange)
@@ -212,7 +215,7 @@ class Diloco:
         if self.done and not self._is_over and not self._is_late:
             return self._average_all(exchange)
         if commit is None:
-            self._report(exchange, num_tokens, loss)
+            self._report(exchange, num_tokens)
         return commit
 
     def checkpoint(self, directory: Path) -> None:
@@ -305,6 +308,7 @@ class Diloco:
             tokens=tokens,
             step=self.nominal_step,
             step_s=self._step_time.seconds,
+            loss=self._loss,
             last=last,
         )
         self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
@@ -382,13 +386,13 @@ class Diloco:
             local_step = self._scheduled.local_step_after(self.local_step, elapsed_s, self._epoch_s)
             self.position = replace(self.position, local_step=local_step)
 
-    def _report(self, exchange: Exchange, num_tokens: int, loss: float | None) -> None:
+    def _report(self, exchange: Exchange, num_tokens: int) -> None:
         """Report the step, the loss and the speed to the daemon, at most twice a second."""
         rate = self._progress.due(num_tokens * exchange.num_ranks, time.monotonic())
         if rate is not None:
             step, local_step = self.nominal_step, self.local_step
             figures = {"tokens_per_s": rate, "step_s": self._step_time.seconds}
-            exchange.tell("progress", step=step, local_step=local_step, loss=loss, **figures)
+            exchange.tell("progress", step=step, local_step=local_step, loss=self._loss, **figures)
 
 
 @dataclass(frozen=True)

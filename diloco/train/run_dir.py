@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig, to_toml
+from peers import errors as peers_errors
 from peers.daemon.restarts import last_line
 
 METRICS = "metrics.jsonl"
+CONFIG = "config.toml"
+
+
+@contextlib.contextmanager
+def run_dir_of(config: TrainConfig) -> Iterator[Path]:
+    """`created_run_dir`; removed again where a new one is refused before it has a configuration to train by."""
+    path = _named_or_default(config)
+    is_new = not path.exists()
+    run_dir = _created(path)
+    try:
+        yield run_dir
+    except (UserError, peers_errors.UserError):
+        if is_new and not (run_dir / CONFIG).exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 def created_run_dir(config: TrainConfig) -> Path:
     """Create `--run-dir`, or else runs/<UTC time>-<project>, and its logs directory; returns the absolute path."""
-    path = Path(config.run_dir).expanduser() if config.run_dir else default_run_dir(config.project)
+    return _created(_named_or_default(config))
+
+
+def _named_or_default(config: TrainConfig) -> Path:
+    return Path(config.run_dir).expanduser() if config.run_dir else default_run_dir(config.project)
+
+
+def _created(path: Path) -> Path:
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -32,7 +57,7 @@ def default_run_dir(project: str) -> Path:
 
 def written_config(config: TrainConfig, run_dir: Path) -> Path:
     """Write <run_dir>/config.toml atomically; `--config` reads it back."""
-    path = run_dir / "config.toml"
+    path = run_dir / CONFIG
     path.with_suffix(".toml.new").write_text(to_toml(config), encoding="utf-8")
     return path.with_suffix(".toml.new").replace(path)
 

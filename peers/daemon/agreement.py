@@ -31,6 +31,8 @@ class Agreement:
         self._awaited: dict[str, asyncio.Future[dict[str, Scalar]]] = {}
         self.manifest: dict[str, Scalar] = {}
         self.digest = ""
+        self.is_own = False
+        """Whether it is what this peer has proposed: nobody was there who had one."""
 
     async def reach(
         self, proposal: Mapping[str, Scalar], named: Collection[str], *, waited_out: Callable[[], bool]
@@ -48,7 +50,7 @@ class Agreement:
                 waited_out=waited_out(),
             )
             if source == "own":
-                theirs = dict(proposal)
+                self.is_own, theirs = True, dict(proposal)
             elif source is not None:
                 theirs = await self._fetch(source)
                 if theirs is None:

@@ -44,8 +44,8 @@ from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
 
-WorkerFactory = Callable[[Mapping[str, Scalar], int, Path], WorkerCommand]
-"""(manifest, world rank, link socket) -> the command that trains."""
+WorkerFactory = Callable[[Mapping[str, Scalar], bool, int, Path], WorkerCommand]
+"""(manifest, whether it is this peer's own, world rank, link socket) -> the command that trains."""
 
 
 class Daemon:
@@ -255,7 +255,7 @@ class Daemon:
         if worker is None:
             await self._host.finished.wait()
             return 0
-        command = worker(self._agreement.manifest, core.world_rank, link_path)
+        command = worker(self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path)
         supervisor = self._supervisor = Supervisor(command, _tell_of_restart)
         self._monitor.on_progress = supervisor.restarts.progressed
         self._monitor.on_commit = supervisor.restarts.committed

@@ -113,7 +113,9 @@ class WorkerHost:
         self.monitor.has_worker = False
         if self._ready.done() and not self._ready.exception():
             self.runtime.post(events.WorkerGone())
-        if not self.finished.is_set():
-            self.monitor.lost()
+        if self.finished.is_set():
+            self.monitor.show("leaving")
+            return
+        self.monitor.lost()
         if self.monitor.state in ("training", "waiting"):
             self.monitor.show("joining")

@@ -115,6 +115,7 @@ class WorkerMonitor:
         """The worker waits for a commit, until it is told to continue training meanwhile."""
         self.step = work.step
         self.pace.reached(max(0, self._steps_since_commit(work.step)), _step_s_in(ready), time.monotonic())
+        self.journal.loss = self._loss_in(ready)
         self.show("averaging")
         work.ahead.add_done_callback(lambda done: None if done.cancelled() else self.show("training"))
 
@@ -142,14 +143,11 @@ class WorkerMonitor:
         if since_commit >= 0:
             self.pace.reached(since_commit, _step_s_in(progress), time.monotonic())
         self.tokens_per_s = float(progress["tokens_per_s"])
-        loss = progress.get("loss")
-        is_known = loss is not None and math.isfinite(loss)
-        self.is_in_trouble("loss", "" if is_known or loss is None else _DIVERGED)
         self.journal.progressed(
             Point(
                 time=time.time(),
                 step=self.step,
-                loss=float(loss) if loss is not None and is_known else None,
+                loss=self._loss_in(progress),
                 tokens_per_s=self.tokens_per_s,
             )
         )
@@ -178,6 +176,13 @@ class WorkerMonitor:
         """The worker has ended before its training did."""
         self.journal.num_worker_losses += 1
         self.journal.happened(time.time(), "its worker ended")
+
+    def _loss_in(self, message: Mapping[str, Any]) -> float | None:
+        """The loss of the worker's last step, by its report; where it is not a number, this peer is in trouble."""
+        loss = message.get("loss")
+        is_finite = loss is not None and math.isfinite(loss)
+        self.is_in_trouble("loss", _DIVERGED if loss is not None and not is_finite else "")
+        return float(loss) if loss is not None and is_finite else None
 
     @property
     def _schedule(self) -> Schedule:

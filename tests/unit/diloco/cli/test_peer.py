@@ -35,7 +35,7 @@ def test_flags_that_a_program_is_not_told_are_named():
 
 def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path):
     workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1, ("python", "loop.py"))
-    command = workplace.command({}, 3, tmp_path / "link.sock")
+    command = workplace.command({}, False, 3, tmp_path / "link.sock")
     assert command.argv == ("python", "loop.py")
     assert command.env["DILOCO_LINK"] == str(tmp_path / "link.sock")
     assert command.env["PATH"].split(":")[0] == str(Path(sys.executable).parent)
@@ -43,33 +43,33 @@ def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path)
 
 def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
     workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
-    command = workplace.command({"seq_length": 77}, 3, tmp_path / "link.sock")
+    command = workplace.command({"seq_length": 77}, False, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
     assert "seq_length = 77" in (tmp_path / "config.toml").read_text()
 
 
 @pytest.mark.parametrize(
-    ("world_rank", "interval", "is_said"), [(0, None, True), (0, 100, False), (1, None, False)]
+    ("is_own", "interval", "is_said"), [(True, None, True), (True, 100, False), (False, None, False)]
 )
 def test_the_first_peer_says_what_becomes_of_a_run_without_checkpoints(
-    tmp_path, capsys, world_rank, interval, is_said
+    tmp_path, capsys, is_own, interval, is_said
 ):
     config = TrainConfig(ckpt=CkptConfig(interval=interval))
     workplace = Workplace(Choice(config=config), frozenset(), tmp_path, 1)
-    workplace.command({}, world_rank, tmp_path / "link.sock")
+    workplace.command({}, is_own, 3, tmp_path / "link.sock")
     assert (NOT_KEPT in capsys.readouterr().out) == is_said
 
 
 def test_who_joins_trains_as_the_swarm_does_whatever_it_would_have_chosen(tmp_path, capsys):
     choice = chosen(TrainConfig(), (), Machine(num_cores=2, memory_bytes=None))
     workplace = Workplace(choice, frozenset(), tmp_path, 1)
-    workplace.command({}, 1, tmp_path / "link.sock")
+    workplace.command({}, False, 0, tmp_path / "link.sock")
     assert "; as the swarm does" in capsys.readouterr().out
 
 
 def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
     workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
-    command = workplace.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, 3, tmp_path / "link.sock")
+    command = workplace.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, False, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_grpo", "--config", str(tmp_path / "config.toml"))
     assert 'dataset = "gsm8k"' in (tmp_path / "config.toml").read_text()
 

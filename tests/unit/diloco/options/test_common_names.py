@@ -37,3 +37,4 @@ def test_no_name_is_both_ours_and_anothers():
 def test_what_a_verb_does_not_have_is_not_suggested():
     assert meant("learning_rate", {"initial_peers", "run_id"}) is None
     assert meant("peer", {"initial_peers", "run_id"}) == "initial_peers"
+    assert meant("peer", {"initial_peers", "peers"}) == "peers"

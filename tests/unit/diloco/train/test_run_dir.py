@@ -1,10 +1,13 @@
-"""Why a process ended, by its log."""
+"""The run directory, and why a process ended, by its log."""
 
 from __future__ import annotations
 
 import pytest
 
-from diloco.train.run_dir import last_words, reason_in
+from diloco.errors import UserError
+from diloco.options.trainer import TrainConfig
+from diloco.train.run_dir import last_words, reason_in, run_dir_of, written_config
+from peers import errors as peers_errors
 
 BOX = "step 1\n╭─ diloco failed ─╮\n│ too hot, so      │\n│ it ended         │\n╰──────────────────╯\n"
 TRACEBACK = (
@@ -34,3 +37,28 @@ def test_last_words_are_those_of_the_box_or_the_end_of_the_log(tmp_path):
     assert last_words(path, max_lines=2) == "18\n19"
     path.write_text(BOX)
     assert last_words(path) == "too hot, so\nit ended"
+
+
+@pytest.mark.parametrize("error", [UserError, peers_errors.UserError])
+def test_a_training_that_is_refused_before_it_began_leaves_no_run_directory(tmp_path, error):
+    config = TrainConfig(run_dir=str(tmp_path / "mine"))
+    with pytest.raises(error), run_dir_of(config) as run_dir:
+        assert (run_dir / "logs").is_dir()
+        raise error("the swarm trains another model")
+    assert not run_dir.exists()
+
+
+def test_a_run_directory_stays_where_it_was_there_before_or_has_begun_or_failed(tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path / "mine"))
+    with pytest.raises(UserError), run_dir_of(config) as run_dir:
+        written_config(config, run_dir)
+        raise UserError("the worker was refused")
+    assert (run_dir / "config.toml").exists()
+    (run_dir / "config.toml").unlink()
+    with pytest.raises(UserError), run_dir_of(config):
+        raise UserError("the swarm trains another model")
+    assert run_dir.exists()
+    other = TrainConfig(run_dir=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="a bug"), run_dir_of(other) as run_dir:
+        raise ValueError("a bug")
+    assert run_dir.exists()

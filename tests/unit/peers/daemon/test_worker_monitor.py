@@ -58,8 +58,9 @@ def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_worker):
         monitor.started(start_at(epoch=2, local_step=4))
         assert (monitor.step, monitor.local_step) == (24, 4)
         work = a_work(step=30)
-        monitor.handed_over(work, {"step_s": 0.5})
+        monitor.handed_over(work, {"step_s": 0.5, "loss": 2.5})
         shown.append(monitor.state)
+        assert monitor.journal.loss == 2.5
         work.ahead.set_result(Ahead(epoch=3, data_base=0))
         await asyncio.sleep(0)
         shown.append(monitor.state)
