@@ -3,8 +3,8 @@
 A blob is a safetensors file with metadata. A whole blob holds tensors by name; a patch holds, for each tensor that
 changed, flat indices (`<name>::at`) and the differences of the values' bits as integers (`<name>::by`). With small
 learning rates few weights change after rounding from fp32 to bf16 (arXiv 2602.03839), most of them to the next value,
-so a patch may be a hundredth of the whole: gaps between indices and differences are small numbers, which zlib packs by
-planes of their bytes. NaN payloads and signed zeros are preserved.
+so a patch may be a hundredth of the whole: gaps between indices and differences are small numbers, of which zlib packs
+the planes of their bytes. NaN payloads and signed zeros are preserved.
 
 Used by trainers and, in another Python environment, by the servers: this module imports only torch and safetensors.
 """
@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-FORMAT = "diloco-weights-3"
+FORMAT = "diloco-weights-4"
 _AT, _BY = "::at", "::by"
-_LEVEL = 1
 _WORTH_PACKING = 4
 """A patch of more than this fraction of all values is no shorter than the whole."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNED = {**_BITS, 1: torch.int8}
 
 State = dict[str, Tensor]
 Expected = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -206,11 +206,27 @@ def _saved(tensors: State, label: Label) -> bytes:
 
 
 def _packed_planes(name: str, numbers: Tensor) -> Tensor:
-    """Integers, or of indices the gaps between them: first the lowest byte of each, then the next ones, deflated."""
-    if name.endswith(_AT):
-        numbers = torch.diff(numbers, prepend=numbers.new_zeros(1))
+    """Gaps between indices, or differences, as small unsigned numbers: first the lowest byte of each, then the next
+    ones, deflated.
+    """
+    numbers = torch.diff(numbers, prepend=numbers.new_zeros(1)) if name.endswith(_AT) else _zigzag(numbers)
     planes = numbers.view(torch.uint8).view(-1, numbers.element_size()).T.contiguous()
-    return torch.frombuffer(bytearray(zlib.compress(planes.numpy().data, _LEVEL)), dtype=torch.uint8)
+    # Huffman's code and runs of one byte: there are no longer matches in such planes, and looking for them takes time.
+    deflater = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
+    deflated = deflater.compress(planes.numpy().data) + deflater.flush()
+    return torch.frombuffer(bytearray(deflated), dtype=torch.uint8)
+
+
+def _zigzag(numbers: Tensor) -> Tensor:
+    """0, -1, 1, -2 … as 0, 1, 2, 3 …, so that the upper bytes of small negative numbers are zeros, too."""
+    signed = numbers.view(_SIGNED[numbers.element_size()])
+    return (signed << 1) ^ (signed >> 8 * signed.element_size() - 1)
+
+
+def _unzigzag(numbers: Tensor) -> Tensor:
+    signed = numbers.view(_SIGNED[numbers.element_size()])
+    # The shift keeps the sign, which here is the number's topmost bit.
+    return ((signed >> 1) & torch.iinfo(signed.dtype).max) ^ -(signed & 1)
 
 
 def _expanded(name: str, packed_planes: Tensor, count: int, width: int) -> Tensor:
@@ -222,4 +238,4 @@ def _expanded(name: str, packed_planes: Tensor, count: int, width: int) -> Tenso
         raise BadBlob(f"the patch of {name} has another length than it says")
     numbers = torch.frombuffer(bytearray(planes), dtype=torch.uint8).view(width, count).T.flatten()
     integers = numbers.view(_BITS[width])
-    return integers.long().cumsum(0) if name.endswith(_AT) else integers
+    return integers.long().cumsum(0) if name.endswith(_AT) else _unzigzag(integers).view(integers.dtype)
