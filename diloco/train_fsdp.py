@@ -26,13 +26,14 @@ from diloco.data.batches import batches, open_data
 from diloco.data.prefetch import Prefetched
 from diloco.data.sampling import Block
 from diloco.data.tokenizer import load_tokenizer
+from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
 from diloco.launch.worker import Assignment, assigned, exit_code, leave
 from diloco.options.model_files import load_model_config, model_files, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, device_mesh, joined, on_rank_zero
-from diloco.train.evaluation import evaluate
+from diloco.train.evaluation import evaluate, seconds_to_evaluate
 from diloco.train.inner import InnerLoop
 from diloco.train.lines import LinePrinter
 from diloco.train.memory import check_memory, memory_needed_bytes
@@ -45,6 +46,8 @@ from diloco.train.run_dir import METRICS
 from diloco.train.sharding import Precision, compiles, full_state, prepare
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 from diloco.train.wandb_runs import opened_sinks
+
+LONGEST_FIRST_EVALUATION_S = 60.0
 
 
 def main() -> NoReturn:
@@ -72,7 +75,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
         if daemon is not None:
             daemon.stop()
     if world.is_main and assignment.is_shown_here:
-        report(assignment.config, assignment.run_dir)
+        report(assignment.config, assignment.run_dir, in_swarm=wants_swarm(assignment.config))
 
 
 class Trainer:
@@ -153,7 +156,7 @@ class Trainer:
             micro_batch_size=self.inner.micro_batch_size,
         )
         if outer.nominal_step == 0 and outer.evaluates:
-            self.evaluate()
+            self.evaluate_before_training()
         while not outer.done:
             with self.samples_left() as samples_of_steps:
                 for samples in samples_of_steps:
@@ -229,6 +232,17 @@ class Trainer:
                 num_ranks=self.world.num_ranks,
             )
         )
+
+    def evaluate_before_training(self) -> None:
+        """Evaluate, unless that would keep a slow machine from its first step for minutes."""
+        with self.progress.phase("evaluating", "before training"):
+            seconds = seconds_to_evaluate(
+                self.inner, self.validation, world=self.world, micro_batch_size=self.inner.micro_batch_size
+            )
+        if seconds <= LONGEST_FIRST_EVALUATION_S:
+            self.evaluate()
+        else:
+            self.metrics.write("event", event="no_first_evaluation", **self.position(), seconds=seconds)
 
     def evaluate(self) -> None:
         """Evaluate the weights on the held-out text and record the result."""

@@ -27,6 +27,7 @@ from diloco.checkpoint.restore import refuse_to_begin_anew, skipped_event
 from diloco.checkpoint.saver import check_saved
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
+from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
 from diloco.launch.worker import Assignment, assigned, exit_code, leave
 from diloco.options.model_files import load_model_config, save_pretrained_dir
@@ -93,7 +94,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
         if daemon is not None:
             daemon.stop()
     if world.is_main and assignment.is_shown_here:
-        report(assignment.config, assignment.run_dir)
+        report(assignment.config, assignment.run_dir, in_swarm=wants_swarm(assignment.config))
 
 
 class Training:

@@ -24,7 +24,7 @@ from diloco.options.flags import Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, HvConfig, TrainConfig, TrainFlags, for_mode, settled
 from diloco.rl.gpus import gpus_for_ranks, starts_server
-from diloco.train.devices import num_ranks, this_machine
+from diloco.train.devices import Machine, num_ranks, this_machine
 
 _SOURCE = ValueSource()
 _INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"
@@ -94,7 +94,7 @@ def doctor(
         if not as_json_:
             _print(finding)
 
-    for finding in _of_machine(train, ranks):
+    for finding in _of_machine(train, ranks, machine):
         tell(finding)
     hv = train.hv
     if discover and not hv.initial_peers:
@@ -109,7 +109,7 @@ def doctor(
     return code or int(any(finding.verdict == "fail" for finding in found))
 
 
-def _of_machine(train: TrainConfig, ranks: int) -> Iterator[Finding]:
+def _of_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
     """What needs no network."""
     from diloco.doctor.resources import check_descriptors, check_disk
     from diloco.doctor.software import check_packages, check_python, check_torch, check_vllm
@@ -120,24 +120,30 @@ def _of_machine(train: TrainConfig, ranks: int) -> Iterator[Finding]:
     loaded = list(examined("torch", check_torch, _INSTALL))
     yield from loaded
     if all(finding.verdict == "pass" for finding in loaded):
-        yield from _of_torch(train, ranks)
+        yield from _of_torch(train, ranks, machine)
     if starts_server(train):
         yield from examined("vllm", lambda: check_vllm(train.grpo), "--rollout hf")
     yield from examined("descriptors", check_descriptors, "ulimit -n 4096")
     yield from examined("disk", lambda: check_disk(train, state_dir()), "df -h")
 
 
-def _of_torch(train: TrainConfig, ranks: int) -> Iterator[Finding]:
+def _of_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
     """What needs a torch that loads."""
     from diloco.doctor.gpu import check_gpus, check_nccl, gpu_memory_bytes
     from diloco.doctor.resources import check_model_memory
+    from diloco.doctor.speed import check_speed
 
     yield from examined("gpu", lambda: check_gpus(train.device), "nvidia-smi")
     compiles = train.torch_compile is not False
     yield from examined("nccl", lambda: check_nccl(train.device, ranks, compiles=compiles), "nvidia-smi")
-    yield from examined(
-        "memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes()), "--path-model 2m"
+    memory = list(
+        examined("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes()), "--path-model 2m")
     )
+    yield from memory
+    if train.mode == "pretrain" and all(finding.verdict == "pass" for finding in memory):
+        yield from examined(
+            "speed", lambda: check_speed(train, ranks, num_peers=machine.num_peers), "--path-model 2m"
+        )
 
 
 def _examine_network(

@@ -103,8 +103,6 @@ RECIPES = (
     ),
 )
 """From the lightest to the heaviest."""
-_OWN_SIZES = frozenset({"total_batch_size", "seq_length", "total_steps", "max_steps"})
-"""Whoever names one of these beside a preset has a training of their own in mind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +132,15 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
     """The configuration with the machine's recipe, or that of the preset that the user names, in the fields that the
     user did not name.
 
-    Unchanged where the user names another model or sizes beside a preset, and in reinforcement, whose models have to
-    know something already.
+    Unchanged where the user names another model, or a batch beside a preset, and in reinforcement, whose models have
+    to know something already.
     """
     recipe = _recipe_of(config.path_model, named) if "path_model" in named else recipe_for(machine)
     if recipe is None or config.mode != "pretrain":
         return Choice(config=config)
     why = f"chosen for {machine.in_words()} (--path-model names another model)"
     if "path_model" in named:
-        sizes = "--total-batch-size, --seq-length or --total-steps"
-        why = f"sizes chosen for {config.path_model} (if you give {sizes}, give all three)"
+        why = f"sizes chosen for {config.path_model} (with --total-batch-size, all others are yours to give, too)"
     optimizer = config.optimizer if "optimizer" in named else "muon"
     recipes_own = {"optimizer": optimizer, **recipe.values, **recipe.rates[optimizer]}
     values = {name: value for name, value in recipes_own.items() if name not in named}
@@ -176,9 +173,9 @@ def trained(config: TrainConfig) -> str:
 
 
 def _recipe_of(path_model: str, named: Collection[str]) -> Recipe | None:
-    """The recipe of a preset, where the user names nothing that it consists of."""
+    """The recipe of a preset, unless the user has a training of their own in mind, with a batch of its own."""
     found = (recipe for recipe in RECIPES if recipe.values["path_model"] == path_model)
-    return None if _OWN_SIZES.intersection(named) else next(found, None)
+    return None if "total_batch_size" in named else next(found, None)
 
 
 def _is_enough(machine: Machine, recipe: Recipe) -> bool:

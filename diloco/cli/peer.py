@@ -142,6 +142,10 @@ def peer(
         from peers.net.dht.node import load_hivemind
 
         load_hivemind()
+        if not program and "path_model" in _SOURCE.named:
+            from diloco.doctor.speed import tell_if_slow
+
+            tell_if_slow(train, ranks, num_peers=peers_here)
         choice = replace(choice, config=train)
         workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
         return run_interruptible(_live(workplace, fields))
@@ -189,7 +193,7 @@ def unread_by_a_program(named: Collection[str]) -> str:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workplace:
     """How this peer's workers are started."""
 
@@ -201,6 +205,8 @@ class Workplace:
     """What the user trains with instead of the trainer."""
     num_peers: int = 1
     """Peers on this machine."""
+    agreed: TrainConfig | None = None
+    """What diloco's trainer trains, once the swarm has agreed on it."""
 
     def command(
         self, manifest: Mapping[str, Scalar], is_own: bool, world_rank: int, link_path: Path
@@ -215,6 +221,7 @@ class Workplace:
         )
         if not self.program:
             check_extras(config)
+            self.agreed = config
             print(self.choice.in_words(config, has_joined=not is_own), flush=True)
             if is_own and config.ckpt.interval is None:
                 print(NOT_KEPT, flush=True)
@@ -251,5 +258,11 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
             on_phase=lambda phase: write_phase(workplace.run_dir, phase),
         )
     check_not_refused(code, workplace.run_dir)
-    print(f"training is done; everything is in {workplace.run_dir}", flush=True)
+    if workplace.agreed is None:
+        print(f"training is done; its logs are in {workplace.run_dir}", flush=True)
+        return 0
+    from diloco.launch.report import report
+
+    print("training is done", flush=True)
+    report(workplace.agreed, workplace.run_dir, in_swarm=True)
     return 0

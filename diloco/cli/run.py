@@ -80,6 +80,10 @@ def run(
     run_dir = created_run_dir(train)
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
         raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
+    if "path_model" in _SOURCE.named:
+        from diloco.doctor.speed import tell_if_slow
+
+        tell_if_slow(train, num_peers=peers)
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
     return run_interruptible(
         _Run(
@@ -99,19 +103,28 @@ class _Run:
     trained: str
     """What, in one line."""
     records: dict[str, list[Record]] = field(default_factory=dict)
+    _last_step: int = 0
 
     async def until_reported(self) -> int:
+        import asyncio
+
         from diloco.launch.live import show, viewed
         from diloco.launch.local_swarm import LocalSwarm
 
         print(f"run directory: {self.run_dir}", flush=True)
         _say(f"each peer {self.trained}")
         peers = f"{self.num_peers} peer{'' if self.num_peers == 1 else 's'}"
-        _say(f"starting a coordinator and {peers}, which takes a few seconds")
+        _say(f"starting a coordinator and {peers}: some seconds, and half a minute the first time")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}
-        async with viewed(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))):
-            await swarm.run()
+        try:
+            async with viewed(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))):
+                await swarm.run()
+        except asyncio.CancelledError:
+            _say(
+                f"stopped at step {self._last_step} of {self.config.end_step}; everything is in {self.run_dir}"
+            )
+            raise
         code = self._report(swarm.shown)
         if self.has_baseline:
             await self._compare()
@@ -135,6 +148,7 @@ class _Run:
         self.records[peer.shown.name] += new
         peer.supervisor.restarts.progressed()
         step = max((int(record["step"]) for record in new if record.get("kind") == "step"), default=0)
+        self._last_step = max(self._last_step, step)
         if self.lose_peer == peer.world_rank and 2 * step >= self.config.end_step:
             self.lose_peer = None
             lost = peer.lose()

@@ -164,13 +164,15 @@ class _Screen:
     """A table that is redrawn in place; other output scrolls above it."""
 
     def __init__(self, peers: Sequence[Shown]) -> None:
+        from rich.console import Console
         from rich.live import Live
 
         self._peers = peers
         self._figures = [PeerFigures(peer.name) for peer in peers]
         self._evaluations: list[Record] = []
         self._began = time.monotonic()
-        self._live = Live(auto_refresh=False)
+        # What is printed above the table is wrapped by the terminal, so that an address can be copied.
+        self._live = Live(console=Console(soft_wrap=True), auto_refresh=False)
 
     def __enter__(self) -> None:
         self._live.start()
@@ -183,12 +185,15 @@ class _Screen:
         self._evaluations += (record for record in records if record.get("kind") == "eval")
 
     def refresh(self) -> None:
+        from rich.text import Text
+
         table = table_of(self._peers, self._figures)
-        table.caption = caption_of(
+        caption = caption_of(
             self._evaluations,
             elapsed_s=time.monotonic() - self._began,
             phases={peer.name: peer.phase for peer in self._peers},
         )
+        table.caption = Text(caption, no_wrap=False, overflow="fold")
         self._live.update(table, refresh=True)
 
 
@@ -207,8 +212,8 @@ def table_of(peers: Sequence[Shown], figures: Sequence[PeerFigures]) -> Table:
 def caption_of(
     evaluations: Sequence[Record], *, elapsed_s: float, phases: Mapping[str, Phase | None] | None = None
 ) -> str:
-    """Elapsed and remaining time, and the first and the last evaluation. While no peer trains yet, the peers' phases,
-    for which the table has no room; `phases` is by peer name."""
+    """Elapsed and remaining time, and the last evaluation. While no peer trains yet, the peers' phases, for which the
+    table has no room; `phases` is by peer name."""
     minutes, seconds = divmod(int(elapsed_s), 60)
     parts = [f"{minutes}:{seconds:02d}"]
     known = {peer: phase for peer, phase in (phases or {}).items() if phase}
@@ -218,11 +223,9 @@ def caption_of(
     else:
         left = f", {span(furthest.left_s)} left" if furthest.left_s is not None else ""
         parts.append(f"step {furthest.done:.0f} of {furthest.total:.0f}{left}")
-    in_turn = sorted(evaluations, key=lambda record: int(record.get("step") or 0))
-    for record in (*in_turn[:1], *in_turn[1:][-1:]):
-        parts.append(
-            f"{_decimals(record.get('bits_per_byte'), 3)} bits per byte at step {record.get('step')}"
-        )
+    last = max(evaluations, key=lambda record: int(record.get("step") or 0), default=None)
+    if last is not None:
+        parts.append(f"{_decimals(last.get('bits_per_byte'), 3)} bits per byte at step {last.get('step')}")
     return ", ".join(parts)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.plot import absences, lives_of, plot
 from diloco.launch.results import Losses, Rewards, decimal
 from diloco.launch.reward_plot import plot_rewards
@@ -150,12 +149,12 @@ def plotted(
     return {"plot of the losses": picture}
 
 
-def report(config: TrainConfig, run_dir: Path) -> None:
-    """Print the report of a trainer that was started by hand, from its metrics, and write its plot."""
+def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
+    """Print the report of one trainer, from its metrics, and write its plot."""
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
-    paths = {"model": run_dir / "model", **plotted(config, records_of, run_dir, config.project)}
-    summary = summary_of(config, records_of)
-    print(text_of(summary, {**paths, "everything": run_dir}, in_swarm=wants_swarm(config)), flush=True)
+    model = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
+    paths = {**model, **plotted(config, records_of, run_dir, config.project), "everything": run_dir}
+    print(text_of(summary_of(config, records_of), paths, in_swarm=in_swarm), flush=True)
 
 
 def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
@@ -179,11 +178,13 @@ def _averaged(summary: Summary) -> list[str]:
     return [
         f"averaged                {_epochs(summary)}, {size(summary.sent_bytes)} sent",
         *_blocked_lines(summary),
-        agreement_line(summary.num_epochs, summary.disagreements),
+        agreement_line(summary.num_epochs, summary.disagreements, num_peers=summary.num_peers),
     ]
 
 
 def _epochs(summary: Summary) -> str:
+    if summary.num_peers == 1:
+        return f"{summary.num_epochs} epochs"
     if summary.num_full_epochs == summary.num_epochs:
         return f"{summary.num_epochs} epochs by all {summary.num_peers} peers"
     return f"{summary.num_epochs} epochs, {summary.num_full_epochs} of them by all {summary.num_peers} peers"
@@ -212,10 +213,13 @@ def _blocked_lines(summary: Summary) -> list[str]:
     return [line]
 
 
-def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
-    """The line of the report on whether all peers had bit-identical anchors."""
+def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]], *, num_peers: int) -> str:
+    """The line of the report on whether all peers, whose records these are, had bit-identical anchors."""
     if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"
+    if num_peers == 1:
+        # Without the others' records: a commit has the signatures of all its contributors on its bits.
+        return "agreement               the contributors of every epoch have signed the same bits"
     if not disagreements:
         return "agreement               all peers held bit-identical anchors after every epoch"
     epoch, digests = next(iter(disagreements.items()))

@@ -28,10 +28,12 @@ class Losses:
             (r for r in records if r.get("kind") == "eval"),
             key=lambda record: float(record.get("time") or 0.0),
         )
-        last = evaluations[-1] if evaluations else {}
+        first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+        # A slow machine leaves out the evaluation before training; a run that ended early has no other.
+        has_first = len(evaluations) > 1 or not first.get("step")
         return cls(
-            bits_before=evaluations[0].get("bits_per_byte") if evaluations else None,
-            bits_after=last.get("bits_per_byte") if len(evaluations) > 1 else None,
+            bits_before=first.get("bits_per_byte") if has_first else None,
+            bits_after=last.get("bits_per_byte") if len(evaluations) > 1 or not has_first else None,
             unigram_bits=last.get("unigram_bits_per_byte"),
             eval_bytes=last.get("eval_bytes"),
             tokens=tokens_per_step * _num_steps(records),
@@ -42,6 +44,11 @@ class Losses:
         held_out = f" ({figure(self.eval_bytes)}B held out)" if self.eval_bytes else ""
         is_above = (self.bits_before or 0.0) > UNIFORM_BITS_PER_BYTE
         above = " (above uniform: random weights are sure of some bytes)" if is_above else ""
+        if self.bits_before is None and self.bits_after is None:
+            return [
+                "validation              not on this peer",
+                f"trained                 {figure(self.tokens)} tokens",
+            ]
         return [
             f"bits per byte on validation{held_out}",
             f"  uniform               {UNIFORM_BITS_PER_BYTE:.3f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.data.held_out import Validation
-from diloco.outer.world import World, in_group
+from diloco.outer.world import World, in_group, on_rank_zero
 from diloco.train.inner import InnerLoop
 
 
@@ -19,6 +20,22 @@ class Evaluation:
 
     loss: float
     bits_per_byte: float
+
+
+@torch.no_grad()
+def seconds_to_evaluate(
+    inner: InnerLoop, validation: Validation, *, world: World, micro_batch_size: int
+) -> float:
+    """How long `evaluate` will take, by a forward pass of the first windows. A collective."""
+    windows = torch.from_numpy(validation.windows[:micro_batch_size])
+    num_rounds = -(-len(validation.windows) // (micro_batch_size * world.num_ranks))
+    inner.model.eval()
+    # The very first pass also loads and compiles kernels.
+    for _ in range(min(2, num_rounds)):
+        began_at = time.perf_counter()
+        float(inner.loss(windows, reduction="sum"))
+    inner.model.train()
+    return on_rank_zero(lambda: (time.perf_counter() - began_at) * num_rounds)
 
 
 @torch.no_grad()

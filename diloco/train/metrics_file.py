@@ -107,6 +107,9 @@ def line_of(record: Record) -> str | None:
                 f"a step is {figure(record.get('step_tokens'))} tokens, which takes about "
                 f"{span(float(record.get('step_s') or 0.0))} here; --total-batch-size makes it smaller"
             )
+        case "event" if record.get("event") == "no_first_evaluation":
+            seconds = float(record.get("seconds") or 0.0)
+            return f"not evaluated before training: that would take about {span(seconds)} here"
         case "event":
             return str(record.get("event"))
     return None

@@ -12,6 +12,8 @@ from peers.core.defaults import SHARE_OF_EPOCH, compression_for, fragments_for, 
 from peers.core.schedule import Schedule
 
 _ENOUGH_EPOCHS = 4
+_ENOUGH_S = 60.0
+"""A run that is over sooner is a trial, in which it matters little how often it averages."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -32,6 +34,7 @@ class Advice:
         self._epochs: deque[Usual] = deque(maxlen=_ENOUGH_EPOCHS)
         self._ended_at: float | None = None
         self._is_given = False
+        self._trained_s = 0.0
 
     def epoch_ended(self, now: float, *, round_s: float, bytes_per_s: float, num_peers: int) -> Usual | None:
         """The medians over the last epochs, once only, as soon as there are enough of them."""
@@ -42,7 +45,8 @@ class Advice:
         self._epochs.append(
             Usual(epoch_s=now - began_at, round_s=round_s, bytes_per_s=bytes_per_s, num_peers=num_peers)
         )
-        if len(self._epochs) < _ENOUGH_EPOCHS:
+        self._trained_s += now - began_at
+        if len(self._epochs) < _ENOUGH_EPOCHS or self._trained_s < _ENOUGH_S:
             return None
         self._is_given = True
         return Usual(

@@ -70,6 +70,8 @@ class Agreement:
                 + "\n".join(f"  {line}" for line in unlike)
                 + "\nLeave them out to take over the swarm's, or begin another run with --run-id."
             )
+        if self.is_own:
+            log.info("nobody has begun this run: it begins with the settings of this peer")
         self.manifest = {**proposal, **theirs}
         self.digest = joining.manifest_digest(theirs)
         presence.publish()

@@ -109,13 +109,19 @@ def test_a_preset_comes_with_its_recipe_on_any_machine(recipe):
     values = flat_values(choice.config)
     assert {name: values[name] for name in recipe.values} == recipe.values
     assert choice.config.optimizer == "muon" and choice.config.lr == recipe.rates["muon"]["lr"]
-    assert f"sizes chosen for {preset} (if you give --total-batch-size" in choice.in_words(choice.config)
+    assert f"sizes chosen for {preset} (with --total-batch-size" in choice.in_words(choice.config)
 
 
-@pytest.mark.parametrize("size", ["total_batch_size", "seq_length", "total_steps", "max_steps"])
-def test_a_preset_with_sizes_of_the_users_own_keeps_the_defaults_for_the_rest(size):
+def test_a_preset_with_a_batch_of_the_users_own_keeps_the_defaults_for_the_rest():
     config = TrainConfig(path_model="2m")
-    assert chosen(config, {"path_model", size}, machine(2)).config == config
+    assert chosen(config, {"path_model", "total_batch_size"}, machine(2)).config == config
+
+
+def test_a_preset_with_fewer_steps_keeps_its_batch():
+    """100 steps of the trainers' own half a million tokens would take hours."""
+    config = TrainConfig(path_model="demo", total_steps=100)
+    choice = chosen(config, {"path_model", "total_steps"}, machine(2)).config
+    assert (choice.total_steps, choice.total_batch_size, choice.seq_length) == (100, 8, 128)
 
 
 def test_who_names_a_model_without_a_recipe_or_learns_by_reinforcement_is_given_nothing():
@@ -136,7 +142,7 @@ def test_one_line_says_what_is_trained_and_why():
     assert choice.in_words(choice.config) == f"{what}; {why}"
     assert choice.in_words(replace(choice.config, lr=1.0)) == f"{what}; as the swarm does"
     assert choice.in_words(choice.config, has_joined=True) == f"{what}; as the swarm does"
-    named = chosen(TrainConfig(path_model="demo"), {"path_model", "seq_length"}, machine(2))
+    named = chosen(TrainConfig(path_model="demo"), {"path_model", "total_batch_size"}, machine(2))
     assert named.in_words(named.config).endswith("averaged every 500 steps")
     on_gpus = chosen(TrainConfig(), (), gpus(1, 24))
     assert "chosen for 1 GPU of 24 GiB (" in on_gpus.in_words(on_gpus.config)

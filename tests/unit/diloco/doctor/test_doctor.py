@@ -7,6 +7,7 @@ from importlib import metadata
 
 import pytest
 
+from diloco.doctor import speed
 from diloco.doctor.discover import check_discover
 from diloco.doctor.findings import Finding, as_json, examined, passed
 from diloco.doctor.gpu import Cuda, judged, last_words
@@ -211,3 +212,25 @@ def test_a_batch_that_is_too_large_is_told_which_would_fit():
     fitting = TrainConfig(path_model="15m", per_device_train_batch_size=size)
     assert [one.verdict for one in check_model_memory(fitting, 1, 3 * 2**30)] == ["pass"]
     assert 32 % size == 0 and size < 32
+
+
+def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(speed, "flops_of", lambda _device: 100e9)
+    slow, quick = (
+        TrainConfig(path_model="150m", device="cpu"),
+        TrainConfig(path_model="demo", total_batch_size=8),
+    )
+    (found,) = speed.check_speed(slow, 1)
+    # 500 steps of 512 * 1024 tokens, 6 FLOPs each for every weight, at half the speed of matrix products.
+    assert found.verdict == "warn" and "an epoch of 500 steps takes 78.3 days" in found.said
+    assert [one.verdict for one in speed.check_speed(quick, 1)] == ["pass"]
+    speed.tell_if_slow(quick)
+    assert capsys.readouterr().err == ""
+    speed.tell_if_slow(slow)
+    assert capsys.readouterr().err.startswith("note: at most ")
+
+
+def test_the_speed_of_a_machine_is_measured_and_shared_by_its_peers():
+    config = TrainConfig(path_model="demo", total_batch_size=8, device="cpu")
+    (alone,), (shared,) = (list(speed.check_speed(config, 1, num_peers=n)) for n in (1, 10_000))
+    assert (alone.verdict, shared.verdict) == ("pass", "warn")

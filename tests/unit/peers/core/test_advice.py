@@ -63,7 +63,7 @@ def test_it_is_said_once_and_the_first_epoch_does_not_count():
 def test_epochs_that_this_peer_had_no_part_in_do_not_count():
     advice, found = Advice(), []
     for now, num_peers in enumerate((3, 3, 0, 3, 1, 3, 3)):
-        found.append(advice.epoch_ended(10.0 * now, round_s=2.0, bytes_per_s=1e6, num_peers=num_peers))
+        found.append(advice.epoch_ended(20.0 * now, round_s=2.0, bytes_per_s=1e6, num_peers=num_peers))
     assert [usual is not None for usual in found] == [False] * 6 + [True]
     assert found[-1].num_peers == 3
 
@@ -72,3 +72,9 @@ def test_layers_are_counted_by_the_numbers_in_names():
     names = [f"model.layers.{layer}.{part}.weight" for layer in (0, 1, 10) for part in ("mlp", "norm")]
     assert num_layers_of([*names, "model.embed_tokens.weight"]) == 3
     assert num_layers_of(["weight", "bias"]) == 0
+
+
+def test_a_run_of_less_than_a_minute_is_given_none():
+    advice = Advice()
+    found = [advice.epoch_ended(5.0 * now, round_s=2.0, bytes_per_s=1e6, num_peers=2) for now in range(20)]
+    assert [usual is not None for usual in found].index(True) == 12

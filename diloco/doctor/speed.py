@@ -1,0 +1,65 @@
+"""How long this machine would need for a step, by the speed of its matrix products."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from diloco.doctor.findings import Finding, passed, warned
+from diloco.options.model_files import load_model_config
+from diloco.options.trainer import TrainConfig
+from diloco.sim.cost.scenario import step_seconds
+from diloco.train.model import num_parameters
+from peers.monitor.figures import short_figure, span
+
+LONG_EPOCH_S = 1200.0
+"""An epoch that takes longer is seldom what somebody wants who tries a model on a machine."""
+_USUAL_SHARE = 0.5
+"""Of the speed of large matrix products, what training reaches at best on CPUs; small models reach less."""
+_MEASURED_S = 0.5
+"""Other programs take the cores now and then; the fastest product counts."""
+
+
+def check_speed(config: TrainConfig, num_ranks: int, *, num_peers: int = 1) -> Iterator[Finding]:
+    """Estimate the duration of a step and an epoch of this configuration. Multiplies matrices for a fraction of a
+    second on one device. Ranks have a GPU each, or share the cores, as do the peers on this machine.
+    """
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    flops = flops_of(torch.device("cuda" if on_gpu else "cpu")) * (num_ranks if on_gpu else 1 / num_peers)
+    tokens = config.total_batch_size * config.seq_length
+    weights = num_parameters(load_model_config(config.path_model))
+    step_s = step_seconds(weights, tokens, flops, _USUAL_SHARE)
+    epoch_s = step_s * config.hv.steps_per_epoch
+    said = (
+        f"at most {short_figure(tokens / step_s)} tokens/s with {config.path_model}: an epoch of "
+        f"{config.hv.steps_per_epoch} steps takes {span(epoch_s)} or more, all {config.end_step} steps "
+        f"{span(step_s * config.end_step)}"
+    )
+    if epoch_s > LONG_EPOCH_S:
+        yield warned("speed", said, "--path-model 2m  # or smaller --total-batch-size and --hv.local-steps")
+    else:
+        yield passed("speed", said)
+
+
+def tell_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1) -> None:
+    """Print a note where a model that the user named is much for this machine."""
+    if config.mode == "pretrain":
+        for finding in check_speed(config, num_ranks, num_peers=num_peers):
+            if finding.verdict == "warn":
+                print(f"note: {finding.said}. {finding.fix}", file=sys.stderr, flush=True)
+
+
+def flops_of(device: torch.device) -> float:
+    """FLOP/s of matrix products, in bf16 on a GPU and in fp32 on the CPU."""
+    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    fastest_s = float("inf")
+    deadline = time.perf_counter() + _MEASURED_S
+    while time.perf_counter() < deadline:
+        began_at = time.perf_counter()
+        float((matrix @ matrix)[0, 0])
+        fastest_s = min(fastest_s, time.perf_counter() - began_at)
+    return 2 * size**3 / fastest_s
