@@ -175,6 +175,7 @@ def _ways_of_averaging(plain: Arm, scale: Scale) -> list[Arm]:
         replace(plain, name="int8", compression="int8", target=0.1),
         replace(plain, name="int4", compression="int4", target=0.1),
         replace(plain, name="2bit", compression="2bit", target=0.0),
+        replace(plain, name="1bit", compression="1bit", target=0.0),
         average,
         replace(average, name="topk", compression="topk", target=0.0),
         streaming,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk"]
+CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "1bit", "topk"]
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 """Of codecs with as many bits the first is the one that is recommended."""
 BITS_BY_CODEC: dict[str, float] = {
@@ -20,6 +20,7 @@ BITS_BY_CODEC: dict[str, float] = {
     "int8": 8.1,
     "int4": 4.2,
     "2bit": 2.2,
+    "1bit": 1.1,
     "topk": 0.44,
 }
 """Bits on the wire per value, scales and positions included."""

@@ -12,6 +12,7 @@ import torch
 from peers.reduce.codecs_common import Codec, PseudoGradient
 from peers.reduce.codecs_float import Float32Codec, HalfCodec
 from peers.reduce.codecs_integer import Int4Codec, IntegerCodec
+from peers.reduce.codecs_one_bit import OneBitCodec
 from peers.reduce.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
 from peers.reduce.codecs_two_bit import TwoBitCodec
 
@@ -27,6 +28,7 @@ _CODECS: dict[str, Codec] = {
         IntegerCodec("int8", top=127, block_numel=256, residual_reach=0.25),
         Int4Codec("int4", top=7, block_numel=128, residual_reach=1.0),
         TwoBitCodec(),
+        OneBitCodec(),
         TopKCodec(CONTRIBUTION_KEPT),
     )
 }

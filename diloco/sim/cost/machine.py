@@ -58,9 +58,11 @@ _REDUCE_CORE_S_PER_GB = {
     "int8": 1.2,
     "int4": 1.1,
     "2bit": 1.2,
+    "1bit": 0.75,
     "topk": 1.8,
 }
-"""The same for the reduction: four peers over TLS, by `python -m benchmarks.reduce`."""
+"""The same for the reduction: four peers over TLS, by `python -m benchmarks.reduce`. 1bit is 0.62 times 2bit,
+the ratio on another machine."""
 _HOP_S = 0.002
 
 

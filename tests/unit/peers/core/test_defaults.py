@@ -67,9 +67,9 @@ def test_overlap_hides_the_round_up_to_five_steps():
 def test_a_slower_link_gets_a_denser_codec():
     numel, epoch_s = 150_000_000, 600.0
     codecs = [
-        compression_for(numel, mbps * 1e6, epoch_s, num_peers=4) for mbps in (10_000, 100, 40, 10, 0.01)
+        compression_for(numel, mbps * 1e6, epoch_s, num_peers=4) for mbps in (10_000, 100, 40, 10, 5, 0.01)
     ]
-    assert codecs == ["fp32", "int8", "int4", "topk", "topk"]
+    assert codecs == ["fp32", "int8", "int4", "1bit", "topk", "topk"]
     assert compression_for(numel, 1.0, epoch_s, num_peers=1) == "fp32"
 
 

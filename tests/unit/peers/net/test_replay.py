@@ -71,7 +71,7 @@ async def replayed(network, have, path, codec, donors=("a",)):
         )
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4", "2bit", "topk"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4", "2bit", "1bit", "topk"])
 def test_the_commits_since_lead_to_the_very_same_bits(codec):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     before = have.head

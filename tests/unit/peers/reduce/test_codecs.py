@@ -166,8 +166,8 @@ def test_chunks_of_every_size_make_the_round_trip(name, numel):
     assert decoded.shape == values.shape
     if numel:
         largest = int(values.abs().argmax())
-        # The larger magnitude of two bits is the mean of a fifth of the values.
-        rel = 0.75 if name == "2bit" else 0.5
+        # The larger magnitude of two bits is the mean of a fifth of the values, that of one bit the mean of them all.
+        rel = {"2bit": 0.75, "1bit": 0.85}.get(name, 0.5)
         assert float(decoded[largest]) == pytest.approx(float(values[largest]), rel=rel)
 
 
@@ -236,7 +236,8 @@ def test_every_table_has_every_codec():
 def test_an_unknown_codec_is_named_with_those_there_are():
     for named in (codec_named, result_codec_named):
         with pytest.raises(
-            ValueError, match="no codec is named 'int3'; there are fp32, fp16, bf16, int8, int4, 2bit, topk"
+            ValueError,
+            match="no codec is named 'int3'; there are fp32, fp16, bf16, int8, int4, 2bit, 1bit, topk",
         ):
             named("int3")
 
@@ -350,6 +351,50 @@ def test_values_of_two_magnitudes_come_back_as_they_are_wherever_they_lie_in_the
     pairs = torch.tensor([1.0, -1.0, 5.0, -5.0])
     values = torch.cat([pairs.repeat(150), pairs.repeat_interleave(150)])[:1021]
     assert torch.allclose(round_trip("2bit", values), values, rtol=1e-6)
+
+
+# One bit
+
+
+@given(vectors())
+@few
+def test_one_bit_gives_each_value_its_sign_and_the_mean_magnitude_of_its_block(values):
+    decoded = round_trip("1bit", values)
+    for start in range(0, values.numel(), 512):
+        part, there = values[start : start + 512], decoded[start : start + 512]
+        mean = part.double().abs().mean().item()
+        assert there.abs().unique().numel() == 1
+        assert float(there[0].abs()) == pytest.approx(mean, rel=1e-5, abs=2.0**-140)
+        assert torch.equal(torch.signbit(there), torch.signbit(part))
+
+
+def test_one_bit_loses_of_normal_values_what_the_best_quantizer_of_one_bit_loses():
+    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(3))
+    # Max (1960): a mean squared error of 1 - 2 / pi for two levels.
+    lost = norm(values - round_trip("1bit", values)) ** 2 / norm(values) ** 2
+    assert lost == pytest.approx(1 - 2 / math.pi, rel=0.01)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 63, 64, 65, 511, 513, 1021])
+def test_signs_of_one_magnitude_come_back_as_they_are_wherever_they_lie_in_their_byte(numel):
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randint(0, 2, (numel,), generator=generator).float() * 6 - 3
+    assert torch.equal(round_trip("1bit", values), values)
+
+
+def test_what_zeros_among_other_values_gain_is_taken_back_the_next_time():
+    values = torch.tensor([4.0, 0.0, -4.0, 0.0])
+    decoded = round_trip("1bit", values)
+    assert decoded.tolist() == [2, 2, -2, 2]
+    assert round_trip("1bit", values - decoded).tolist() == [2, -2, -2, -2]
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf, 2.0**65])
+def test_hostile_scales_of_one_bit_are_refused(scale):
+    payload = encoded("1bit", torch.ones(600))
+    payload[4:8] = torch.tensor([scale]).view(torch.uint8)
+    with pytest.raises(ProtocolError, match="not finite, or beyond"):
+        decode(CODECS["1bit"], payload, 600)
 
 
 # Top-k
