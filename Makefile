@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "diloco needs Python 3.11 or newer; try make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "diloco needs Python 3.11, 3.12 or 3.13; try make PYTHON=python3.13" >&2; exit 2; }
 	@echo "Installing into .venv, once: about 5 GB with torch's CUDA libraries. This takes some minutes and prints nothing."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24'

@@ -134,3 +134,4 @@ def test_every_python_that_may_install_it_is_tested():
     named = [text for text in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", text)]
     assert matrix["matrix"]["python"] == [text.rpartition(" ")[2] for text in named]
     assert PROJECT["project"]["requires-python"] == ">=3.11,<3.14"
+    assert "(3, 11) <= sys.version_info < (3, 14)" in (ROOT / "Makefile").read_text(encoding="utf-8")
