@@ -135,7 +135,7 @@ def codec(_type: Any, tokens: Sequence[Token]) -> str:
     if name not in _CODECS:
         close = nearest(name, _CODECS)
         hint = f' Did you mean "{close}"?' if close else ""
-        raise ValueError(f'"{name}" is not one of {", ".join(_CODECS)}.{hint}')
+        raise ValueError(f'"{name}" is not one of {", ".join(CODEC_NAMES)}.{hint}')
     return _CODECS[name]
 
 

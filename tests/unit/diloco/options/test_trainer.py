@@ -20,6 +20,7 @@ from diloco.options.trainer import (
 )
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.core.weights import Aggregation
+from peers.protocol.codecs import CODEC_NAMES
 from peers.reduce.codecs import codec_names
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
@@ -157,7 +158,7 @@ def test_the_manifest_says_nothing_of_a_peers_own_business():
         ({"seq_length": True}, "not a whole number"),
         ({"seq_length": 1e300}, "or less"),
         ({"seed": 2**70}, "or less"),
-        ({"hv.compression": "uniform4bit"}, "is not one of"),
+        ({"hv.compression": "uniform4bit"}, f"is not one of {', '.join(CODEC_NAMES)}."),
         ({"device": "cuda"}, "unknown to this version"),
         ({"sleep": 1}, "unknown to this version"),
     ],
