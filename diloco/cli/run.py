@@ -18,6 +18,8 @@ from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode
 from diloco.train.devices import this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, created_run_dir
+from peers.core.weights import Aggregation
+from peers.protocol.rules import Rule
 
 if TYPE_CHECKING:
     from diloco.launch.live import Shown
@@ -68,6 +70,7 @@ def run(
         raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
     if baseline and train.mode == "grpo":
         raise UserError("--baseline is for pretraining: leave it out under --mode grpo.")
+    _check_enough_peers(train.hv.aggregation, peers)
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
     machine = this_machine(os.environ, train.device, num_peers=peers)
@@ -90,6 +93,13 @@ def run(
             train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)
         ).until_reported()
     )
+
+
+def _check_enough_peers(rule: Rule, num_peers: int) -> None:
+    """Raise UserError if the peers are too few for the rule, so that they would wait forever for others."""
+    needed = Aggregation(rule=rule).least_group
+    if num_peers < needed:
+        raise UserError(f"--hv.aggregation {rule} needs {needed} or more peers: give --peers {needed}.")
 
 
 @dataclass

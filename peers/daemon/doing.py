@@ -79,7 +79,8 @@ def standing_of(core: Peer) -> Standing:
     leader, missing = core.rank_of(round_.leader_of(round_.attempt)), core.missing_ranks
     waits_for = _WAITS.get(round_.stage, "")
     if round_.stage is Stage.GATHER and core.num_lacking:
-        waits_for = f"{core.num_lacking} more peers, without which its rule averages nothing"
+        more = "1 more peer" if core.num_lacking == 1 else f"{core.num_lacking} more peers"
+        waits_for = f"{more}, without which its rule averages nothing"
     elif round_.stage is Stage.GATHER:
         peers = f"peer{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
         waits_for = peers if missing else "the next attempt"

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from peers.core import effects, events
 from peers.core.plans import ABSENT_COMMITS
 from peers.core.weights import Aggregation
+from peers.daemon.doing import standing_of
 from peers.protocol.certificates import Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Vote
 from tests.unit.peers.core.made import digest, work
@@ -432,6 +433,7 @@ def test_under_a_robust_rule_two_of_three_wait_for_the_third(rule):
     pump.run(60)
     assert pump.epochs() == {epoch}
     assert {pump[name].peer.num_lacking for name in "ab"} == {1}
+    assert standing_of(pump["a"].peer).waits_for == "1 more peer, without which its rule averages nothing"
     pump.start("c")
     assert pump.reach(epoch + 2, 60)
     assert {pump[name].peer.num_lacking for name in "abc"} == {0}
