@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_BYTES = 256
+_BYTE_LEVEL = PRESETS_DIR / "2m"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -32,22 +33,34 @@ def load_tokenizer(path_model: str) -> PreTrainedTokenizerBase:
     Raises UserError if the tokenizer does not load, has no eos, or has more ids than the model's vocabulary.
     """
     directory = directory_of(path_model, weights=False)
-    if _has_tokenizer(directory):
+    if has_own := _has_tokenizer(directory):
         tokenizer = _from_directory(directory, path_model)
     else:
-        tokenizer = _from_directory(PRESETS_DIR / "2m", "2m")
+        tokenizer = _from_directory(_BYTE_LEVEL, "2m")
         log.warning("%s brings no tokenizer: text is read byte by byte (%d ids)", path_model, len(tokenizer))
-    vocab_size = int(load_model_config(path_model).get("vocab_size", 0))
-    if vocab_size and len(tokenizer) > vocab_size:
-        raise UserError(
-            f"the model {path_model} knows {vocab_size} token ids, its tokenizer has {len(tokenizer)}; "
-            f"set vocab_size in config.json to {len(tokenizer)} or put the matching tokenizer beside it"
-        )
+    _check_ids_fit(path_model, len(tokenizer), has_own=has_own)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {path_model} has no eos_token; name one in its tokenizer_config.json"
         )
     return tokenizer
+
+
+def check_vocabulary(path_model: str) -> None:
+    """Raise UserError if the model's vocabulary is too small for its tokenizer. A tokenizer that is in another file
+    than tokenizer.json is checked only when it is loaded. Does not import torch."""
+    from tokenizers import Tokenizer
+
+    directory = directory_of(path_model, weights=False)
+    has_own = _has_tokenizer(directory)
+    path = (directory if has_own else _BYTE_LEVEL) / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        num_ids = Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise UserError(f"the tokenizer of {path_model} does not load from {path}: {error}") from error
+    _check_ids_fit(path_model, num_ids, has_own=has_own)
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -91,6 +104,19 @@ def _byte_symbols() -> tuple[str, ...]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return tuple(chr(byte if byte in printable else next(spare)) for byte in range(NUM_BYTES))
+
+
+def _check_ids_fit(path_model: str, num_ids: int, *, has_own: bool) -> None:
+    vocab_size = int(load_model_config(path_model).get("vocab_size", 0))
+    if not vocab_size or num_ids <= vocab_size:
+        return
+    needs = (
+        "its tokenizer has" if has_own else "but has no tokenizer, so text is read byte by byte, which takes"
+    )
+    raise UserError(
+        f"the model {path_model} knows {vocab_size} token ids, {needs} {num_ids}: "
+        f"set vocab_size in config.json to {num_ids} or put the matching tokenizer beside it"
+    )
 
 
 def _has_tokenizer(directory: Path) -> bool:

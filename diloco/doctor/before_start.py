@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from diloco.data.tokenizer import check_vocabulary
 from diloco.doctor.p2pd import check_ports
 from diloco.doctor.resources import check_disk
 from diloco.doctor.software import check_vllm
@@ -56,6 +57,7 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
             f"--ckpt.resume {resume}: there is no such directory; name a model_step_<N>, or `auto` for the newest"
         )
     check_extras(config)
+    check_vocabulary(config.path_model)
     if config.mode == "grpo":
         _check_reinforcement(config, is_settled=is_settled)
     elif is_settled:

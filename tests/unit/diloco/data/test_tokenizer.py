@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diloco.data.tokenizer import (
     _byte_symbols,
+    check_vocabulary,
     encode_documents,
     is_byte_level,
     load_tokenizer,
@@ -91,8 +92,22 @@ def write_model(directory, vocab_size):
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UserError, match="knows 100 token ids, its tokenizer has 264"):
-        load_tokenizer(write_model(tmp_path / "model", 100))
+    path = write_model(tmp_path / "model", 3)
+    word_tokenizer(eos_token="</s>").save_pretrained(path)
+    for refuses in (load_tokenizer, check_vocabulary):
+        with pytest.raises(UserError, match="knows 3 token ids, its tokenizer has 4"):
+            refuses(path)
+    check_vocabulary(write_model(tmp_path / "enough", 264))
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused_where_there_is_no_tokenizer(tmp_path):
+    path = write_model(tmp_path / "model", 100)
+    for refuses in (load_tokenizer, check_vocabulary):
+        with pytest.raises(
+            UserError,
+            match="100 token ids, but has no tokenizer, so text is read byte by byte, which takes 264",
+        ):
+            refuses(path)
 
 
 def word_tokenizer(**special):
@@ -121,5 +136,6 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
 def test_a_broken_tokenizer_is_refused(tmp_path):
     path = write_model(tmp_path / "model", 300)
     (tmp_path / "model" / "tokenizer.json").write_text("{not json")
-    with pytest.raises(UserError, match="does not load"):
-        load_tokenizer(path)
+    for refuses in (load_tokenizer, check_vocabulary):
+        with pytest.raises(UserError, match="does not load"):
+            refuses(path)
