@@ -120,8 +120,9 @@ def _ran(argv: list[str]) -> int:
         # Flush while errors are still handled here, not by the interpreter at exit.
         sys.stdout.flush()
     except CycloptsError as error:
-        verb = " ".join(["diloco", *known_verb(argv)[0]])
-        print_box("diloco", f"{explained(error)}\nSee `{verb} --help`.")
+        verb = " ".join(known_verb(argv)[0])
+        said = explained(error, lambda flag: _other_verb_with(flag, verb))
+        print_box("diloco", f"{said}\nSee `{f'diloco {verb}'.rstrip()} --help`.")
         return USER_ERROR
     except UserError as error:
         print_box("diloco", str(error))
@@ -131,6 +132,15 @@ def _ran(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001
         return _failed(error)
     return result if isinstance(result, int) else 0
+
+
+def _other_verb_with(flag: str, verb: str) -> str:
+    """Of the two verbs that are most easily confused the other one, if it has this flag; else nothing."""
+    other = {"run": "peer", "peer": "run"}.get(verb)
+    if other is None:
+        return ""
+    flags = make_app()[other].assemble_argument_collection()
+    return other if any(flag in argument.names for argument in flags) else ""
 
 
 def _failed(error: Exception) -> int:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    Argument,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from diloco.errors import UserError
 from diloco.options.common_names import meant
@@ -145,20 +153,33 @@ def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
     return [f"{text}." for name, text in known.items() if name in given.intersection(named)]
 
 
-def explained(error: CycloptsError) -> str:
-    """The message for arguments that do not parse."""
+def explained(error: CycloptsError, verb_with: Callable[[str], str] = lambda flag: "") -> str:
+    """The message for arguments that do not parse. `verb_with` names another verb that has this flag, or nothing."""
     if isinstance(error, UnusedCliTokensError):
         return (
             f'Nothing takes the argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
         )
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
-        return _unknown_flag(error)
+        return _unknown_flag(error, verb_with)
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return _missing_value(error, error.argument)
     # Of an unknown verb, without cyclopts' list of all verbs.
     return str(error).partition(" Available commands:")[0]
 
 
-def _unknown_flag(error: UnknownOptionError) -> str:
+def _missing_value(error: MissingArgumentError, argument: Argument) -> str:
+    if flag := error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None):
+        return f"{flag} needs a value."
+    if argument.index is None:
+        return f"{argument.name} is missing."
+    usage = page_of(error.command_chain or ()).partition("\n")[0]
+    return f"{argument.name.lstrip('-').upper()} is missing.\n{usage}"
+
+
+def _unknown_flag(error: UnknownOptionError, verb_with: Callable[[str], str]) -> str:
     typed = (error.token.keyword or error.token.value).partition("=")[0]
+    if verb := verb_with(typed):
+        return f"{typed} is not a flag of this command, but of `diloco {verb}`."
     flags = [name for argument in error.argument_collection if argument.show for name in argument.names]
     known = {flag.lstrip("-").replace("-", "_"): flag for flag in reversed(flags) if flag.startswith("--")}
     close = meant(typed.lstrip("-").replace("-", "_"), known)
