@@ -63,8 +63,8 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         return
     num_parameters = _num_parameters(config.path_model)
 
-    def need_of(samples: int) -> MemoryNeed:
-        tokens = samples * config.seq_length * num_ranks
+    def need_of(samples: int, length: int) -> MemoryNeed:
+        tokens = samples * length * num_ranks
         return memory_needed_bytes(
             num_parameters,
             activation_tokens=tokens,
@@ -73,21 +73,23 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             on_gpu=on_gpu,
         )
 
-    def problem_of(samples: int) -> str:
+    def problem_of(samples: int, length: int) -> str:
         try:
             free_bytes = gpu_bytes if on_gpu else None
-            check_memory(need_of(samples), path_model=config.path_model, device_available=free_bytes)
+            check_memory(need_of(samples, length), path_model=config.path_model, device_available=free_bytes)
         except UserError as error:
             return str(error)
         return ""
 
-    samples = config.per_device_train_batch_size
-    if said := problem_of(samples):
-        fitting = next((size for size in _smaller(samples) if not problem_of(size)), None)
-        fix = f"--per-device-train-batch-size {fitting}" if fitting else "--path-model 2m  # or more memory"
-        yield failed("memory", said, fix)
+    samples, length = config.per_device_train_batch_size, config.seq_length
+    if said := problem_of(samples, length):
+        fitting = [
+            f"--per-device-train-batch-size {n}" for n in _smaller(samples) if not problem_of(n, length)
+        ]
+        fitting += [f"--seq-length {n}" for n in _shorter(length) if not problem_of(samples, n)]
+        yield failed("memory", said, fitting[0] if fitting else "--path-model 2m  # or more memory")
         return
-    need, left = need_of(samples), available_memory_bytes()
+    need, left = need_of(samples, length), available_memory_bytes()
     free = f", {_size_text(left)} are free" if left is not None else ""
     gpus = f" and {_size_text(need.device_bytes)} on GPUs" if on_gpu else ""
     yield passed("memory", f"training {config.path_model} takes {_size_text(need.host_bytes)}{gpus}{free}")
@@ -154,6 +156,11 @@ def _num_parameters(path_model: str) -> int:
 def _smaller(samples: int) -> list[int]:
     """Smaller batch sizes that divide this one, the largest first."""
     return [size for size in range(samples - 1, 0, -1) if samples % size == 0]
+
+
+def _shorter(length: int) -> list[int]:
+    """The powers of two below this sequence length, the largest first."""
+    return [2**power for power in range((length - 1).bit_length() - 1, 0, -1)]
 
 
 def _parameters_or_none(path_model: str) -> int:

@@ -14,6 +14,7 @@ _WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
 # In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
 _GIB = 2**30
+_FEWER_TOKENS = "a smaller --per-device-train-batch-size or a shorter --seq-length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class MemoryNeed:
     host_bytes: int
     device_bytes: int
     """Summed over its GPUs; 0 if it trains on the CPU."""
+    activation_bytes: int = 0
+    """The part of one of the two that depends on batch size and sequence length."""
 
 
 def memory_needed_bytes(
@@ -43,8 +46,8 @@ def memory_needed_bytes(
     worker = num_parameters * _WORKER_BYTES_PER_PARAMETER[optimizer] + activations
     swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm else 0
     if on_gpu:
-        return MemoryNeed(host_bytes=swarm, device_bytes=worker)
-    return MemoryNeed(host_bytes=worker + swarm, device_bytes=0)
+        return MemoryNeed(host_bytes=swarm, device_bytes=worker, activation_bytes=activations)
+    return MemoryNeed(host_bytes=worker + swarm, device_bytes=0, activation_bytes=activations)
 
 
 def check_memory(
@@ -57,19 +60,23 @@ def check_memory(
 ) -> None:
     """Raise UserError if host or GPUs lack memory for `num_peers` such peers. Unknown free memory passes."""
     if device_available is not None and need.device_bytes > device_available:
+        has_room_for_model = need.device_bytes - need.activation_bytes <= device_available
         raise UserError(
             f"training {path_model} needs about {need.device_bytes / _GIB:.1f} GiB of GPU memory, "
-            f"{device_available / _GIB:.1f} GiB are free; take a smaller model, more GPUs, "
-            "a smaller --per-device-train-batch-size, or --activation-checkpointing"
+            f"{device_available / _GIB:.1f} GiB are free; take "
+            f"{_FEWER_TOKENS if has_room_for_model else 'a smaller model or more GPUs'}"
         )
     available = available_memory_bytes() if available is None else available
     wanted = need.host_bytes * num_peers
     if available is not None and wanted > available:
         peers = "" if num_peers == 1 else f" for {num_peers} peers"
+        activations = 0 if need.device_bytes else need.activation_bytes
+        has_room_for_models = wanted - activations * num_peers <= available
+        fewer_peers = ", or fewer peers here" if need.host_bytes <= available else ""
         raise UserError(
             f"training {path_model} needs about {wanted / _GIB:.1f} GiB of memory{peers}, "
-            f"{available / _GIB:.1f} GiB are free; take a smaller model, "
-            "fewer peers here, or a smaller --per-device-train-batch-size"
+            f"{available / _GIB:.1f} GiB are free; take "
+            f"{_FEWER_TOKENS if has_room_for_models else 'a smaller model'}{fewer_peers}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -234,3 +235,12 @@ def test_the_speed_of_a_machine_is_measured_and_shared_by_its_peers():
     config = TrainConfig(path_model="demo", total_batch_size=8, device="cpu")
     (alone,), (shared,) = (list(speed.check_speed(config, 1, num_peers=n)) for n in (1, 10_000))
     assert (alone.verdict, shared.verdict) == ("pass", "warn")
+
+
+def test_samples_that_are_too_long_are_told_a_length_that_would_fit():
+    config = TrainConfig(path_model="2m", seq_length=10**8)
+    (found,) = check_model_memory(config, 1, 3 * 2**30)
+    assert found.said.endswith("a smaller --per-device-train-batch-size or a shorter --seq-length")
+    length = int(found.fix.removeprefix("--seq-length "))
+    fitting = replace(config, seq_length=length)
+    assert [one.verdict for one in check_model_memory(fitting, 1, 3 * 2**30)] == ["pass"]

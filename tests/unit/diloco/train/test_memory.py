@@ -67,6 +67,19 @@ def test_a_model_too_large_for_the_machine_is_refused_with_both_figures():
         check_memory(need, path_model="1b", num_peers=2, available=30 * GIB)
 
 
+def test_what_is_advised_would_help():
+    def advice(params, tokens, *, peers=1, gib=30):
+        need = memory_needed_bytes(params, activation_tokens=tokens, config=load_model_config("2m"))
+        with pytest.raises(UserError) as refusal:
+            check_memory(need, path_model="2m", num_peers=peers, available=gib * GIB)
+        return str(refusal.value).rpartition("; take ")[2]
+
+    shorter = "a smaller --per-device-train-batch-size or a shorter --seq-length"
+    assert advice(10**6, 10**8) == advice(10**6, 10**8, peers=2) == shorter
+    assert advice(10**10, 0) == advice(10**10, 10**8) == advice(10**10, 0, peers=2) == "a smaller model"
+    assert advice(10**9, 0, peers=2) == "a smaller model, or fewer peers here"
+
+
 def test_a_model_too_large_for_the_gpus_is_refused():
     need = memory_needed_bytes(10**9, activation_tokens=0, config={}, on_gpu=True)
     check_memory(need, path_model="1b", available=30 * GIB, device_available=15 * GIB)
