@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,6 @@ from peers.core.weights import Aggregation
 from peers.protocol.rules import Rule
 
 if TYPE_CHECKING:
-    from diloco.launch.live import Shown
     from diloco.launch.local_swarm import LocalSwarm
 
 _SOURCE = ValueSource()
@@ -120,6 +119,7 @@ class _Run:
 
         from diloco.launch.live import show, viewed
         from diloco.launch.local_swarm import LocalSwarm
+        from diloco.launch.report import text_if_complete
 
         print(f"run directory: {self.run_dir}", flush=True)
         _say(f"each peer {self.trained}")
@@ -135,7 +135,12 @@ class _Run:
                 f"stopped at step {self._last_step} of {self.config.end_step}; everything is in {self.run_dir}"
             )
             raise
-        code = self._report(swarm.shown)
+        models = [path for peer in swarm.shown if (path := peer.run_dir / "model").is_dir()]
+        model = {"model": models[0]} if models else {}
+        if said := text_if_complete(self.config, self.records, {**model, "everything": self.run_dir}):
+            print(said, flush=True)
+            return 0
+        code = self._report(model)
         if self.has_baseline:
             await self._compare()
         return code
@@ -166,17 +171,12 @@ class _Run:
                 f"killed {peer.shown.name} (SIGKILL to its {lost} processes) at step {step} of {self.config.end_step}"
             )
 
-    def _report(self, shown: Sequence[Shown]) -> int:
+    def _report(self, model: Mapping[str, Path]) -> int:
         from diloco.launch.report import plotted, summary_of, text_of
 
-        model = next((peer.run_dir / "model" for peer in shown if (peer.run_dir / "model").is_dir()), None)
         summary = summary_of(self.config, self.records)
-        paths = {
-            **({"model": model} if model else {}),
-            **plotted(self.config, self.records, self.run_dir, self._title(summary.num_epochs)),
-            "everything": self.run_dir,
-        }
-        print(text_of(summary, paths), flush=True)
+        plot = plotted(self.config, self.records, self.run_dir, self._title(summary.num_epochs))
+        print(text_of(summary, {**model, **plot, "everything": self.run_dir}), flush=True)
         return 0 if summary.agrees else 1
 
     def _title(self, num_epochs: int) -> str:

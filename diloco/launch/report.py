@@ -117,9 +117,24 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
         f"{trained} in {summary.duration_s:.0f} s{together}",
         *(f"lost                    {one}" for one in summary.lost),
         *(_averaged(summary) if in_swarm else []),
-        *(f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()),
+        *_lines_of(paths),
     ]
     return "\n".join(lines)
+
+
+def text_if_complete(
+    config: TrainConfig, records_of: Mapping[str, Sequence[Record]], paths: Mapping[str, Path]
+) -> str:
+    """The text instead of a report where a checkpoint of the run's end was resumed; empty if there was more to do."""
+    records = [record for peer in records_of.values() for record in peer]
+    resumed_at = [int(record["step"]) for record in records if record.get("event") == "start"]
+    has_trained = any(record.get("kind") in ("step", "epoch") for record in records)
+    end = config.end_step
+    if has_trained or min(resumed_at, default=0) < end:
+        return ""
+    flag = "--max-steps" if end < config.total_steps else "--total-steps"
+    said = f"the run is complete already: step {end} of {end}. To go on, raise {flag}"
+    return "\n".join([said, *_lines_of(paths)])
 
 
 def baseline_line(alone: Summary, swarm: Summary) -> str:
@@ -153,6 +168,9 @@ def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
     """Print the report of one trainer, from its metrics, and write its plot."""
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
     model = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
+    if said := text_if_complete(config, records_of, {**model, "everything": run_dir}):
+        print(said, flush=True)
+        return
     paths = {**model, **plotted(config, records_of, run_dir, config.project), "everything": run_dir}
     print(text_of(summary_of(config, records_of), paths, in_swarm=in_swarm), flush=True)
 
@@ -172,6 +190,10 @@ def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
 def seen_from_here(path: Path) -> Path:
     """The path relative to the current directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _lines_of(paths: Mapping[str, Path]) -> list[str]:
+    return [f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()]
 
 
 def _averaged(summary: Summary) -> list[str]:

@@ -29,11 +29,10 @@ class Losses:
             key=lambda record: float(record.get("time") or 0.0),
         )
         first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-        # A slow machine leaves out the evaluation before training; a run that ended early has no other.
-        has_first = len(evaluations) > 1 or not first.get("step")
         return cls(
-            bits_before=first.get("bits_per_byte") if has_first else None,
-            bits_after=last.get("bits_per_byte") if len(evaluations) > 1 or not has_first else None,
+            # A resumed run has no evaluation before training, and neither has a slow machine's.
+            bits_before=None if first.get("step") else first.get("bits_per_byte"),
+            bits_after=last.get("bits_per_byte") if last.get("step") else None,
             unigram_bits=last.get("unigram_bits_per_byte"),
             eval_bytes=last.get("eval_bytes"),
             tokens=tokens_per_step * _num_steps(records),

@@ -228,10 +228,15 @@ def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, mo
         [begun] = [record for record in records if record.get("event") == "start"]
         assert (begun["step"], begun["epoch"]) == (12, 3)
         log = (tmp_path / "again" / f"peer-{rank}" / "logs" / "daemon.log").read_text()
-        assert f"training from epoch 3, step 0, anchor {digests[12]['anchor_digest'][:12]}" in log
+        assert f"training from epoch 3, step 12, anchor {digests[12]['anchor_digest'][:12]}" in log
         assert max(by_step(records, "step")) == 16
         assert by_step(records, "epoch")[16]["contributors"] == [0, 1, 2]
         assert by_step(records, "epoch")[16]["anchor_digest"] != digests[12]["anchor_digest"]
+    over = {**again, "run-dir": tmp_path / "third", "max-steps": 12}
+    third = start(*DILOCO, "run", *training_flags(model, **over), name="3")
+    assert third.wait() == 0, third.stdout + third.stderr
+    assert "the run is complete already: step 12 of 12. To go on, raise --max-steps" in third.stdout
+    assert "PROBLEM" not in third.stdout and (tmp_path / "third" / "peer-0" / "model").is_dir()
 
 
 @pytest.mark.kill

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from diloco.launch.report import baseline_line, summarise, text_of
+from diloco.launch.report import baseline_line, summarise, text_if_complete, text_of
 from diloco.launch.run_facts import disagreements
+from diloco.options.flags import TrainConfig
 
 
 def epoch(number, digest, sent=100, contributors=(0, 1)):
@@ -60,6 +61,27 @@ def test_a_run_without_any_epoch_does_not_count_as_agreement():
     summary = summarise({"peer 0": [step(1, 5.0)]}, tokens_per_step=1)
     assert not summary.agrees
     assert "no epoch was completed" in text_of(summary, {})
+
+
+def test_a_run_that_was_resumed_at_its_end_is_said_to_be_complete(tmp_path):
+    def said(*records, **changes):
+        config = TrainConfig(total_steps=100, **changes)
+        return text_if_complete(config, {"peer 0": records, "peer 1": []}, {"everything": tmp_path})
+
+    start, finished = {"kind": "event", "event": "start"}, {"kind": "event", "event": "finished"}
+    assert said({**start, "step": 100}, finished) == (
+        "the run is complete already: step 100 of 100. To go on, raise --total-steps\n"
+        f"everything              {tmp_path}"
+    )
+    assert "step 50 of 50. To go on, raise --max-steps" in said({**start, "step": 50}, max_steps=50)
+    assert said() == said({**start, "step": 99}) == said({**start, "step": 0}, step(1, 5.0)) == ""
+    # Killed after its last step, and started again.
+    assert said({**start, "step": 0}, step(100, 5.0), {**start, "step": 100}) == ""
+
+
+def test_the_first_evaluation_of_a_resumed_run_is_not_taken_for_one_before_training():
+    summary = summarise({"peer 0": [step(51, 4.0), evaluation(60, 2.1, 70.0)]}, tokens_per_step=1)
+    assert (summary.results.bits_before, summary.results.bits_after) == (None, 2.1)
 
 
 def test_the_report_prints_the_baselines_beside_the_result(tmp_path):
