@@ -55,7 +55,7 @@ LIST_BANS = "diloco peers list --initial-peers <maddr>"
 UNBAN = "diloco peers unban <peer-id> --initial-peers <maddr>"
 NEW_SECRET = "diloco peers new-secret"
 DOCTOR = "diloco doctor --initial-peers <maddr>"
-DOCTOR_HERE = ".venv/bin/diloco doctor --path-model 15m"
+DOCTOR_HERE = ".venv/bin/diloco doctor --path-model 2m"
 SIMULATE = (
     "diloco simulate --params 10e9 --peers 14 --gpu H100 --bandwidth 500mbit --rtt 80ms --local-steps 100 "
     "--codec int8 --fragments 10 --overlap 5 --price 16 --plot plan.svg"
