@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from diloco.cli.discovery import discovered
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError
 from diloco.launch.workplace import (
@@ -26,7 +27,6 @@ from diloco.launch.workplace import (
 )
 from diloco.options.checks import at_least, whole
 from diloco.options.extras import check_extras
-from diloco.options.flags import HvConfig
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
@@ -149,23 +149,6 @@ def peer(
         choice = replace(choice, config=train)
         workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
         return run_interruptible(_live(workplace, fields))
-
-
-def discovered(hv: HvConfig) -> tuple[str, ...]:
-    """Addresses of the run's members on this network; none for whoever may begin the run. Raises UserError."""
-    from peers.net.lan import ASK_TIMEOUT_S, found_here
-
-    found = tuple(found_here(hv.run_id))
-    for maddr in found:
-        note = f"found {maddr} on this network, where anybody may answer; to choose the peer, use --initial-peers"
-        print(f"note: {note}", file=sys.stderr)
-    if not found and hv.world_rank is None:
-        raise UserError(
-            f"nobody on this network said within {ASK_TIMEOUT_S:g} s that it is in the run {hv.run_id!r}. Is "
-            "`diloco dht start --discover` running there, under this --run-id, and does a firewall let UDP through? "
-            "Otherwise give --initial-peers."
-        )
-    return found
 
 
 def program_of(worker: str | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -31,6 +32,9 @@ def test_a_peer_trains_with_a_coordinator_that_it_finds_by_itself(start, model):
             peer = start(
                 *typed(DISCOVERING, *SHORT, "--path-model", model, "--hv.local-steps", 2), name="peer"
             )
+            status = start(*DILOCO, "status", "--discover", "--json", name="status")
+        assert status.wait() == 0, status.stderr
+        assert json.loads(status.stdout)["run_id"] == "diloco"
         assert peer.wait() == 0, peer.stderr
         # By the rank that the coordinator gave: who finds nobody does not begin.
         assert "training as world rank 0" in peer.stdout and "epoch 2 averaged by" in peer.stdout
