@@ -242,7 +242,7 @@ def run_light_peer(
     if prepare is not None:
         prepare()
 
-    def command(manifest: Any, world_rank: int, link: Path) -> WorkerCommand:
+    def command(manifest: Any, _is_own: bool, world_rank: int, link: Path) -> WorkerCommand:
         return WorkerCommand(
             argv=[sys.executable, "-m", module, json.dumps(worker)],
             env={**os.environ, "DILOCO_LINK": str(link), "OMP_NUM_THREADS": "1"},
