@@ -141,18 +141,17 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
     why = f"chosen for {machine.in_words()} (--path-model names another model)"
     if "path_model" in named:
         why = f"sizes chosen for {config.path_model} (with --total-batch-size, all others are yours to give, too)"
-    optimizer = config.optimizer if "optimizer" in named else "muon"
-    recipes_own = {"optimizer": optimizer, **recipe.values, **recipe.rates[optimizer]}
-    values = {name: value for name, value in recipes_own.items() if name not in named}
-    if "total_batch_size" in values:
-        values["total_batch_size"] += -values["total_batch_size"] % num_ranks
-    hv = {name.removeprefix("hv."): value for name, value in values.items() if name.startswith("hv.")}
-    own = {name: value for name, value in values.items() if not name.startswith("hv.")}
-    return Choice(
-        config=replace(config, **own, hv=replace(config.hv, **hv)),
-        fields=frozenset(values),
-        why=why,
-    )
+    return _filled(config, named, recipe, num_ranks, why)
+
+
+def possible(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> list[TrainConfig]:
+    """All that `chosen` may make of a configuration, by the machine."""
+    recipes = [_recipe_of(config.path_model, named)] if "path_model" in named else RECIPES
+    if config.mode != "pretrain":
+        recipes = [None]
+    return [
+        config if recipe is None else _filled(config, named, recipe, num_ranks).config for recipe in recipes
+    ]
 
 
 def trained(config: TrainConfig) -> str:
@@ -169,6 +168,24 @@ def trained(config: TrainConfig) -> str:
     return (
         f"trains {config.path_model} on {data}: {config.end_step} steps of {batch}, "
         f"averaged every {config.hv.local_steps} steps{warmup}"
+    )
+
+
+def _filled(
+    config: TrainConfig, named: Collection[str], recipe: Recipe, num_ranks: int, why: str = ""
+) -> Choice:
+    """The configuration with the recipe's values in the fields that the user did not name."""
+    optimizer = config.optimizer if "optimizer" in named else "muon"
+    recipes_own = {"optimizer": optimizer, **recipe.values, **recipe.rates[optimizer]}
+    values = {name: value for name, value in recipes_own.items() if name not in named}
+    if "total_batch_size" in values:
+        values["total_batch_size"] += -values["total_batch_size"] % num_ranks
+    hv = {name.removeprefix("hv."): value for name, value in values.items() if name.startswith("hv.")}
+    own = {name: value for name, value in values.items() if not name.startswith("hv.")}
+    return Choice(
+        config=replace(config, **own, hv=replace(config.hv, **hv)),
+        fields=frozenset(values),
+        why=why,
     )
 
 

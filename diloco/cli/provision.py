@@ -108,7 +108,7 @@ CARE = Care()
 
 @app.default
 def provision(
-    *peer_flags: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    *peer_flags: Annotated[str, Parameter(show=False)],
     wish: Annotated[Wish, Parameter(name="*", group="Pods")] = Wish(),
     offers: Switch = False,
     plan: Switch = False,
@@ -146,19 +146,19 @@ def provision(
     epoch_timeout: float
         Seconds until all peers have to be in epoch 1.
     """
+    from diloco.cli.peer_flags import check_peer_flags
     from provisioning.errors import NoCapacity, NoOffer
     from provisioning.pods.spec import providers_of
-    from provisioning.swarm.commands import check_flags
     from provisioning.swarm.fleet import opened_fleet
     from provisioning.swarm.swarm import SwarmOptions
 
-    check_flags(peer_flags)
     ledger, where = opened(state_file), access(inventory)
     if offers:
         from diloco.cli.offers import tell_offers
 
         return run(tell_offers(wish, where, as_json=as_json))
     specs, setup = specs_of_flags(wish), given.setup()
+    check_peer_flags(peer_flags, setup)
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
     async def attempt(fleet: Fleet) -> int:

@@ -61,7 +61,7 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
     if config.mode == "grpo":
         _check_reinforcement(config, is_settled=is_settled)
     elif is_settled:
-        _check_fragments(config)
+        check_fragments(config)
 
 
 def _check_reinforcement(config: TrainConfig, *, is_settled: bool) -> None:
@@ -76,7 +76,8 @@ def _check_reinforcement(config: TrainConfig, *, is_settled: bool) -> None:
                 raise UserError(finding.said)
 
 
-def _check_fragments(config: TrainConfig) -> None:
+def check_fragments(config: TrainConfig) -> None:
+    """Raise UserError for more fragments than the model can be cut into."""
     layers = number_in(load_model_config(config.path_model), "num_hidden_layers", "n_layer")
     wanted = config.hv.num_fragments
     if layers and wanted > layers + _TABLES:

@@ -69,7 +69,7 @@ def directory_of(path_model: str, *, weights: bool) -> Path:
     local = Path(path_model).expanduser()
     if (local / _CONFIG).is_file():
         return local
-    if local.exists() or not _may_be_hub_id(path_model):
+    if local.exists() or not may_be_hub_id(path_model):
         what = "has no config.json" if local.exists() else "does not exist"
         close = nearest(path_model, preset_names())
         hint = f". Did you mean {close}? Otherwise " if close and not local.exists() else "; "
@@ -158,7 +158,7 @@ def _what_to_name() -> str:
     )
 
 
-def _may_be_hub_id(path_model: str) -> bool:
+def may_be_hub_id(path_model: str) -> bool:
     """Whether it has the form `owner/name`. A bare name is a misspelt preset; more slashes mean a path."""
     parts = path_model.split("/")
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)

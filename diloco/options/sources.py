@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 class ValueSource:
     """A cyclopts config source: fills fields that no flag has set, from `values` or from the file of `--config`.
 
+    `find` says where that file is on this machine; None: it is not here, and nothing is taken from it.
     After parsing, `named` holds the dotted names of the fields that a flag or the file has set.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None = None,
+        name: str = "",
+        find: Callable[[Path], Path | None] = lambda path: path,
+    ) -> None:
         self._values = values
         self._name = name
+        self._find = find
         self.named: frozenset[str] = frozenset()
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -49,9 +56,9 @@ class ValueSource:
         tokens = [token for argument in arguments if argument.name == "--config" for token in argument.tokens]
         if not tokens:
             return {}, ""
-        path = Path(tokens[-1].value)
         try:
-            return read_toml(path), str(path)
+            path = self._find(Path(tokens[-1].value))
+            return ({}, "") if path is None else (read_toml(path), str(path))
         except UserError as error:
             raise CycloptsError(msg=str(error)) from error
 

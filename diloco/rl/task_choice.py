@@ -16,18 +16,20 @@ from diloco.rl.tasks import Task
 def check_task(grpo: GrpoConfig) -> None:
     """Check, before anything is started, that the task exists and can be judged here. Raises UserError."""
     name = grpo.dataset
+    check_task_name(name)
     if grpo.reward:
         check_named(FLAG, grpo.reward)
-    kind = name.partition("=")[0]
-    if kind == "mbpp":
+    if name.partition("=")[0] == "mbpp":
         check_sandbox()
-    if kind in HUB_TASKS or name == PREFIX or name.startswith(f"{PREFIX}:"):
-        return
-    if ":" in named_of(name):
+    if not _is_ours(name):
         check_named("--dataset", named_of(name))
         if grpo.reward:
             raise UserError(f"--dataset {name} has a reward of its own; leave out {FLAG}")
-    else:
+
+
+def check_task_name(name: str) -> None:
+    """Raises UserError for what names no task, whatever files there are."""
+    if not _is_ours(name) and ":" not in named_of(name):
         raise UserError(
             f"--dataset {name} is no task; name {PREFIX}:<generator> (chain_sum, countdown, ...), "
             f"{', '.join(HUB_TASKS)}, one of those from a directory, as in gsm8k=path/to/it, or file.py:Class, an "
@@ -49,3 +51,7 @@ def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
     if grpo.reward:
         use_reward(task, grpo.reward)
     return task
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition("=")[0] in HUB_TASKS or name.partition(":")[0] == PREFIX
