@@ -46,6 +46,14 @@ def peer_argv(
     return [*argv, *flags]
 
 
+def flags_in(argv: Sequence[str], *, beside: Sequence[str] = ()) -> list[str]:
+    """The user's flags in a command line that `peer_argv` made; `beside`: those that the provider adds before them."""
+    words = list(argv[4:])
+    while words and _is_own(words[0]):
+        words = words[2:]
+    return words[len(beside) :] if words[: len(beside)] == list(beside) else words
+
+
 def coordinator_file(run_id: str, what: str) -> str:
     """Where the coordinator keeps its swarm-secret, or its admission-key, relative to the pod's directory."""
     return f"{STATE}/coordinator/{run_id}.{what}"
@@ -60,9 +68,13 @@ def address_in(log: str) -> str | None:
 def check_flags(flags: Sequence[str]) -> None:
     """Raises UserError for flags that every peer is given by us."""
     for word in flags:
-        name = word.partition("=")[0].replace("_", "-").removeprefix("--").removeprefix("hv.")
-        if word.startswith("--") and name in _OWN_FLAGS:
+        if _is_own(word):
             raise UserError(f"{word} is given to each peer by `diloco provision` itself; leave it out.")
+
+
+def _is_own(word: str) -> bool:
+    name = word.partition("=")[0].replace("_", "-").removeprefix("--").removeprefix("hv.")
+    return word.startswith("--") and name in _OWN_FLAGS
 
 
 def _ports(pod: Pod) -> tuple[tuple[int, int], ...]:

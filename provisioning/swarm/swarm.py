@@ -26,6 +26,7 @@ from provisioning.swarm.commands import (
     address_in,
     coordinator_file,
     dht_argv,
+    flags_in,
     peer_argv,
 )
 from provisioning.swarm.peer import PeerLook, PeerNews, end_of, look_at_peer
@@ -74,6 +75,8 @@ class Swarm:
         rows = [row for row in wanted if row.name in looks]
         running = [row for row in rows if looks[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not looks[row.name].has_finished]
+        # Before others are started, which a swarm of other settings refuses.
+        failures |= await attempt([row for row in rows if row not in missing], self._tell_other_flags)
         if missing or running:
             # Also where all peers run: they train without a coordinator, but nobody could join them by its address.
             failures |= await attempt([self._dht_row(rows)], lambda row: self._join_dht(row, running))
@@ -162,6 +165,18 @@ class Swarm:
         )
         if await jobs.start(machine, row.label, PEER_JOB, argv):
             self._say(row.name, "starting its peer")
+
+    async def _tell_other_flags(self, row: Row) -> None:
+        """Say it where a peer was started with other flags than are given now. Raises MachineError."""
+        renter = self._renters[row.provider]
+        argv = await jobs.command(await renter.machine(row), row.label, PEER_JOB)
+        flags = flags_in(argv, beside=renter.provider.swarm_flags(row.offer))
+        if argv and flags != list(self._options.flags):
+            self._say(
+                row.name,
+                f"its peer stays as it was started, with {shlex.join(flags) or 'no flags'}, and not as is said now. To "
+                "train anew, `diloco pods down` first, or rent other pods with another --state-file",
+            )
 
     def _num_peers_with(self, row: Row) -> int:
         """Peers on the machine that this pod is on, where it is one that has several."""
