@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import json
 import re
 import shlex
 import tempfile
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from provisioning.errors import MachineError, UserError
 from provisioning.machines.machine import Machine
-from provisioning.machines.paths import JOBS, pod_directory
+from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
 
 _KINDS = {
     "logs": (f"{JOBS}/*/log", "runs/*/logs", "experiments/*/logs"),
@@ -22,6 +26,26 @@ _KINDS = {
     "model": ("runs/*/model", "experiments/*/model"),
 }
 DEFAULT, NOTHING = ("logs", "metrics", "model"), "none"
+_METRICS, _CONFIG = f"{PEER_RUN}/metrics.jsonl", f"{PEER_RUN}/config.toml"
+_LAST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came home from a pod, in the words of --fetch."""
+
+    words: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    """Of these there was nothing."""
+    unfinished_at: str = ""
+    """The step that its peer was at, if its metrics say that it had not finished."""
+
+    def in_words(self, into: str) -> str:
+        if not self.words:
+            return "it has no results to be fetched"
+        lacks = f", no {' or '.join(self.missing)}" if self.missing else ""
+        said = f"its results are in {into}: {', '.join(self.words)}{lacks}"
+        return f"its peer had not finished ({self.unfinished_at}); {said}" if self.unfinished_at else said
 
 
 def patterns_of(words: Sequence[str]) -> list[str]:
@@ -41,14 +65,14 @@ def patterns_of(words: Sequence[str]) -> list[str]:
     return found
 
 
-async def fetch_results(machine: Machine, label: str, words: Sequence[str], into: str) -> int:
-    """Copy them to the same places below `into`, a directory here or a URL that fsspec knows; how many were there.
+async def fetch_results(machine: Machine, label: str, words: Sequence[str], into: str) -> Fetched:
+    """Copy them to the same places below `into`, a directory here or a URL that fsspec knows.
 
     May be repeated. Raises MachineError, UserError.
     """
     patterns, directory = patterns_of(words), pod_directory(label)
     if not patterns:
-        return 0
+        return Fetched()
     script = f"""
 cd {shlex.quote(directory)} || exit 9
 for path in {" ".join(patterns)}; do [ -e "$path" ] && [ ! -L "$path" ] && printf '%s\\n' "$path"; done
@@ -57,9 +81,11 @@ exit 0
     listed = (await machine.run(script)).checked("looking for its results").splitlines()
     # A pod is not trusted to name only what it was asked for.
     paths = [path for path in listed if ".." not in PurePosixPath(path).parts and _is_one_of(path, patterns)]
+    unfinished_at = ""
     if paths and is_url(into):
         with tempfile.TemporaryDirectory(prefix="diloco-results-") as here:
             await machine.fetch(directory, paths, Path(here))
+            unfinished_at = _unfinished_at(Path(here), paths)
             await asyncio.to_thread(_put, Path(here), into)
     elif paths:
         try:
@@ -67,7 +93,10 @@ exit 0
         except OSError as error:
             raise UserError(f"{into}, where its results go, cannot be made: {error.strerror}.") from error
         await machine.fetch(directory, paths, Path(into))
-    return len(paths)
+        unfinished_at = _unfinished_at(Path(into), paths)
+    kinds = [word for word in words if word != NOTHING]
+    found = [word for word in kinds if any(_is_one_of(path, patterns_of([word])) for path in paths)]
+    return Fetched(found, [word for word in kinds if word not in found], unfinished_at)
 
 
 def is_url(place: str) -> bool:
@@ -96,3 +125,36 @@ def _is_one_of(path: str, patterns: Sequence[str]) -> bool:
         and all(map(fnmatch.fnmatchcase, parts, wanted))
         for pattern in patterns
     )
+
+
+def _unfinished_at(directory: Path, paths: Sequence[str]) -> str:
+    """By the peer's metrics and configuration among what was fetched, which may have any form."""
+    if _METRICS not in paths:
+        return ""
+    records = _last_records(directory / _METRICS)
+    steps = [step for record in records if isinstance(step := record.get("step"), int)]
+    if not steps or any(record.get("event") == "finished" for record in records):
+        return ""
+    try:
+        config = tomllib.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    ends = [end for name in ("total_steps", "max_steps") if isinstance(end := config.get(name), int)]
+    return f"step {steps[-1]} of {min(ends)}" if ends else f"step {steps[-1]}"
+
+
+def _last_records(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(file.seek(0, 2) - _LAST_BYTES, 0))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    return [record for line in lines if isinstance(record := _json(line), dict)]
+
+
+def _json(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -133,7 +133,7 @@ class Account:
             pod = await self.pod_of(row)
             failure = pod.failure
             machine = await self.machine_of(row, replace(pod, is_ready=True, failure=""))
-            number = await fetch_results(machine, row.label, words, into)
+            fetched = await fetch_results(machine, row.label, words, into)
         except NoCapacity:
             self.say(row.name, "there is no such pod any more, so its results cannot be fetched")
         except ProvisioningError as error:
@@ -145,7 +145,7 @@ class Account:
                     f"{row.name}` gives it back without them."
                 ) from error
         else:
-            self.say(row.name, f"its results are in {into}" if number else "it has no results to be fetched")
+            self.say(row.name, fetched.in_words(into))
 
     def _home_of(self, row: Row) -> str:
         """Where a pod's results go: this very pod's alone, where another one of its name had some."""

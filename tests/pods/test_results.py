@@ -13,7 +13,7 @@ import pytest
 from provisioning.errors import ResultsNotFetched, UserError
 from provisioning.machines.local import LocalMachine
 from provisioning.machines.paths import PODS
-from provisioning.machines.results import fetch_results, patterns_of
+from provisioning.machines.results import Fetched, fetch_results, patterns_of
 from provisioning.machines.setup import mount_of, secrets_of
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
@@ -82,9 +82,8 @@ def test_logs_metrics_and_the_model_come_home_and_no_secret_or_link(home: Home):
         *(f"pod-0/runs/peer/{name}" for name in ("config.toml", "logs/daemon.log", "metrics.jsonl")),
         "pod-0/runs/peer/model/model.safetensors",
     ]
-    assert (
-        not (there / PODS).exists() and f"pod-0: its results are in {fleet.run_dir / 'pod-0'}" in fleet.said
-    )
+    assert not (there / PODS).exists()
+    assert f"pod-0: its results are in {fleet.run_dir / 'pod-0'}: logs, metrics, model" in fleet.said
 
 
 @pytest.mark.exhaustive
@@ -134,10 +133,34 @@ def test_a_path_below_the_pod_may_be_named(tmp_path: Path):
     pod = tmp_path / PODS / "label"
     (pod / "checkpoints/model_step_5").mkdir(parents=True)
     (pod / "checkpoints/model_step_5/a").write_text("whole")
-    number = asyncio.run(
-        fetch_results(LocalMachine(tmp_path), "label", ["checkpoints/*_5"], str(tmp_path / "into"))
+    fetched = asyncio.run(
+        fetch_results(LocalMachine(tmp_path), "label", ["checkpoints/*_5", "logs"], str(tmp_path / "into"))
     )
-    assert (number, files_in(tmp_path / "into")) == (1, ["checkpoints/model_step_5/a"])
+    assert fetched == Fetched(["checkpoints/*_5"], ["logs"])
+    assert files_in(tmp_path / "into") == ["checkpoints/model_step_5/a"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "config", "said"),
+    [
+        ('{"step":339}\n{"kind":"epoch","step":340}\n{"ki', "total_steps = 1200", "step 340 of 1200"),
+        ('{"step":3}\n', "total_steps = 1200\nmax_steps = 5\n", "step 3 of 5"),
+        ('{"step":3}\n', "= no TOML", "step 3"),
+        ('{"step":60}\n{"kind":"event","event":"finished","step":60}\n', "total_steps = 60", ""),
+        ('[]\n{"step":"x"}\n\xff\n', "", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_peer_that_had_not_finished_is_known_by_its_metrics(tmp_path: Path, metrics, config, said):
+    run = tmp_path / PODS / "label/runs/peer"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text(metrics, encoding="latin-1")
+    (run / "config.toml").write_text(config)
+    words = ["metrics", "model"]
+    fetched = asyncio.run(fetch_results(LocalMachine(tmp_path), "label", words, str(tmp_path / "into")))
+    assert fetched == Fetched(["metrics"], ["model"], said)
+    begins = f"its peer had not finished ({said}); " if said else ""
+    assert fetched.in_words("home") == f"{begins}its results are in home: metrics, no model"
 
 
 def test_results_go_to_any_url_that_fsspec_knows_and_one_that_takes_none_keeps_the_pod(tmp_path: Path):
