@@ -33,6 +33,7 @@ from diloco.cli.pods_questions import confirmed, shouted
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
+from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
@@ -66,7 +67,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
         if as_json:
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
-        _print_status(seen)
+        print_status(seen)
         if kept := ledger.recall(KEPT):
             print(f"last done by itself: {kept}", flush=True)
         return 0
@@ -404,27 +405,17 @@ def _line(name: str, text: str) -> None:
     print(f"{name} | {text}", flush=True)
 
 
-def _print_status(seen: Overview) -> None:
+def print_status(seen: Overview) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     # Figures are never cut; what is too wide for the terminal goes on in the next line.
-    widths = {"$/h": 6, "$": 7, "ends in": 7, "tokens": 8, "use": 6, "peer": 8}
-    for column in (
-        "pod",
-        "state",
-        "machine",
-        "$/h",
-        "$",
-        "ends in",
-        "epoch",
-        "step",
-        "tokens",
-        "use",
-        "peer",
-    ):
-        table.add_column(column, overflow="fold", min_width=widths.get(column))
+    for column in ("pod", "state", "machine"):
+        table.add_column(column, overflow="fold")
+    for column in ("$/h", "$", "ends in", "epoch", "step", "tokens", "use"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("peer", overflow="fold", min_width=8)
     for one in seen.pods:
         row = one.row
         table.add_row(
@@ -436,7 +427,7 @@ def _print_status(seen: Overview) -> None:
             "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
             "–" if one.look is None else str(one.look.epoch),
             "–" if one.look is None else str(one.look.step),
-            "–" if one.look is None else f"{one.look.tokens:.3g}",
+            "–" if one.look is None else short_figure(one.look.tokens),
             str(one.use),
             one.peer,
         )
@@ -448,8 +439,8 @@ def _print_status(seen: Overview) -> None:
     if (per_billion := seen.dollars_per_billion_tokens) is not None:
         # Pods that are gone cost money, too, and what they trained is in the others' weights.
         print(
-            f"{seen.dollars:.2f} $ spent on all pods so far, {seen.tokens:.3g} tokens trained by those that are there: "
-            f"{per_billion:.2f} $ per billion tokens",
+            f"{seen.dollars:.2f} $ spent on all pods so far, {short_figure(seen.tokens)} tokens trained by those that "
+            f"are there: {per_billion:.2f} $ per billion tokens",
             flush=True,
         )
 

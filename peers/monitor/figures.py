@@ -8,7 +8,8 @@ _FACTORS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def short_figure(value: float) -> str:
     """A count to three digits: 950, 12.3k, 4.5M."""
     for factor, letter in _FACTORS:
-        if abs(value) >= factor:
+        # From where three digits round up to it: 999_999 is 1M, not 1e+03k.
+        if abs(value) >= 0.9995 * factor:
             return f"{value / factor:.3g}{letter}"
     return f"{value:.3g}"
 
