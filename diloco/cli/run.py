@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 
 from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
+from diloco.options.flags import CkptConfig
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
 from diloco.train.devices import this_machine
@@ -79,6 +80,7 @@ def run(
     check_room(train, machine, state_dir())
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
+    _check_overwrites_none(train.ckpt)
     run_dir = created_run_dir(train)
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
         raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
@@ -92,6 +94,18 @@ def run(
             train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)
         ).until_reported()
     )
+
+
+def _check_overwrites_none(ckpt: CkptConfig) -> None:
+    """Raise UserError for a new run whose checkpoints would take the place of another run's."""
+    if ckpt.interval is None or ckpt.resume is not None or "://" in ckpt.path:
+        return
+    path = Path(ckpt.path).expanduser()
+    if any(path.glob("model_step_*")):
+        raise UserError(
+            f"{path} holds checkpoints already, which this run would overwrite: --ckpt.resume auto goes on from them, "
+            "--ckpt.path names another place."
+        )
 
 
 def _check_enough_peers(rule: Rule, num_peers: int) -> None:

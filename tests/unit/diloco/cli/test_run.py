@@ -1,0 +1,29 @@
+"""What `diloco run` refuses before it starts anything; tests/e2e/test_wrong_input.py types more of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.cli.app import exit_code
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        (["--ckpt.interval", "5"], True),
+        (["--ckpt.interval", "5", "--ckpt.path", "elsewhere"], False),
+        ([], False),
+    ],
+)
+def test_a_new_run_does_not_overwrite_the_checkpoints_of_another(
+    tmp_path, monkeypatch, capsys, flags, is_refused
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "model_step_50").mkdir(parents=True)
+    (tmp_path / "mine" / "peer-0").mkdir(parents=True)
+    (tmp_path / "mine" / "peer-0" / "metrics.jsonl").touch()
+    # Refused in any case: this run directory holds a run.
+    assert exit_code(["run", *flags, "--run-dir", "mine"]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ("outputs holds checkpoints already, which this run would overwrite" in said) == is_refused
+    assert ("already holds a run" in said) != is_refused
