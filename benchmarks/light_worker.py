@@ -59,6 +59,7 @@ class LightWorker:
         self._weights, self._epoch, self._local_step = self._in.copy(), start["epoch"], start["local_step"]
         self._record("start", **start, local_steps=agreed.get("hv.local_steps"))
         self._tokens, self._step_s = 0, 0.0
+        self._loss: float | None = None
         self._handed: int | None = None
         """Tokens of the work that waits for its commit, if any."""
         self._is_ahead = self._is_last = self._is_over = False
@@ -94,9 +95,10 @@ class LightWorker:
         self._local_step += 1
         self._step_s = time.monotonic() - began
         self._tokens += settings.get("tokens_per_step", 10)
-        loss = float(np.square(self._weights - self._target).mean()) if settings.get("tells_loss") else None
+        if settings.get("tells_loss"):
+            self._loss = float(np.square(self._weights - self._target).mean())
         position = {"step": self._nominal_step, "local_step": self._local_step}
-        self._link.send("progress", **position, tokens_per_s=1.0, step_s=self._step_s, loss=loss)
+        self._link.send("progress", **position, tokens_per_s=1.0, step_s=self._step_s, loss=self._loss)
 
     def _hand_over(self) -> None:
         self._out[:] = self._weights
@@ -112,6 +114,7 @@ class LightWorker:
             tokens=self._handed,
             step=step,
             step_s=self._step_s,
+            loss=self._loss,
             last=self._is_last,
         )
 
