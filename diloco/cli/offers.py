@@ -9,14 +9,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from diloco.cli.pods_flags import say
+from diloco.cli.wanted_pods import WantedPods
 
 if TYPE_CHECKING:
-    from diloco.cli.provision import Wish
     from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
 
 
-async def tell_offers(wish: Wish, where: Access, *, as_json: bool) -> int:
+async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> int:
     """Print what the providers offer that fits these flags; those that are not given exclude nothing."""
     from provisioning.pods.spec import PodSpec
     from provisioning.providers.backoff import repeated
@@ -26,16 +26,16 @@ async def tell_offers(wish: Wish, where: Access, *, as_json: bool) -> int:
     specs = [
         PodSpec(
             name="any",
-            provider=wish.provider,
+            provider=wanted.provider,
             gpu_type=gpu_type,
-            gpu_count=wish.gpu_count,
-            country=wish.country,
-            min_upload_mbps=wish.min_upload_mbps,
-            min_download_mbps=wish.min_download_mbps,
-            max_price=wish.max_price,
+            gpu_count=wanted.gpu_count,
+            country=wanted.country,
+            min_upload_mbps=wanted.min_upload_mbps,
+            min_download_mbps=wanted.min_download_mbps,
+            max_price=wanted.max_price,
             spot=True,
         )
-        for gpu_type in wish.gpu_types or (None,)
+        for gpu_type in wanted.gpu_types or (None,)
     ]
     there: list[Offer] = []
     for name in specs[0].providers:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
@@ -17,7 +16,6 @@ from diloco.cli.pods_flags import (
     Given,
     Inventory,
     StateFile,
-    Words,
     access,
     ensure_watcher,
     locked,
@@ -27,10 +25,8 @@ from diloco.cli.pods_flags import (
     say,
 )
 from diloco.cli.pods_questions import confirmed, interruption_told, shouted
-from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, whole
+from diloco.cli.wanted_pods import Amount, WantedPods, specs_of_flags
 from diloco.options.flags import HvConfig, Name, Seconds
-from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,44 +45,7 @@ _COLUMNS = ("", "pod", "what", "place", "$/h", "hours", "$")
 
 app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
 
-Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
-Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
 Switch = Annotated[bool, Parameter(negative="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """Which pods, in the words of PodSpec. What is not given is as is usual for their provider."""
-
-    pods: Number = None
-    """Number of pods."""
-    file: Path | None = None
-    """Instead: a TOML file with [[pods]]."""
-    provider: Annotated[str, Parameter(help=f"{LISTED}; or several: lium,runpod.")] = "local"
-    gpu_type: Words = ()
-    """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
-    gpu_count: Number = None
-    """GPUs of each pod; default 8, for local pods and machines you own whatever they have."""
-    country: str | None = None
-    """Two letters, such as NL."""
-    volume_id: str | None = None
-    """A volume of the provider's to attach."""
-    ttl_hours: Amount = None
-    """Hours after which pods are given back by themselves."""
-    min_upload_mbps: Amount = None
-    """Upload bandwidth that an offer must have."""
-    min_download_mbps: Amount = None
-    """Download bandwidth that an offer must have."""
-    max_price: Amount = None
-    """Dollars per hour that a pod may cost."""
-    image: str | None = None
-    """Container image or template, where the provider takes one."""
-    spot: Annotated[bool, Parameter(negative="")] = False
-    """Also rent machines that the provider may take back at any time."""
-
-    @property
-    def gpu_types(self) -> list[str]:
-        return [name for words in self.gpu_type for name in words.split(",") if name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +62,13 @@ class Care:
     """If there are too few offers, wait and try again instead of giving up."""
 
 
-CARE = Care()
+NOT_SAID, CARE = WantedPods(), Care()
 
 
 @app.default
 def provision(
     *peer_flags: Annotated[str, Parameter(show=False)],
-    wish: Annotated[Wish, Parameter(name="*", group="Pods")] = Wish(),
+    wanted: Annotated[WantedPods, Parameter(name="*", group="Pods")] = NOT_SAID,
     offers: Switch = False,
     plan: Switch = False,
     yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
@@ -156,8 +115,8 @@ def provision(
     if offers:
         from diloco.cli.offers import tell_offers
 
-        return run(tell_offers(wish, where, as_json=as_json))
-    specs, setup = specs_of_flags(wish), given.setup()
+        return run(tell_offers(wanted, where, as_json=as_json))
+    specs, setup = specs_of_flags(wanted), given.setup()
     check_peer_flags(peer_flags, setup)
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
@@ -195,25 +154,6 @@ def provision(
                 await asyncio.sleep(_RETRY_S)
 
     return locked(ledger, bring_up)
-
-
-def specs_of_flags(wish: Wish) -> list[PodSpec]:
-    """Raises UserError."""
-    from provisioning.pods.spec import read_toml, specs_of, tables_in
-
-    if (wish.pods is None) == (wish.file is None):
-        raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
-    common = {item.name: getattr(wish, item.name) for item in fields(wish)}
-    for name in ("pods", "file", "gpu_type"):
-        del common[name]
-    # A switch that is off is one that was not given: a table may say yes.
-    common["spot"] = wish.spot or None
-    origin = "--pods"
-    tables: list[dict[str, Any]] = [{}] * (wish.pods or 0)
-    if wish.file is not None:
-        origin = str(wish.file)
-        tables = tables_in(read_toml(wish.file), "pods", origin)
-    return specs_of(tables, origin, gpu_types=wish.gpu_types, **common)
 
 
 def plan_json(agreed: Plan) -> dict[str, Any]:

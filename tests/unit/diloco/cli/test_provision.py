@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.cli.provision import Wish, specs_of_flags
+from diloco.cli.wanted_pods import WantedPods, specs_of_flags
 from diloco.errors import UserError
 from provisioning.errors import UserError as ProvisioningUserError
 
 
 def asked(**flags):
     return [
-        (spec.name, spec.provider, spec.gpu_type, spec.gpu_count) for spec in specs_of_flags(Wish(**flags))
+        (spec.name, spec.provider, spec.gpu_type, spec.gpu_count)
+        for spec in specs_of_flags(WantedPods(**flags))
     ]
 
 
