@@ -83,10 +83,11 @@ def test_a_machine_and_a_swarm_that_are_well_pass_line_by_line(start, coordinato
     lines = [line for line in command.stdout.splitlines() if line[:4] in ("pass", "warn", "fail")]
     found = {line[6:24].strip(): line[:4] for line in lines}
     assert found.keys() == OF_A_MACHINE | OF_A_SWARM
-    # The swarm is on this very machine, so nobody knows of a NAT.
+    # The swarm is on this very machine, so nobody knows of a NAT; a batch of 512 is much for two cores.
     assert {name for name, verdict in found.items() if verdict != "pass"} <= {
         "nat",
         "bandwidth",
+        "speed",
         "run directory",
     }
     assert command.stderr == ""
