@@ -136,11 +136,15 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
     to know something already.
     """
     recipe = _recipe_of(config.path_model, named) if "path_model" in named else recipe_for(machine)
-    if recipe is None or config.mode != "pretrain":
+    if config.mode != "pretrain":
         return Choice(config=config)
+    if recipe is None:
+        is_preset = any(one.values["path_model"] == config.path_model for one in RECIPES)
+        why = "with --total-batch-size no size is chosen for it: give --seq-length and --total-steps, too"
+        return Choice(config=config, why=why if is_preset else "")
     why = f"chosen for {machine.in_words()} (--path-model names another model)"
     if "path_model" in named:
-        why = f"sizes chosen for {config.path_model} (with --total-batch-size, all others are yours to give, too)"
+        why = f"sizes chosen for {config.path_model}"
     return _filled(config, named, recipe, num_ranks, why)
 
 

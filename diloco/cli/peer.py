@@ -161,6 +161,9 @@ def program_of(worker: str | None) -> tuple[str, ...]:
         raise UserError(f"--worker {worker}: {error}.") from error
     if not words or shutil.which(words[0], path=path_with_this_python()) is None:
         raise UserError(f"--worker {worker!r} names no program that is here to be started.")
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is not None and not Path(script).expanduser().exists():
+        raise UserError(f"--worker {worker!r}: there is no {script} here.")
     return words
 
 

@@ -151,6 +151,8 @@ class _Run:
             raise
         models = [path for peer in swarm.shown if (path := peer.run_dir / "model").is_dir()]
         model = {"model": models[0]} if models else {}
+        if self.config.ckpt.interval is not None and "://" not in self.config.ckpt.path:
+            model["checkpoints"] = Path(self.config.ckpt.path).expanduser().absolute()
         if said := text_if_complete(self.config, self.records, {**model, "everything": self.run_dir}):
             print(said, flush=True)
             return 0

@@ -57,11 +57,23 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
             f"--ckpt.resume {resume}: there is no such directory; name a model_step_<N>, or `auto` for the newest"
         )
     check_extras(config)
+    if config.ckpt.interval is not None:
+        _check_scheme(config.ckpt.path)
     check_vocabulary(config.path_model)
     if config.mode == "grpo":
         _check_reinforcement(config, is_settled=is_settled)
     elif is_settled:
         check_fragments(config)
+
+
+def _check_scheme(path: str) -> None:
+    """Raise UserError for checkpoints at a URL of a kind that fsspec does not know. Connects to nothing."""
+    scheme, is_url, _ = path.partition("://")
+    if is_url:
+        from fsspec import available_protocols
+
+        if scheme not in available_protocols():
+            raise UserError(f"--ckpt.path {path}: there is no {scheme}:// that fsspec knows; s3:// is one.")
 
 
 def _check_reinforcement(config: TrainConfig, *, is_settled: bool) -> None:

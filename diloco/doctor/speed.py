@@ -34,7 +34,7 @@ def check_speed(config: TrainConfig, num_ranks: int, *, num_peers: int = 1) -> I
     step_s = step_seconds(weights, tokens, flops, _USUAL_SHARE)
     epoch_s = step_s * config.hv.steps_per_epoch
     said = (
-        f"at most {short_figure(tokens / step_s)} tokens/s with {config.path_model}: an epoch of "
+        f"at most {short_figure(tokens / step_s)} tokens/s: an epoch of "
         f"{config.hv.steps_per_epoch} steps takes {span(epoch_s)} or more, all {config.end_step} steps "
         f"{span(step_s * config.end_step)}"
     )
@@ -49,7 +49,11 @@ def tell_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1)
     if config.mode == "pretrain":
         for finding in check_speed(config, num_ranks, num_peers=num_peers):
             if finding.verdict == "warn":
-                print(f"note: {finding.said}. {finding.fix}", file=sys.stderr, flush=True)
+                print(
+                    f"note: {config.path_model} is much for this machine: {finding.said}; try {finding.fix}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def flops_of(device: torch.device) -> float:

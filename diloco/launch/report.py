@@ -143,7 +143,7 @@ def baseline_line(alone: Summary, swarm: Summary) -> str:
     return (
         f"alone                   {decimal(alone.results.bits_after)} bits per byte after as many steps as each "
         f"peer's, in {alone.duration_s:.0f} s; the swarm {decimal(swarm.results.bits_after)}, in "
-        f"{swarm.duration_s:.0f} s"
+        f"{swarm.duration_s:.0f} s for {swarm.num_peers} times the tokens"
     )
 
 
@@ -206,7 +206,7 @@ def _averaged(summary: Summary) -> list[str]:
 
 def _epochs(summary: Summary) -> str:
     if summary.num_peers == 1:
-        return f"{summary.num_epochs} epochs"
+        return f"{summary.num_epochs} epoch{'' if summary.num_epochs == 1 else 's'}"
     if summary.num_full_epochs == summary.num_epochs:
         return f"{summary.num_epochs} epochs by all {summary.num_peers} peers"
     return f"{summary.num_epochs} epochs, {summary.num_full_epochs} of them by all {summary.num_peers} peers"

@@ -153,9 +153,8 @@ def _preset_width(directory: Path) -> int:
 
 
 def _what_to_name() -> str:
-    return (
-        f"name a preset ({', '.join(preset_names())}), a directory with a config.json, or a Hugging Face id"
-    )
+    presets = ", ".join(preset_names())
+    return f"name a preset ({presets}), a directory with a config.json, or a Hugging Face id (owner/name)"
 
 
 def may_be_hub_id(path_model: str) -> bool:

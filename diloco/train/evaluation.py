@@ -13,6 +13,8 @@ from diloco.data.held_out import Validation
 from diloco.outer.world import World, in_group, on_rank_zero
 from diloco.train.inner import InnerLoop
 
+_TIMED_WINDOWS = 4
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -26,16 +28,17 @@ class Evaluation:
 def seconds_to_evaluate(
     inner: InnerLoop, validation: Validation, *, world: World, micro_batch_size: int
 ) -> float:
-    """How long `evaluate` will take, by a forward pass of the first windows. A collective."""
-    windows = torch.from_numpy(validation.windows[:micro_batch_size])
-    num_rounds = -(-len(validation.windows) // (micro_batch_size * world.num_ranks))
+    """How long `evaluate` will take, by forward passes of a few windows. A collective."""
+    num_windows = -(-len(validation.windows) // world.num_ranks)
     inner.model.eval()
-    # The very first pass also loads and compiles kernels.
-    for _ in range(min(2, num_rounds)):
+    # The very first pass also loads and compiles kernels; a large one of a large model takes minutes on a CPU.
+    for size in (1, 1, min(_TIMED_WINDOWS, micro_batch_size, len(validation.windows))):
+        windows = torch.from_numpy(validation.windows[:size])
         began_at = time.perf_counter()
         float(inner.loss(windows, reduction="sum"))
+        seconds = (time.perf_counter() - began_at) / size
     inner.model.train()
-    return on_rank_zero(lambda: (time.perf_counter() - began_at) * num_rounds)
+    return on_rank_zero(lambda: seconds * num_windows)
 
 
 @torch.no_grad()

@@ -119,6 +119,11 @@ class WorkerMonitor:
         self.show("averaging")
         work.ahead.add_done_callback(lambda done: None if done.cancelled() else self.show("training"))
 
+    def waits(self) -> None:
+        """The worker has gone ahead as far as it may, and waits for the commit."""
+        if self.state == "training":
+            self.show("averaging")
+
     def averaged(self, outcome: EpochOutcome) -> None:
         """The worker has an answer."""
         self.pace.entered(outcome.local_step, outcome.epoch_s, time.monotonic())

@@ -189,6 +189,8 @@ class WorkerSession:
             ends: list[asyncio.Future[Any]] = [averaging]
             if message.get("may_go_ahead"):
                 ends.append(work.ahead)
+            elif not averaging.done():
+                self._monitor.waits()
             await self._answer(connection, asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
         if averaging.done():
             self._averaging = self._work = None

@@ -49,6 +49,7 @@ def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
         losses=[(point.step, point.loss) for point in peer.curve.points if point.loss is not None],
         round_share=0.0 if hidden else share_of([entry.round_s for entry in rounds], rounds),
         wait_share=0.0 if hidden else share_of([entry.parts.wait_s for entry in rounds], rounds),
+        num_rounds=figures.num_rounds,
         bytes_per_s=figures.upload_bytes_per_s,
         round_bytes=rounds[-1].sent_bytes if rounds else 0.0,
         compression=figures.compression,

@@ -9,6 +9,8 @@ Points = Sequence[tuple[int, float]]
 """Of all peers: (step, value)."""
 
 _ENOUGH_POINTS = 40
+_MANY_POINTS = 100
+"""A loss that does not fall says little before: it goes up and down for a while."""
 _NO_FALL = 0.002
 _RISE = 1.2
 
@@ -29,7 +31,11 @@ def judged_losses(found: Points) -> Iterator[str]:
             f"the loss rises: {means[-1]:.3g}, from {means[best]:.3g} at step {step}; a lower --lr or a longer "
             "--warmup-steps may help"
         )
-    elif last - step > (last - found[0][0]) / 3 and lately > (1 + _NO_FALL) * means[best]:
+    elif (
+        len(found) >= _MANY_POINTS
+        and last - step > (last - found[0][0]) / 3
+        and lately > (1 + _NO_FALL) * means[best]
+    ):
         yield f"the loss has not fallen since step {step}: the learning rate may be too high, or training has converged"
 
 

@@ -28,6 +28,7 @@ MUCH_OF_EPOCH = 2 * SHARE_OF_EPOCH
 ENOUGH_BYTES = 1e6
 """Bytes in a round from which its rate says something about the link; with fewer, round trips dominate."""
 _MANY_FAILURES = 3
+_ENOUGH_ROUNDS = 3
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 10: "a tenth"}
 
 
@@ -59,6 +60,8 @@ class PeerFacts:
     """Share of its time for which training stood still for rounds, from the group to the commit."""
     wait_share: float = 0.0
     """Share of its time spent waiting for other peers to come to a round."""
+    num_rounds: int = _ENOUGH_ROUNDS
+    """Rounds since it came (back)."""
     bytes_per_s: float = 0.0
     """Its send rate in a round."""
     round_bytes: float = 0.0
@@ -195,7 +198,8 @@ def _slow_peers(swarm: SwarmFacts) -> Iterator[str]:
         if not others or waited <= SHARE_OF_EPOCH:
             continue
         times = peer.step_s / statistics.median(other.step_s for other in others)
-        if times >= SLOW:
+        # The first steps of a peer, and what others wait for it then, say little of its speed.
+        if times >= SLOW and peer.num_rounds >= _ENOUGH_ROUNDS:
             yield (
                 f"peer {peer.world_rank} trains at {_fraction(times)} of the others' speed, who wait for it "
                 f"{waited:.0%} of the time: begin the run with --hv.local-time auto, or leave it out"

@@ -109,12 +109,14 @@ def test_a_preset_comes_with_its_recipe_on_any_machine(recipe):
     values = flat_values(choice.config)
     assert {name: values[name] for name in recipe.values} == recipe.values
     assert choice.config.optimizer == "muon" and choice.config.lr == recipe.rates["muon"]["lr"]
-    assert f"sizes chosen for {preset} (with --total-batch-size" in choice.in_words(choice.config)
+    assert choice.in_words(choice.config).endswith(f"; sizes chosen for {preset}")
 
 
 def test_a_preset_with_a_batch_of_the_users_own_keeps_the_defaults_for_the_rest():
     config = TrainConfig(path_model="2m")
-    assert chosen(config, {"path_model", "total_batch_size"}, machine(2)).config == config
+    choice = chosen(config, {"path_model", "total_batch_size"}, machine(2))
+    assert choice.config == config
+    assert "88000 steps" in choice.in_words(config) and "no size is chosen for it" in choice.in_words(config)
 
 
 def test_a_preset_with_fewer_steps_keeps_its_batch():
@@ -143,7 +145,7 @@ def test_one_line_says_what_is_trained_and_why():
     assert choice.in_words(replace(choice.config, lr=1.0)) == f"{what}; as the swarm does"
     assert choice.in_words(choice.config, has_joined=True) == f"{what}; as the swarm does"
     named = chosen(TrainConfig(path_model="demo"), {"path_model", "total_batch_size"}, machine(2))
-    assert named.in_words(named.config).endswith("averaged every 500 steps")
+    assert "averaged every 500 steps; with --total-batch-size" in named.in_words(named.config)
     on_gpus = chosen(TrainConfig(), (), gpus(1, 24))
     assert "chosen for 1 GPU of 24 GiB (" in on_gpus.in_words(on_gpus.config)
 

@@ -16,12 +16,14 @@ from diloco.options.trainer import CkptConfig, TrainConfig
 from diloco.train.devices import Machine
 
 
-def test_the_words_of_a_program_are_split_as_a_shell_would():
+def test_the_words_of_a_program_are_split_as_a_shell_would(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").touch()
     assert program_of(None) == ()
     assert program_of('python loop.py --name "two words"') == ("python", "loop.py", "--name", "two words")
 
 
-@pytest.mark.parametrize("worker", ["", "no-such-program loop.py", 'python "loop.py'])
+@pytest.mark.parametrize("worker", ["", "no-such-program loop.py", 'python "loop.py', "python loop.py"])
 def test_a_program_that_cannot_be_started_is_refused(worker):
     with pytest.raises(UserError, match="--worker"):
         program_of(worker)

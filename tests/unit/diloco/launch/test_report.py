@@ -97,7 +97,7 @@ def test_what_a_peer_came_to_alone_is_told_beside_the_swarms_result():
     alone = summarise({"alone": records}, tokens_per_step=1)
     assert baseline_line(alone, summarise(RECORDS, tokens_per_step=1)) == (
         "alone                   2.400 bits per byte after as many steps as each peer's, in 45 s; "
-        "the swarm 2.100, in 60 s"
+        "the swarm 2.100, in 60 s for 2 times the tokens"
     )
 
 

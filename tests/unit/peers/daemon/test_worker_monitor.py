@@ -64,10 +64,13 @@ def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_worker):
         work.ahead.set_result(Ahead(epoch=3, data_base=0))
         await asyncio.sleep(0)
         shown.append(monitor.state)
+        # It has trained as far ahead as it may.
+        monitor.waits()
+        shown.append(monitor.state)
         monitor.has_worker = has_worker
         monitor.averaged(an_outcome())
         shown.append(monitor.state)
-        assert shown == ["averaging", "training", "training" if has_worker else "joining"]
+        assert shown == ["averaging", "training", "averaging", "training" if has_worker else "joining"]
         assert monitor.journal.num_rounds == 1
 
     asyncio.run(scenario())

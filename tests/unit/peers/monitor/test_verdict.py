@@ -113,6 +113,11 @@ TABLE = {
         "peer 2 trains at a third of the others' speed, who wait for it 60% of the time: begin the run with "
         "--hv.local-time auto, or leave it out",
     ),
+    "a peer that has just come": (
+        swarm({"wait_share": 0.6}, {"wait_share": 0.6}, {"step_s": 3.0, "num_rounds": 2}),
+        "good",
+        WELL,
+    ),
     "a slow peer nobody waits for": (swarm({}, {}, {"step_s": 3.0}), "good", WELL),
     "slow links": (
         swarm(SLOW_LINK, SLOW_LINK, SLOW_LINK),
@@ -169,3 +174,7 @@ def test_when_everybody_is_lost_nobody_goes_on():
 def test_an_observer_that_has_just_come_does_not_say_since_when_a_peer_is_lost():
     verdict = verdict_of(swarm({}, {"state": "lost", "gone_s": 0.3}))
     assert verdict.text.startswith("peer 1 was lost, the others continue without it")
+
+
+def test_a_loss_of_few_points_that_stands_says_little():
+    assert verdict_of(swarm({"losses": falling(100, then=0.0002, last=300)})).level == "good"
