@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from peers.core.defaults import SHARE_OF_EPOCH, compression_for, fragments_for, is_lossier, overlap_steps_for
 from peers.core.schedule import Schedule
+from peers.timing import START_S
 
 _ENOUGH_EPOCHS = 4
-_ENOUGH_S = 60.0
+_ENOUGH_S = 2 * START_S
 """A run that is over sooner is a trial, in which it matters little how often it averages."""
 _LAYER = re.compile(r"\.(\d+)\.")
 

@@ -11,7 +11,7 @@ import torch
 
 from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, HvConfig, TrainConfig
-from diloco.outer.world import World
+from diloco.outer.world import World, barrier
 from diloco.train_fsdp import Trainer
 
 _MODEL = {
@@ -55,6 +55,8 @@ def train(config: TrainConfig, run_dir: Path, world: World = World()) -> list[di
     trainer = Trainer(Assignment(config=config, run_dir=run_dir), world, torch.device("cpu"), [])
     with trainer.metrics:
         trainer.train()
+    # Rank 0 writes them: on a busy machine another would read half a line.
+    barrier()
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
