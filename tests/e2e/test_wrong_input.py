@@ -156,7 +156,6 @@ WRONG = {
         "run directory: FULL/run: 4 MiB free, ",
     ),
     "program that is not there": ("peer --world-rank 0 --worker ./train", "names no program"),
-    "script that is not there": ("peer --world-rank 0 --worker 'python nope.py'", "there is no nope.py here"),
     "checkpoints at a URL of no kind": (
         "run --ckpt.path s4://bucket --ckpt.interval 5",
         "there is no s4:// that fsspec knows",
