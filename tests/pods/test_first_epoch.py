@@ -30,7 +30,7 @@ PHASES = {
     "code and environments": "sending code",
     "the DHT": "starting the DHT",
     "peers and the first epoch": "starting its peer",
-    "": "epoch 1 averaged by 3 peers",
+    "": r"epoch \d+ averaged by 3 peers",
 }
 """By what is said when each begins."""
 
