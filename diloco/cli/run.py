@@ -126,7 +126,6 @@ class _Run:
     trained: str
     """What, in one line."""
     records: dict[str, list[Record]] = field(default_factory=dict)
-    _last_step: int = 0
 
     async def until_reported(self) -> int:
         import asyncio
@@ -145,9 +144,8 @@ class _Run:
             async with viewed(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))):
                 await swarm.run()
         except asyncio.CancelledError:
-            _say(
-                f"stopped at step {self._last_step} of {self.config.end_step}; everything is in {self.run_dir}"
-            )
+            step = max(_last_step(records) for records in self.records.values())
+            _say(f"stopped at step {step} of {self.config.end_step}; everything is in {self.run_dir}")
             raise
         models = [path for peer in swarm.shown if (path := peer.run_dir / "model").is_dir()]
         model = {"model": models[0]} if models else {}
@@ -178,8 +176,7 @@ class _Run:
         peer = swarm.peers[index]
         self.records[peer.shown.name] += new
         peer.supervisor.restarts.progressed()
-        step = max((int(record["step"]) for record in new if record.get("kind") == "step"), default=0)
-        self._last_step = max(self._last_step, step)
+        step = _last_step(new)
         if self.lose_peer == peer.world_rank and 2 * step >= self.config.end_step:
             self.lose_peer = None
             lost = peer.lose()
@@ -197,6 +194,10 @@ class _Run:
 
     def _title(self, num_epochs: int) -> str:
         return f"{self.config.project}: {self.num_peers} peers, {num_epochs} epochs"
+
+
+def _last_step(records: Sequence[Record]) -> int:
+    return max((int(record["step"]) for record in records if record.get("kind") == "step"), default=0)
 
 
 def _say(text: str) -> None:
