@@ -57,8 +57,10 @@ RELAY_HEAD_START_S = 2.0
 # The mesh
 
 BEAT_S = 0.5
-"""Between two heartbeats of a peer. Among more than BEAT_PEERS rarer, since everybody hears everybody."""
+"""Among few peers: between two heartbeats on a channel (`heartbeat_s`), and two statuses of a peer (`status_s`)."""
 BEAT_PEERS = 8
+FULL_MESH = 32
+"""Up to so many peers, all have channels with one another; of more, each has channels with a few (net/overlay.py)."""
 LEAST_SILENCE_S, LOST_BEATS = 8.0, 10
 """A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one. Rounds
 wait for nobody who is silent much shorter (core/timing.py), and a channel that breaks tells at once."""
@@ -79,3 +81,13 @@ SLICE_S = 0.05
 """After which a thread that waits for a socket looks whether the reduction goes on."""
 NEAR_S = 200e-6
 """A peer whose round trip is no longer than that is on the same machine or beside it."""
+
+
+def heartbeat_s(num_peers: int) -> float:
+    """Between two heartbeats on a channel. It grows with the number of a peer's channels, which is bounded."""
+    return BEAT_S * max(1.0, min(num_peers, FULL_MESH) / BEAT_PEERS)
+
+
+def status_s(num_peers: int) -> float:
+    """Between two statuses of a peer that is well, which all others hear: each hears equally many a second."""
+    return BEAT_S * max(1.0, num_peers / BEAT_PEERS)

@@ -8,7 +8,6 @@ Targets are heads that live peers announce. This peer requests the certificates 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -139,18 +138,18 @@ class CatchUp:
 
     def _announced(self) -> Heads:
         """The heads of live peers that are not on this peer's chain."""
-        heads: Heads = defaultdict(list)
-        own = self.chain.head
-        for peer_id, status in self.swarm.live():
-            if status.head and status.head != own and not self.chain.is_on_own_chain(status.head):
-                heads[status.head].append(peer_id)
-        return heads
+        own, chain = self.chain.head, self.chain
+        heads = (
+            head for head in self.swarm.heads if head and head != own and not chain.is_on_own_chain(head)
+        )
+        return {head: list(self.swarm.live_at(head)) for head in heads}
 
     def _donors(self, target: Certificate) -> list[str]:
         """Peers that hold the target's state: those with the fewest strikes first, then members of its roster."""
-        roster = {member.peer_id for member in target.plan.roster}
-        holders = [p for p, status in self.swarm.live() if status.head == target.head]
-        return sorted(holders, key=lambda p: (self.swarm.strikes(p), p not in roster, p))
+        roster = target.plan.roster_set
+        return sorted(
+            self.swarm.live_at(target.head), key=lambda p: (self.swarm.strikes(p), p not in roster, p)
+        )
 
     def _ask_for_path(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)
@@ -188,7 +187,7 @@ class CatchUp:
         """To the earliest head of this peer's chain at which a majority stayed, see `_majority_stayed_at`. Only after
         that has held for long enough that every peer has announced its current head."""
         own = self.chain.head
-        heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.is_on_own_chain(s.head)}
+        heads = [head for head in self.swarm.heads if head != own and self.chain.is_on_own_chain(head)]
         back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
         found = [fork.ancestor for fork in back if self._majority_stayed_at(fork.ancestor, fork.ours)]
         if not found:
@@ -207,7 +206,7 @@ class CatchUp:
         commit. So their signers go back to it.
         """
         signers = {peer_id for commit in after for peer_id in commit.plan.signers}
-        stayed = {p for p, status in self.swarm.live() if status.head == certificate.head}
+        stayed = set(self.swarm.live_at(certificate.head))
         if self.chain.head == certificate.head:
             stayed.add(self.me)
         return is_quorum(stayed, certificate, 0.5) and not is_quorum(signers, certificate, 0.5)
@@ -279,7 +278,7 @@ class CatchUp:
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
         if not path or not (path[0].is_genesis or self._is_unknown_to(holders, path[0].plan.parent)):
             return ()
-        roster = {member.peer_id for member in self.chain.newest.plan.roster} - {self.me}
+        roster = self.chain.newest.plan.roster_set - {self.me}
         switched = roster & holders
         objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
         if switched:

@@ -206,7 +206,7 @@ def adoptable_prefix(
     accepted: list[Certificate] = []
     before = fork.ancestor
     for certificate, endorsers in zip(fork.theirs, _endorsers(fork.theirs), strict=True):
-        roster = {member.peer_id for member in before.plan.roster}
+        roster = before.plan.roster_set
         all_signers = set(certificate.plan.signers)
         signers = roster & all_signers
         objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}

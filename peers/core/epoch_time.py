@@ -6,6 +6,8 @@ Every peer works it out from the speeds that all announce. They need not agree e
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Collection
@@ -32,13 +34,16 @@ def best_epoch_s(
     claimed = [own_step_s, *others_step_s]
     least = max(statistics.median_low(claimed) / FASTEST, own_step_s / local_steps)
     paces = sorted(max(pace, least) for pace in claimed)
+    # Steps per second of the slowest, the two slowest, and so on; the last is the sum of all.
+    rates = [0.0, *itertools.accumulate(1 / pace for pace in reversed(paces))]
     # The rate is highest where some peer has just done all its steps, or a hidden round ends with the epoch.
     ends = {epoch_s for pace in paces if math.isfinite(epoch_s := local_steps * pace)}
     if hides_rounds and local_steps * paces[0] < round_s < local_steps * paces[-1]:
         ends.add(round_s)
 
     def rate(epoch_s: float) -> float:
-        trained = sum(min(local_steps, epoch_s / pace) for pace in paces)
+        num_done = bisect.bisect_right(paces, epoch_s / local_steps)
+        trained = local_steps * num_done + epoch_s * rates[len(paces) - num_done]
         return trained / (max(epoch_s, round_s) if hides_rounds else epoch_s + round_s)
 
     return max(sorted(ends), key=rate, default=0.0)

@@ -24,6 +24,13 @@ class StatusesReceived:
 
 
 @dataclass(frozen=True)
+class StillHere:
+    """The mesh, in which each of many peers has channels with a few, has lost none of these."""
+
+    peer_ids: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Connected:
     """A channel to a peer has opened. The peer's status is still to come."""
 
@@ -124,6 +131,7 @@ Event = (
     Received
     | Connected
     | StatusesReceived
+    | StillHere
     | Disconnected
     | StateOffered
     | WorkerWaits

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from peers.core.health import Swarm
 from peers.core.plans import (
@@ -25,6 +24,9 @@ from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.certificates import Certificate, Keys, Plan, Verify
+
+_TAKING_PART = ("training", "ready", "fetching")
+"""Phases of a peer that is in the next commit, or may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,9 @@ class Group:
         self._swarm, self._settings = context.swarm, context.settings
         self._me = context.keys.peer_id
 
-    @cached_property
+    @property
     def roster(self) -> frozenset[str]:
-        return frozenset(member.peer_id for member in self._parent.plan.roster)
+        return self._parent.plan.roster_set
 
     def ready_and_expected(
         self,
@@ -79,18 +81,19 @@ class Group:
         head, epoch = self._parent.head, self._parent.plan.epoch
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
-        for peer_id, status in self._swarm.live():
-            if self._parent.is_genesis and not status.head and peer_id in self.roster:
-                # A founder that has not received the genesis yet.
+        for peer_id, status in self._swarm.live_at(head).items():
+            if status.phase in _TAKING_PART:
                 expected.add(peer_id)
-            if status.phase not in ("training", "ready", "fetching"):
-                continue
-            is_here = status.head == head
-            if is_here and status.work is not None and status.work.based_on <= epoch:
-                ready[peer_id] = Entry(status.world_rank, status.work)
-            if is_here or status.head in self._recent:
-                # One on a recent head is about to receive the last commit, or is applying it.
-                expected.add(peer_id)
+                if status.work is not None and status.work.based_on <= epoch:
+                    ready[peer_id] = Entry(status.world_rank, status.work)
+        for recent in self._recent:
+            # Peers on a recent head are about to receive the last commit, or are applying it.
+            expected |= {
+                p for p, status in self._swarm.live_at(recent).items() if status.phase in _TAKING_PART
+            }
+        if self._parent.is_genesis:
+            # Founders that have not received the genesis yet.
+            expected |= self._swarm.live_at("").keys() & self.roster
         others = ready.keys() | expected
         out = self._swarm.left_out(epoch) & (others - {self._me})
         if attempt > 0:
@@ -167,8 +170,5 @@ class Group:
         one per newcomer that trains here, whatever rank it claims: an honest newcomer claims the next free one."""
         ranks = [member.world_rank for member in self._parent.plan.roster]
         ranks += [min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()]
-        num_newcomers = sum(
-            status.head == self._parent.head and peer_id not in self.roster and peer_id not in entries
-            for peer_id, status in self._swarm.live()
-        )
+        num_newcomers = len(self._swarm.live_at(self._parent.head).keys() - self.roster - entries.keys())
         return 1 + max(ranks) + min(num_newcomers, SPARE_BLOCKS // 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, ItemsView, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -48,7 +48,7 @@ class Health:
     is_gone: bool = False
     """It has been lost for longer than `regain_s`."""
     at_head_at: float = 0.0
-    """When it was last seen training on this peer's head; reset when this peer's head moves (`head_moved`)."""
+    """When it last stopped training on this peer's head; reset when this peer's head moves (`head_moved`)."""
     missed: int = 0
     """Commits in a row that it did not contribute to, since it came (back)."""
     round_trip_s: float = 0.0
@@ -61,9 +61,13 @@ class Health:
     term: int = 0
     """How many epochs it was left out the last time; 0: never, or its strikes have decayed since."""
 
+    @property
+    def is_live(self) -> bool:
+        return self.lost_at == math.inf and self.status.phase != "leaving"
+
     def trains_at(self, head: str) -> bool:
-        """By its last status."""
-        return self.status.head == head and self.status.phase in ("training", "ready")
+        """While it is live; by its last status."""
+        return self.is_live and self.status.head == head and self.status.phase in ("training", "ready")
 
 
 class Swarm:
@@ -72,10 +76,43 @@ class Swarm:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._peers: dict[str, Health] = {}
-        self._live: list[tuple[str, Status]] | None = None
-        """Cache of `live`; None: stale."""
-        self.roster: frozenset[str] = frozenset()
+        self._live: dict[str, Status] = {}
+        self._live_at: dict[str, dict[str, Status]] = {}
+        """The same by head."""
+        self._struck: set[str] = set()
+        """Those that have been left out at some time."""
+        self._head = ""
+        """This peer's own."""
+        self._roster: frozenset[str] = frozenset()
+        self._look_at = -math.inf
+        """No peer becomes lost or gone before then."""
+
+    @property
+    def roster(self) -> frozenset[str]:
         """Heartbeats and timeouts scale with its size and round trips; while it is empty, with those of all peers."""
+        return self._roster
+
+    @roster.setter
+    def roster(self, roster: frozenset[str]) -> None:
+        self._roster, self._look_at = roster, -math.inf
+
+    def _changed(self, peer_id: str, health: Health, now: float) -> None:
+        """Update what is kept of live peers after a change of this one."""
+        old = self._live.get(peer_id)
+        new = health.status if health.is_live else None
+        if old is not None and old.head == self._head and old.phase in ("training", "ready"):
+            health.at_head_at = now
+        if old is not None and (new is None or new.head != old.head):
+            del self._live_at[old.head][peer_id]
+            if not self._live_at[old.head]:
+                del self._live_at[old.head]
+        if new is not None:
+            self._live[peer_id] = new
+            self._live_at.setdefault(new.head, {})[peer_id] = new
+        elif old is not None:
+            del self._live[peer_id]
+        if (old is None) != (new is None):
+            self._look_at = -math.inf
 
     def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
         """A message came from `peer_id`. False if its status is older than the one held."""
@@ -83,21 +120,18 @@ class Swarm:
         if health is None:
             if status is None or not self._make_room():
                 return False
-            self._peers[peer_id] = Health(status, now, at_head_at=now)
-            self._live = None
+            self._add(peer_id, status, now)
             return True
-        if health.lost_at != math.inf:
-            self._live = None
         if health.is_gone:
             health.missed = 0
+        was_lost = health.lost_at != math.inf
         health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
-        if status is None:
-            return True
-        old = health.status
-        if (status.incarnation, status.sequence) <= (old.incarnation, old.sequence):
-            return False
-        health.status, self._live = status, None
-        return True
+        is_newer = status is not None and _version(status) > _version(health.status)
+        if status is not None and is_newer:
+            health.status = status
+        if is_newer or was_lost:
+            self._changed(peer_id, health, now)
+        return status is None or is_newer
 
     def heard_again(self, peer_id: str, status: Status, now: float) -> bool:
         """Record a status that differs from the last one in progress alone, and return True. Else do nothing."""
@@ -110,8 +144,19 @@ class Swarm:
         same = replace(old, sequence=status.sequence, local_step=status.local_step, step_s=status.step_s)
         if status != same or status.sequence <= old.sequence:
             return False
-        health.status, health.heard_at, self._live = status, now, None
+        health.status, health.heard_at = status, now
+        if peer_id in self._live:
+            self._live[peer_id] = self._live_at[status.head][peer_id] = status
         return True
+
+    def still_here(self, peer_ids: Collection[str], now: float) -> None:
+        """The mesh hears these peers, or neighbours of them that do: they are not silent."""
+        for peer_id in self._live.keys() & peer_ids:
+            self._peers[peer_id].heard_at = now
+
+    def _add(self, peer_id: str, status: Status, now: float) -> None:
+        health = self._peers[peer_id] = Health(status, now, at_head_at=now)
+        self._changed(peer_id, health, now)
 
     def _make_room(self) -> bool:
         """Make room for one more record, if need be in place of a peer that is gone. False: there is none."""
@@ -120,7 +165,7 @@ class Swarm:
             if gone is None:
                 return False
             del self._peers[gone]
-            self._live = None
+            self._struck.discard(gone)
         return True
 
     def certificate_arrived(self, head: str) -> None:
@@ -138,8 +183,7 @@ class Swarm:
     def expect(self, peer_id: str, now: float) -> None:
         """Record a roster member that was never heard. It is lost only after `silence_s` from now."""
         if peer_id not in self._peers:
-            self._peers[peer_id] = Health(_UNHEARD, now, at_head_at=now)
-            self._live = None
+            self._add(peer_id, _UNHEARD, now)
 
     def connected(self, peer_id: str, now: float) -> None:
         """A channel to `peer_id` is open. If it has sent no status yet, it gets `silence_s` to do so, once only."""
@@ -157,11 +201,12 @@ class Swarm:
 
     def measured(self, peer_id: str, round_trip_s: float) -> None:
         if (health := self._peers.get(peer_id)) is not None:
-            health.round_trip_s = round_trip_s
+            health.round_trip_s, self._look_at = round_trip_s, -math.inf
 
     def disconnected(self, peer_id: str, now: float) -> None:
         if (health := self._peers.get(peer_id)) is not None and math.isinf(health.lost_at):
-            health.lost_at, self._live = now, None
+            health.lost_at = now
+            self._changed(peer_id, health, now)
 
     def excuse_own_freeze(self, seconds: float) -> None:
         """This process was frozen for `seconds`: do not count that as silence of the others."""
@@ -170,28 +215,33 @@ class Swarm:
             health.at_head_at += seconds
             health.lost_at += seconds
 
-    def notice_silence(self, turn: Turn, head: str) -> None:
-        """Mark peers as lost and gone, and update what timeouts depend on. `head`: this peer's own."""
-        now, silence_s, regain_s = turn.now, self._timing.silence_s, self._timing.regain_s
-        roster, round_trips, first_silent_at = self.roster, list[float](), math.inf
+    def notice_silence(self, turn: Turn) -> None:
+        """Mark peers as lost and gone, and update what timeouts depend on."""
+        while turn.now >= self._look_at:
+            self._look(turn.now)
+        turn.passed(self._look_at)
+
+    def _look(self, now: float) -> None:
+        silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
+        roster, round_trips, look_at = self.roster, list[float](), math.inf
         for peer_id, health in self._peers.items():
+            silent_at = health.heard_at + silence_s
+            if health.lost_at == math.inf and now >= silent_at:
+                health.lost_at = silent_at
+                self._changed(peer_id, health, now)
             if health.lost_at == math.inf:
-                silent_at = health.heard_at + silence_s
-                if now >= silent_at:
-                    health.lost_at, self._live = silent_at, None
-                elif silent_at < first_silent_at:
-                    first_silent_at = silent_at
-            if health.lost_at < math.inf:
-                if turn.passed(health.lost_at + regain_s):
-                    health.is_gone = True
-                continue
-            if health.trains_at(head):
-                health.at_head_at = now
-            if not roster or peer_id in roster:
-                round_trips.append(health.round_trip_s)
-        turn.passed(first_silent_at)
-        self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
-        self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
+                look_at = min(look_at, silent_at)
+                if not roster or peer_id in roster:
+                    round_trips.append(health.round_trip_s)
+            elif not health.is_gone:
+                health.is_gone = now >= health.lost_at + regain_s
+                look_at = look_at if health.is_gone else min(look_at, health.lost_at + regain_s)
+        num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
+        round_trip_s = statistics.median(round_trips) if round_trips else 0.0
+        is_same = (num_peers, round_trip_s) == (self._timing.num_peers, self._timing.round_trip_s)
+        self._timing.num_peers, self._timing.round_trip_s = num_peers, round_trip_s
+        # With other timeouts, more of them may be over.
+        self._look_at = look_at if is_same else -math.inf
 
     def head_moved(self, now: float, head: str, signers: Collection[str], *, is_first: bool) -> None:
         """This peer has moved to a new head by commits of these signers; `is_first`: it had none before.
@@ -201,8 +251,10 @@ class Swarm:
         """
         off_head_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
-            if is_first or now < health.at_head_at + off_head_s or health.status.head == head:
+            is_off = now >= health.at_head_at + off_head_s and not health.trains_at(self._head)
+            if is_first or not is_off or health.status.head == head:
                 health.at_head_at = now
+        self._head = head
         for peer_id, health in self._peers.items():
             if is_first or peer_id in signers:
                 health.missed = 0
@@ -214,19 +266,21 @@ class Swarm:
         health = self._peers.get(peer_id)
         return health.missed if health else 0
 
-    def live(self) -> Sequence[tuple[str, Status]]:
+    def live(self) -> ItemsView[str, Status]:
         """All live peers that have not announced that they leave, with their last statuses."""
-        if self._live is None:
-            self._live = [
-                (peer_id, health.status)
-                for peer_id, health in self._peers.items()
-                if health.lost_at == math.inf and health.status.phase != "leaving"
-            ]
-        return self._live
+        return self._live.items()
+
+    def live_at(self, head: str) -> Mapping[str, Status]:
+        """The live peers that announce this head."""
+        return self._live_at.get(head, {})
+
+    @property
+    def heads(self) -> Collection[str]:
+        """That live peers announce; among them the empty one if a peer has no head."""
+        return self._live_at.keys()
 
     def is_live(self, peer_id: str) -> bool:
-        health = self._peers.get(peer_id)
-        return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
+        return peer_id in self._live
 
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""
@@ -237,7 +291,7 @@ class Swarm:
         """Whether `peer_id` has not been seen training on this peer's head for a while: it is elsewhere, or dead. A
         commit may do without it."""
         health = self._peers.get(peer_id)
-        if health is None:
+        if health is None or health.trains_at(self._head):
             return False
         return turn.passed(health.at_head_at + self._timing.silence_s + self._timing.regain_s)
 
@@ -273,6 +327,7 @@ class Swarm:
             return False
         health.term = min(MAX_OUT_EPOCHS, 2 * health.term or FIRST_TERM_EPOCHS)
         health.out_until = health.fades_from = epoch + health.term
+        self._struck.add(peer_id)
         # Another half a strike soon after its return leaves it out again.
         health.strikes = STRIKES - LEFT_TO_NEXT_TERM
         return True
@@ -288,4 +343,8 @@ class Swarm:
 
     def left_out(self, epoch: int) -> set[str]:
         """All peers that are left out."""
-        return {peer_id for peer_id, health in self._peers.items() if epoch < health.out_until}
+        return {peer_id for peer_id in self._struck if epoch < self._peers[peer_id].out_until}
+
+
+def _version(status: Status) -> tuple[int, int]:
+    return status.incarnation, status.sequence

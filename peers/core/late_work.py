@@ -101,8 +101,8 @@ class LateWork:
         steps, epoch_s = self.settings.steps_per_epoch, self.epoch_s()
         others = [
             Other(status, self.swarm.age_s(peer_id, turn.now), nominal_step_s(status.step_s, steps, epoch_s))
-            for peer_id, status in self.swarm.live()
-            if status.head == head and status.phase in ("training", "ready")
+            for peer_id, status in self.swarm.live_at(head).items()
+            if status.phase in ("training", "ready")
         ]
         return entry_step(others, steps, nominal_step_s(self.worker.step_s, steps, epoch_s))
 

@@ -199,6 +199,9 @@ class Peer:
                     if peer_id != self.me and not self.swarm.heard_again(peer_id, status, now)
                 ]
                 return not news
+            case events.StillHere(peer_ids):
+                self.swarm.still_here(peer_ids, now)
+                return True
             case events.WorkerTrains(local_step, step_s):
                 self.worker.local_step, self.worker.step_s = local_step, step_s
                 return True
@@ -218,6 +221,8 @@ class Peer:
             case events.StatusesReceived(statuses):
                 for peer_id, status in statuses:
                     self._receive(turn, peer_id, status)
+            case events.StillHere(peer_ids):
+                self.swarm.still_here(peer_ids, turn.now)
             case events.Connected(peer_id):
                 self.swarm.connected(peer_id, turn.now)
                 if self._last_status is not None:
@@ -326,7 +331,7 @@ class Peer:
 
     def _apply_one_rule(self, turn: Turn) -> bool:
         """Apply the first rule that applies. False: none does."""
-        self.swarm.notice_silence(turn, self.head)
+        self.swarm.notice_silence(turn)
         if self._is_leaving:
             return False
         return (
@@ -399,7 +404,7 @@ class Peer:
 
     def _forget_unreachable(self, turn: Turn, genesis: Certificate) -> bool:
         """Forget this genesis if no peer has announced a head for long: nobody can provide its state. True if so."""
-        if any(status.head for _, status in self.swarm.live()):
+        if any(self.swarm.heads):
             self._genesis_heard_at = turn.now
         if not turn.passed(self._genesis_heard_at + self.timing.last_resort_s):
             return False
@@ -409,7 +414,7 @@ class Peer:
     @property
     def _certified_heads(self) -> set[str]:
         """Heads that live peers announce and whose certificates this peer holds."""
-        return {status.head for _, status in self.swarm.live() if status.head and self.chain.get(status.head)}
+        return {head for head in self.swarm.heads if head and self.chain.get(head)}
 
     def _begin_from(self, turn: Turn, genesis: Certificate) -> bool:
         """Adopt the genesis if its state is the one that this peer offered; otherwise it is fetched (catch_up.py)."""
@@ -474,7 +479,7 @@ class Peer:
         if round_ is None or not round_.is_outlier or self.catch_up.target is not None:
             return False
         round_.is_outlier = False
-        donors = [p for p, status in self.swarm.live() if status.head == self.head]
+        donors = list(self.swarm.live_at(self.head))
         if not donors:
             return False
         self.catch_up.fetch(turn, (round_.parent,), donors)
@@ -543,7 +548,7 @@ class Peer:
             self.catch_up.genesis = path[0].head
         elif not is_linked:
             # No certificate here says it: perhaps it is another run's.
-            donors = (status.genesis for _, status in self.swarm.live() if status.head == path[-1].head)
+            donors = (status.genesis for status in self.swarm.live_at(path[-1].head).values())
             self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
@@ -583,11 +588,11 @@ class Peer:
         status, said = self._status(), self._last_status
         # A status that differs in the worker's progress alone waits for the next heartbeat.
         is_news = said is None or status != replace(said, local_step=status.local_step, step_s=status.step_s)
-        if not is_news and not turn.passed(self._status_sent_at + self.timing.beat_s):
+        if not is_news and not turn.passed(self._status_sent_at + self.timing.status_s):
             return
         self._sequence += 1
         self._last_status, self._status_sent_at = status, turn.now
-        turn.passed(turn.now + self.timing.beat_s)
+        turn.passed(turn.now + self.timing.status_s)
         turn.do(Broadcast(replace(status, sequence=self._sequence)))
 
     def _status(self) -> Status:

@@ -119,7 +119,7 @@ def fault_in(
     `off_allowed`: the members that it would remove itself. `data_width`: the blocks that it would hand out itself. A
     newcomer's world rank may be any free one: a newcomer can claim a different rank towards each member.
     """
-    before = {member.peer_id for member in parent.plan.roster}
+    before = parent.plan.roster_set
     peer_ids = [contributor.peer_id for contributor in plan.contributors]
     if not peer_ids or len(set(peer_ids)) != len(peer_ids):
         return "a group without members, or with one of them twice"
@@ -129,7 +129,7 @@ def fault_in(
     if any(entry.work.based_on > parent.plan.epoch for entry in entries.values()):
         return "work of an epoch that is yet to come"
     leaving = {peer_id for peer_id, entry in entries.items() if entry.work.last}
-    off = (before | set(peer_ids)) - {member.peer_id for member in plan.roster} - leaving
+    off = (before | set(peer_ids)) - plan.roster_set - leaving
     if not off <= set(off_allowed):
         return f"takes {', '.join(sorted(off - set(off_allowed)))} off the roster, who are there"
     width = plan.data_base - parent.plan.data_base
@@ -143,14 +143,14 @@ def fault_in(
 
 def is_quorum(present: Collection[str], parent: Certificate, quorum: float) -> bool:
     """Whether more than this share of the parent's roster is present."""
-    roster = {member.peer_id for member in parent.plan.roster}
+    roster = parent.plan.roster_set
     return len(roster.intersection(present)) > quorum * len(roster)
 
 
 def fault_of_successor(certificate: Certificate, parent: Certificate, settings: Settings) -> str:
     """Why a certificate cannot follow `parent` by the rules, whoever has signed it; empty: it can."""
-    plan, everybody = certificate.plan, {member.peer_id for member in parent.plan.roster}
-    everybody |= {contributor.peer_id for contributor in plan.contributors}
+    plan = certificate.plan
+    everybody = parent.plan.roster_set | {contributor.peer_id for contributor in plan.contributors}
     if plan.parent != parent.head or certificate.is_genesis:
         return "does not follow it"
     return fault_in(

@@ -533,12 +533,8 @@ class Round:
 
     def _median_attempt(self) -> int:
         """The median attempt of the roster members on this head, this peer included."""
-        head, roster = self.head, self._group.roster
-        attempts = [
-            status.attempt
-            for peer_id, status in self._swarm.live()
-            if status.head == head and peer_id in roster
-        ]
+        here, roster = self._swarm.live_at(self.head), self._group.roster
+        attempts = [status.attempt for peer_id, status in here.items() if peer_id in roster]
         attempts = sorted([*attempts, self.attempt])
         return attempts[len(attempts) // 2]
 

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
-from peers.timing import BEAT_PEERS, BEAT_S, START_S, STREAMS_S
+from peers.timing import BEAT_S, START_S, STREAMS_S, heartbeat_s, status_s
 
 SILENT_BEATS = 6
 """Missed heartbeats after which a peer counts as lost: a busy machine misses two or three."""
@@ -84,7 +84,11 @@ class Timing:
 
     @property
     def beat_s(self) -> float:
-        return BEAT_S * max(1.0, self.num_peers / BEAT_PEERS)
+        return heartbeat_s(self.num_peers)
+
+    @property
+    def status_s(self) -> float:
+        return status_s(self.num_peers)
 
     @property
     def silence_s(self) -> float:
@@ -118,7 +122,7 @@ class Timing:
     @property
     def connect_s(self) -> float:
         """For all streams of an attempt to open; longer in large groups."""
-        return STREAMS_S * self.beat_s / BEAT_S
+        return STREAMS_S * self.status_s / BEAT_S
 
     @property
     def prompt_s(self) -> float:

@@ -44,7 +44,7 @@ class CoreLoop:
         Messages of other peers may be dropped, as they may be on the network.
         """
         if (
-            not isinstance(event, events.Received | events.StatusesReceived)
+            not isinstance(event, events.Received | events.StatusesReceived | events.StillHere)
             or self._events.qsize() < _MOST_EVENTS
         ):
             self._events.put_nowait(event)

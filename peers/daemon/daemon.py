@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class Daemon:
             on_message=self._received,
             on_statuses=self._heard,
             on_lost=self._lost,
+            on_still_here=self._still_here,
             gate=admission.gate,
         )
         self._agreement = Agreement(self._presence)
@@ -326,6 +327,10 @@ class Daemon:
     def _heard(self, statuses: Sequence[tuple[str, Status]]) -> None:
         if self._runtime is not None:
             self._runtime.post(events.StatusesReceived(tuple(statuses)))
+
+    def _still_here(self, peer_ids: Collection[str]) -> None:
+        if self._runtime is not None:
+            self._runtime.post(events.StillHere(frozenset(peer_ids)))
 
     def _received(self, sender: Announcement, message: Carried) -> None:
         """Handle a message of a live peer. Raises ProtocolError, which closes the channel to it."""

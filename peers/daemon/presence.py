@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from peers.admission.rank_request import request_rank
 from peers.errors import PeersError, UserError
@@ -67,6 +67,7 @@ class Presence:
         on_message: Callable[[Announcement, Carried], None],
         on_statuses: Callable[[Sequence[tuple[str, Status]]], None],
         on_lost: Callable[[str], None],
+        on_still_here: Callable[[Collection[str]], None],
         gate: Gate,
     ) -> None:
         self._gate = gate
@@ -89,6 +90,7 @@ class Presence:
             on_message=on_message,
             on_statuses=on_statuses,
             on_lost=on_lost,
+            on_still_here=on_still_here,
             gate=gate,
         )
 

@@ -175,10 +175,9 @@ class Runtime(CoreLoop):
             return
         if self._expected[0] != core.head:
             self._expected = core.head, set()
-        for peer_id, status in core.swarm.live():
-            if status.head == core.head and peer_id not in self._expected[1]:
-                self._expected[1].add(peer_id)
-                self.averaging.pool.open_ahead(peer_id)
+        for peer_id in core.swarm.live_at(core.head).keys() - self._expected[1]:
+            self._expected[1].add(peer_id)
+            self.averaging.pool.open_ahead(peer_id)
 
     # Reductions and commits
 
@@ -313,7 +312,7 @@ class Runtime(CoreLoop):
 
     @property
     def _num_peers(self) -> int:
-        return 1 + sum(1 for _ in self.core.swarm.live())
+        return 1 + len(self.core.swarm.live())
 
 
 def _reduce_failed(plan: Plan, error: PeersError | OSError) -> events.ReduceFailed:

@@ -20,7 +20,7 @@ from peers.net.channel import Channel
 from peers.net.dht.bootstrap import is_nobody_there
 from peers.net.gate import Gate
 from peers.net.introduction import Introduced, Introductions, NotAdmitted
-from peers.net.live_peer import LivePeer, heartbeat_s, silence_s
+from peers.net.live_peer import LivePeer, silence_s
 from peers.net.rate_limit import RateLimits
 from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
@@ -28,7 +28,7 @@ from peers.protocol.mesh import Known, Parting, Said
 from peers.protocol.messages import Ask
 from peers.protocol.records import NO_RANK, Announcement, Spoken
 from peers.protocol.refusal import Refused, Why
-from peers.timing import ANSWER_S, GRACE_S, OFTEN_S
+from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, heartbeat_s
 
 log = logging.getLogger(__name__)
 

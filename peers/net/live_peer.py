@@ -9,7 +9,7 @@ from collections.abc import Callable
 from peers.errors import PeerUnreachable
 from peers.net.channel import Channel
 from peers.protocol.mesh import Announced, Said
-from peers.timing import BEAT_PEERS, BEAT_S, DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS
+from peers.timing import DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS, heartbeat_s
 
 _MAX_QUEUED = 1024
 _LATE = 1.5
@@ -77,11 +77,6 @@ class LivePeer:
             self.channel.break_off()
 
 
-def heartbeat_s(num_peers: int) -> float:
-    """Between two heartbeats to each of so many peers."""
-    return BEAT_S * max(1.0, num_peers / BEAT_PEERS)
-
-
 def silence_s(num_peers: int) -> float:
-    """After which each of so many peers counts as lost."""
+    """After which a channel that carries nothing breaks."""
     return max(LEAST_SILENCE_S, LOST_BEATS * heartbeat_s(num_peers))

@@ -23,23 +23,20 @@ from peers.net.channels import Channels, Reached, StreamOpener
 from peers.net.gate import Gate
 from peers.net.gossip import Gossip
 from peers.net.introduction import Introduced
-from peers.net.live_peer import heartbeat_s, silence_s
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Known, News, Parting, Said, Told
 from peers.protocol.messages import Status
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
-from peers.timing import OFTEN_S, SLICE_S, START_S
+from peers.timing import LEAST_SILENCE_S, LOST_BEATS, OFTEN_S, SLICE_S, START_S, status_s
 
 log = logging.getLogger(__name__)
 
-_FRESH_BEATS = 0.5
-"""A signed status is used again in the heartbeats to other peers for so long: each new one is passed on to all."""
-_NEWS_S, _PROGRESS_BEATS = SLICE_S, 0.25
-"""News are gathered for so long before they are passed on, so that many travel in one message; for so many heartbeats
-what decisions do not depend on."""
-_ASK_BEATS = 0.125
-"""For so long at least between two questions for what was missed, which hold 20 bytes for each peer."""
+_NEWS_S, _PROGRESS = SLICE_S, 0.25
+"""News are gathered for so long before they are passed on, so that many travel in one message; for this share of the
+time between two statuses what decisions do not depend on."""
+_ASKS = 8
+"""So many questions at most between two statuses for what was missed, which hold 20 bytes for each peer."""
 _IDLE_S = START_S
 """A channel that no neighbour needs is closed after so long without a message for anybody."""
 MAX_WAITING = 64
@@ -67,13 +64,14 @@ class Mesh:
         on_message: Callable[[Announcement, Carried], None],
         on_statuses: Callable[[Sequence[tuple[str, Status]]], None] = lambda statuses: None,
         on_lost: Callable[[str], None] = lambda peer_id: None,
+        on_still_here: Callable[[Collection[str]], None] = lambda peer_ids: None,
         gate: Gate | None = None,
     ) -> None:
         """`gate`: who may be here; default: everybody. `on_statuses` hears what cores say of themselves, by peer id,
-        `on_lost` of each peer that is lost."""
+        `on_lost` of each peer that is lost, and `on_still_here`, among many, again and again of all that are here."""
         self._peer_id, self._own_record = peer_id, own_record
         self._on_change, self._on_message = on_change, on_message
-        self._on_statuses, self._on_lost = on_statuses, on_lost
+        self._on_statuses, self._on_lost, self._on_still_here = on_statuses, on_lost, on_still_here
         self._number, self._signed, self._signed_at = 0, b"", float("-inf")
         self._gossip = Gossip(peer_id)
         self._passing_on: asyncio.TimerHandle | None = None
@@ -160,12 +158,14 @@ class Mesh:
                 continue
             now, channels = time.monotonic(), self._channels
             neighbours = sorted(self._gossip.neighbours & channels.open.keys())
-            if neighbours and now > asked_at + _ASK_BEATS * heartbeat_s(self.num_peers):
+            if neighbours and now > asked_at + status_s(self.num_peers) / _ASKS:
                 asked = channels.open[neighbours[num_asked % len(neighbours)]]
                 asked_at, num_asked = now, num_asked + 1
                 asked.enqueue(Known(versions=self._gossip.versions()))
-            for peer_id in self._gossip.silent(now, silence_s(self.num_peers)) - channels.open.keys():
+            silence_s = max(LEAST_SILENCE_S, LOST_BEATS * status_s(self.num_peers))
+            for peer_id in self._gossip.silent(now, silence_s) - channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
+            self._on_still_here(self._gossip.here.keys())
             self._dial_missing({})
             for peer_id in channels.open.keys() - self._gossip.neighbours:
                 channel = channels.open[peer_id]
@@ -202,8 +202,9 @@ class Mesh:
             channel.enqueue(said)
 
     def recent_record(self) -> bytes:
-        """Never older than the status that was broadcast last."""
-        is_recent = time.monotonic() <= self._signed_at + _FRESH_BEATS * heartbeat_s(self.num_peers)
+        """Never older than the status that was broadcast last. It goes into several heartbeats, since each new one is
+        passed on to all."""
+        is_recent = time.monotonic() <= self._signed_at + status_s(self.num_peers)
         return self._signed if is_recent else self._sign()
 
     def _sign(self) -> bytes:
@@ -229,7 +230,7 @@ class Mesh:
             case News(told):
                 self._take(self._new_of(told), by=peer_id)
             case Known(versions):
-                before = time.monotonic() - heartbeat_s(self.num_peers)
+                before = time.monotonic() - status_s(self.num_peers)
                 told = self._gossip.missing(peer_id, versions, before)
                 if told and peer_id in self._channels.open:
                     self._channels.open[peer_id].enqueue(News(told=told))
@@ -299,7 +300,7 @@ class Mesh:
         if self._gossip.is_full_mesh:
             return
         loop = asyncio.get_running_loop()
-        at = loop.time() + (_NEWS_S if is_urgent else _PROGRESS_BEATS * heartbeat_s(self.num_peers))
+        at = loop.time() + (_NEWS_S if is_urgent else _PROGRESS * status_s(self.num_peers))
         if at < self._passes_on_at:
             if self._passing_on is not None:
                 self._passing_on.cancel()

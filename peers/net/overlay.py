@@ -12,8 +12,7 @@ import hashlib
 from collections.abc import Collection
 from functools import lru_cache
 
-FULL_MESH = 32
-"""Up to so many peers everybody has a channel with everybody, and news need no second hop."""
+from peers.timing import FULL_MESH
 
 
 def is_full_mesh(num_peers: int) -> bool:

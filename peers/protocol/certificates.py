@@ -104,6 +104,10 @@ class Plan(Struct, frozen=True, dict=True):
     def signer_set(self) -> frozenset[str]:
         return frozenset(self.signers)
 
+    @cached_property
+    def roster_set(self) -> frozenset[str]:
+        return frozenset(member.peer_id for member in self.roster)
+
 
 class Body(Struct, frozen=True, dict=True):
     """What is signed: a plan, and the digests of the state that it leads to."""

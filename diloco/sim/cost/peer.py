@@ -6,6 +6,7 @@ commit is applied, other events wait, as in the daemon.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Offer, Status
 from peers.reduce.bandwidth import WINDOW_S, Bandwidth
 from peers.state.header import STATE_CHUNK_NUMEL
+from peers.timing import OFTEN_S
 
 if TYPE_CHECKING:
     from diloco.sim.cost.swarm import CostSwarm
@@ -78,6 +80,7 @@ class CostPeer(Process):
         self._bandwidth = Bandwidth()
         self._ended: EpochOfPeer | None = None
         self._last_status: Status | None = None
+        self._heard_mesh_at = -math.inf
 
     # Life
 
@@ -98,6 +101,19 @@ class CostPeer(Process):
             self._reduction.lose(self.rank)
 
     # As a process
+
+    def pump(self) -> None:
+        now = self._clock.now
+        if (
+            self.swarm.is_large
+            and self.is_running
+            and not self._is_pumping
+            and now >= self._heard_mesh_at + OFTEN_S
+        ):
+            # What the mesh says every second has an effect only when the core is called.
+            self._heard_mesh_at = now
+            self._inbox.appendleft((events.StillHere(frozenset(self.swarm.here)), None))
+        super().pump()
 
     def repeat_status(self) -> None:
         if self._last_status is not None:

@@ -22,8 +22,10 @@ from peers.core import events
 from peers.core.founding import genesis_of
 from peers.core.peer import Peer
 from peers.core.settings import Settings
+from peers.net.live_peer import silence_s
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Certificates, Offer
+from peers.timing import FULL_MESH
 
 _LONGEST_EPOCH = 100.0
 """A run whose epochs take longer than this multiple of their training time is considered stuck."""
@@ -79,6 +81,8 @@ class CostSwarm:
         self._parents: dict[str, str] = {}
         self._certificates: dict[str, Certificate] = {}
         self._outcomes: dict[str, tuple[str, str]] = {}
+        self.here: set[str] = set()
+        """The peers that the mesh of a large swarm has not lost."""
         self._settles_at = 0.0
         self._streams = Streams()
         self._reductions: dict[str, Reduction] = {}
@@ -127,6 +131,7 @@ class CostSwarm:
     def _start(self, rank: int, incarnation: int, offer: Offer) -> CostPeer:
         peer = self._lives[rank] = CostPeer(self, rank, incarnation, offer)
         self.living[peer.peer_id] = peer
+        self.here.add(peer.peer_id)
         core = Peer(
             keys=BelievedKeys(peer.peer_id),
             verify=believe,
@@ -159,7 +164,25 @@ class CostSwarm:
         for peer in list(self.living.values()):
             peer.pump()
         silences = [peer.machine.timing.silence_s for peer in self.living.values()]
-        self._settles_at = self.clock.now + _SETTLES_IN * max(silences, default=0.0)
+        self._settles_at = self.clock.now + self._mesh_silence_s + _SETTLES_IN * max(silences, default=0.0)
+
+    # What the mesh of a large swarm says: in a small one, peers hear one another's statuses often enough
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.peer_ids) > FULL_MESH
+
+    @property
+    def _mesh_silence_s(self) -> float:
+        """Time after which the neighbours of a lost peer have noticed it."""
+        return silence_s(len(self.peer_ids)) if self.is_large else 0.0
+
+    def _tell_of_loss(self, peer_id: str) -> None:
+        if peer_id in self.living:
+            return
+        self.here.discard(peer_id)
+        for peer in list(self.living.values()):
+            peer.post(events.Disconnected(peer_id))
 
     # What peers share
 
@@ -242,6 +265,8 @@ class CostSwarm:
         self._streams.lose(peer.rank)
         self.losses.peers_lost += 1
         self.losses.lost_train_s += peer.worker.uncommitted_s
+        if self._mesh_silence_s:
+            self.clock.after(self._mesh_silence_s, lambda: self._tell_of_loss(peer.peer_id))
         self.clock.after(self.scenario.restart_s, lambda: self._return(peer))
 
     def _return(self, before: CostPeer) -> None:

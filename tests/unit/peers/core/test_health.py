@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
@@ -18,13 +20,14 @@ def a_swarm(*names: str) -> Swarm:
     swarm = Swarm(Timing.of(SETTINGS))
     for name in names:
         swarm.heard(name, status(HEAD), 0.0)
+    swarm.head_moved(0.0, HEAD.head, (), is_first=True)
     return swarm
 
 
 def look(swarm: Swarm, now: float) -> float:
     """When it wants to look again."""
     turn = Turn(now)
-    swarm.notice_silence(turn, HEAD.head)
+    swarm.notice_silence(turn)
     return turn.deadline
 
 
@@ -36,6 +39,41 @@ def test_a_peer_is_there_until_it_has_been_silent_for_some_heartbeats():
     look(swarm, SILENCE_S)
     assert not swarm.is_live("b")
     assert [name for name, _ in swarm.live()] == []
+
+
+def test_whom_the_mesh_has_not_lost_is_not_silent_and_whom_it_has_lost_does_not_come_back_by_that():
+    swarm = a_swarm("b", "c")
+    look(swarm, SILENCE_S - 0.1)
+    swarm.still_here({"b", "a stranger"}, SILENCE_S - 0.1)
+    look(swarm, SILENCE_S)
+    assert (swarm.is_live("b"), swarm.is_live("c")) == (True, False)
+    swarm.still_here({"b", "c"}, SILENCE_S)
+    look(swarm, SILENCE_S + 0.1)
+    assert (swarm.is_live("b"), swarm.is_live("c")) == (True, False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_live_peers_by_head_are_those_that_one_finds_by_going_through_all(seed):
+    rng, swarm, now = random.Random(seed), a_swarm(), 0.0
+    heads, phases = (HEAD, commit(HEAD, "a"), None), ("training", "ready", "waiting", "fetching", "leaving")
+    for sequence in range(2, 300):
+        now += rng.uniform(0.0, 0.4)
+        name = rng.choice("abcdefgh")
+        match rng.randrange(6):
+            case 0 | 1:
+                swarm.heard(name, status(rng.choice(heads), rng.choice(phases), sequence=sequence), now)
+            case 2:
+                swarm.heard(name, None, now)
+            case 3:
+                swarm.disconnected(name, now)
+            case 4:
+                swarm.expect(name, now)
+            case _:
+                look(swarm, now)
+        known = {n: health.status for n, health in swarm._peers.items() if health.is_live}
+        assert dict(swarm.live()) == known
+        by_head = {said.head: {n for n in known if known[n].head == said.head} for said in known.values()}
+        assert {head: set(swarm.live_at(head)) for head in swarm.heads} == by_head
 
 
 def test_a_silent_peer_is_gone_only_after_it_has_had_its_time_to_come_back():

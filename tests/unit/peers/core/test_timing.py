@@ -7,7 +7,6 @@ import math
 import pytest
 
 from peers.core.timing import (
-    BEAT_PEERS,
     BEAT_S,
     ENOUGH_ROUNDS,
     FETCH_S,
@@ -21,6 +20,7 @@ from peers.core.timing import (
     STREAMS_S,
     Timing,
 )
+from peers.timing import BEAT_PEERS, FULL_MESH
 from tests.unit.peers.core.pump import with_settings
 
 
@@ -47,11 +47,20 @@ def test_before_anything_is_known_waiting_times_are_those_of_few_peers_nearby():
     assert timing.fetch_timeout_s == FETCH_S
 
 
-def test_many_peers_beat_more_rarely_and_are_given_as_many_beats():
+def test_more_peers_say_their_status_more_rarely_and_are_given_as_many_beats():
     timing = a_timing()
-    timing.num_peers = 10 * BEAT_PEERS
-    assert timing.beat_s == 10 * BEAT_S
-    assert timing.silence_s == SILENT_BEATS * 10 * BEAT_S
+    timing.num_peers = 3 * BEAT_PEERS
+    assert timing.beat_s == timing.status_s == 3 * BEAT_S
+    assert timing.silence_s == SILENT_BEATS * 3 * BEAT_S
+
+
+def test_however_many_peers_there_are_each_has_few_channels_and_a_loss_is_noticed_as_soon():
+    timing = a_timing()
+    timing.num_peers = FULL_MESH
+    at_full_mesh = timing.silence_s
+    timing.num_peers = 1000
+    assert timing.silence_s == at_full_mesh <= 12.0
+    assert timing.status_s == 1000 / BEAT_PEERS * BEAT_S
 
 
 def test_far_peers_are_given_round_trips():

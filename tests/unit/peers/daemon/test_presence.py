@@ -78,6 +78,7 @@ def a_presence(identity, dht=None):
         on_message=lambda sender, message: None,
         on_statuses=lambda statuses: None,
         on_lost=lambda peer_id: None,
+        on_still_here=lambda peer_ids: None,
         gate=Gate.open(RUN_ID),
     )
 

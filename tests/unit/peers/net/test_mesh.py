@@ -372,7 +372,7 @@ class Many:
     """Meshes that hear of each other at once, over a wire."""
 
     def __init__(self, directory, count):
-        self.wire, self.heard, self.lost = Wire({}), {}, {}
+        self.wire, self.heard, self.lost, self.still_here = Wire({}), {}, {}, {}
         self.identities = {
             i.peer_id: i for i in (claim_slot(directory, "run", rank) for rank in range(count))
         }
@@ -396,6 +396,7 @@ class Many:
             on_message=lambda sender, message: heard.append((sender.peer_id, message)),
             on_statuses=lambda statuses: heard.extend(statuses),
             on_lost=lost.append,
+            on_still_here=self.still_here.setdefault(peer_id, []).append,
         )
 
     async def meet(self):
@@ -453,10 +454,36 @@ def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_pa
     run(scenario())
 
 
+def test_many_are_told_again_and_again_who_is_still_here_and_few_hear_everybody_themselves(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.02)
+
+    async def scenario():
+        few = Many(tmp_path / "few", 4)
+        await few.meet()
+        await asyncio.sleep(0.1)
+        await few.close()
+        assert not any(few.still_here.values())
+
+        monkeypatch.setattr(overlay, "FULL_MESH", 8)
+        many = Many(tmp_path / "many", 14)
+        await many.meet()
+        listener, victim, *_ = many.meshes
+        told = many.still_here[listener]
+        await many.until(lambda: told and set(told[-1]) == many.meshes.keys() - {listener})
+        await many.kill(victim)
+        await many.until(lambda: victim not in told[-1])
+        assert set(told[-1]) == many.meshes.keys() - {listener}
+        await many.close()
+
+    run(scenario())
+
+
 def test_what_nobody_passes_on_is_heard_by_asking_one_neighbour_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(overlay, "FULL_MESH", 8)
     monkeypatch.setattr(mesh_module, "OFTEN_S", 0.05)
-    monkeypatch.setattr(mesh_module, "heartbeat_s", lambda num_peers: 0.05)
+    monkeypatch.setattr(mesh_module, "status_s", lambda num_peers: 0.05)
 
     async def scenario():
         many = Many(tmp_path, 14)

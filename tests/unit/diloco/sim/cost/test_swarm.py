@@ -12,6 +12,7 @@ from diloco.sim.cost.machine import IDEAL, Machine
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
 from diloco.sim.cost.swarm import CostSwarm, simulate
 from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
+from peers.net.live_peer import silence_s
 from peers.reduce.codecs import codec_named
 from tests.support.optimal_shares import optimal_seconds
 
@@ -174,6 +175,18 @@ def test_a_lost_peer_costs_the_others_one_attempt_and_comes_back(rank, at_s):
     assert figures.losses.lost_train_s == pytest.approx(at_s if at_s < 10 else 10.0, abs=0.5)
     assert figures.join_s >= 0.999 * 8 * NUMEL / 10e6
     assert figures.losses.downloaded_bytes >= 8 * NUMEL
+
+
+def test_of_many_the_mesh_notices_a_lost_one_and_nobody_takes_another_for_lost():
+    calm = simulate(scenario(40, num_epochs=4))
+    swarm = CostSwarm(scenario(40, restart_s=1000.0, num_epochs=4))
+    reducing_at = 2 * calm.epoch_s - calm.parts.reduce_s / 2
+    swarm.clock.at(reducing_at, lambda: swarm.lose(7))
+    figures = swarm.run()
+    assert figures.losses.failed_attempts == 1
+    members = [sum(record.epoch == epoch for record in swarm.records) for epoch in range(1, 6)]
+    assert members == [40, 39, 39, 39, 39]
+    assert 5.0 < figures.elapsed_s - calm.elapsed_s < calm.parts.reduce_s + silence_s(40)
 
 
 def test_all_lost_at_once_go_on_from_a_checkpoint():
