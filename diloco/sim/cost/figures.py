@@ -14,8 +14,8 @@ ASSUMPTIONS = (
     "All peers reach each other directly; nobody forwards for others.",
     "The CPU time of a part of a round does not depend on other load: training is not slowed by a round.",
     "All streams of a reduction progress at the same rate, and all members finish it at the same time.",
-    "A lost peer falls silent, like a machine that is switched off. Others notice it by their timeouts; among more than "
-    "32 peers, its neighbours do, and tell the others at once.",
+    "A lost peer falls silent, like a machine that is switched off. Others notice it by their timeouts; among more "
+    "than 32 peers, its neighbours do, and tell the others at once.",
     "All peers are there at the beginning; one that returns has a checkpoint of its last state.",
     "Statuses and heartbeats, signatures, the DHT, checkpoints and evaluation cost nothing.",
 )
