@@ -15,9 +15,10 @@ from cyclopts import App, Parameter
 
 from diloco.errors import UserError
 from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole, whole_or_auto
-from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
+from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
+from peers.protocol.limits import MAX_PEERS
 from provisioning.providers.registry import CLOUDS
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from diloco.errors import UserError
 from diloco.sim.command.gpus import PEAK_FLOPS, peak_flops
 from diloco.sim.command.values import bits_per_s, count, seconds
+from peers.protocol.limits import MAX_PEERS
 
 if TYPE_CHECKING:
     from provisioning.pods.pod import Offer
 
-MAX_PEERS = 512
-"""The cost of simulating grows with the square of the peers: an epoch of this many takes about 15 s to compute."""
 LEAST_CORES = 0.1
 LEAST_FLOPS = 1e6
 
