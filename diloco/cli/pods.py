@@ -52,7 +52,7 @@ Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
-    from provisioning.swarm.keeper import KEPT
+    from provisioning.swarm.keeper import LAST_ACTION
     from provisioning.swarm.status import overview
 
     ledger = opened_existing(state_file)
@@ -68,7 +68,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
         print_status(seen)
-        if kept := ledger.recall(KEPT):
+        if kept := ledger.recall(LAST_ACTION):
             print(f"last done by itself: {kept}", flush=True)
         return 0
 
@@ -103,7 +103,7 @@ def logs(
     _say_if_empty(ledger)
     return run(
         _told(
-            follow_all(ledger, access(inventory), names, job=job, lines=lines, goes_on=follow, write=_line),
+            follow_all(ledger, access(inventory), names, job=job, lines=lines, follow=follow, write=_line),
         )
     )
 
@@ -216,7 +216,7 @@ def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, invent
 
     ledger = opened_existing(state_file)
     remember_results(ledger, GIVEN, "pods")
-    return run(_told(operations.bring_home(ledger, access(inventory), names, say, fetched(fetch))))
+    return run(_told(operations.fetch_results(ledger, access(inventory), names, say, fetched(fetch))))
 
 
 @app.command
@@ -273,12 +273,12 @@ async def given_back(
     from provisioning.renting import watcher
     from provisioning.renting.operations import down
 
-    failures = await down(ledger, where, names, say, fetches=fetches, loses_results=yes)
+    failures = await down(ledger, where, names, say, fetches=fetches, discard_results=yes)
     kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
     if kept and sys.stdin.isatty():
         await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
         failures = {name: error for name, error in failures.items() if name not in kept}
-        failures |= await down(ledger, where, kept, say, fetches=fetches, loses_results=True)
+        failures |= await down(ledger, where, kept, say, fetches=fetches, discard_results=True)
     if not ledger.rows():
         watcher.stop(ledger.path)
     ensure_watcher(ledger)
@@ -425,9 +425,9 @@ def print_status(seen: Overview) -> None:
             f"{row.offer.price_per_hour:.2f}",
             f"{one.dollars:.2f}",
             "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
-            "–" if one.look is None else str(one.look.epoch),
-            "–" if one.look is None else str(one.look.step),
-            "–" if one.look is None else short_figure(one.look.tokens),
+            "–" if one.progress is None else str(one.progress.epoch),
+            "–" if one.progress is None else str(one.progress.step),
+            "–" if one.progress is None else short_figure(one.progress.tokens),
             str(one.use),
             one.peer,
         )

@@ -144,11 +144,11 @@ def ensure_watcher(ledger: Ledger) -> None:
     import os
 
     from provisioning.renting import watcher
-    from provisioning.renting.operations import is_to_be_watched, is_watched_blindly
+    from provisioning.renting.operations import needs_watcher, watcher_lacks_key
 
-    if not is_to_be_watched(ledger):
+    if not needs_watcher(ledger):
         return
-    if is_watched_blindly(ledger, access(None)):
+    if watcher_lacks_key(ledger, access(None)):
         watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.

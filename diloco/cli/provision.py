@@ -228,7 +228,7 @@ def _keep(
 ) -> None:
     """Write down the swarm that is to be kept from now on, for whoever keeps it; None: nothing is kept."""
     from provisioning.renting.operations import WANTED
-    from provisioning.renting.renters import DEARER
+    from provisioning.renting.renters import MAX_PRICE_RATIO
     from provisioning.swarm.keeper import Wanted
 
     prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
@@ -239,7 +239,7 @@ def _keep(
         return
     Wanted(
         specs=[
-            replace(spec, max_price=prices[spec.name] * DEARER) if spec.max_price is None else spec
+            replace(spec, max_price=prices[spec.name] * MAX_PRICE_RATIO) if spec.max_price is None else spec
             for spec in specs
         ],
         replaces=care.replace,

@@ -22,7 +22,7 @@ from provisioning.swarm.fleet import Fleet
 from provisioning.swarm.peer import record_in
 
 _POLL_S = 2.0
-_MAX_SILENT_LOOKS = 30
+_MAX_FAILED_POLLS = 30
 _KEY = "experiment:"
 RUNS = "experiments"
 
@@ -101,7 +101,7 @@ async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> 
     run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
     state = await jobs.state(machine, row.label, job)
     if not state.is_running and state.code != 0:
-        words = argv(trainer, config, fleet.setup.python_there, run_dir, has_gpus=has_gpus)
+        words = argv(trainer, config, fleet.setup.pod_python, run_dir, has_gpus=has_gpus)
         variables = environment(trainer, config, has_gpus=has_gpus)
         # What a failed attempt left would be read as this one's.
         await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
@@ -127,17 +127,17 @@ async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> 
 
 
 async def _end_of(machine: Machine, row: Row, job: str) -> int | None:
-    silent_looks = 0
+    failed_polls = 0
     while True:
         try:
             state = await jobs.state(machine, row.label, job)
-            silent_looks = 0
+            failed_polls = 0
             if not state.is_running:
                 return state.code
         except MachineError:
             # A connection that is lost for a while is no lost experiment.
-            silent_looks += 1
-            if silent_looks > _MAX_SILENT_LOOKS:
+            failed_polls += 1
+            if failed_polls > _MAX_FAILED_POLLS:
                 raise
         await asyncio.sleep(_POLL_S)
 

@@ -87,7 +87,7 @@ def spread(name: str, specs: Sequence[PodSpec], configs: Sequence[ExperimentConf
     return ExperimentSet(name=name, pods=specs, experiments=placed)
 
 
-def _whole(found: ExperimentSet, origin: str) -> ExperimentSet:
+def _validated(found: ExperimentSet, origin: str) -> ExperimentSet:
     """The same. Raises UserError for names that are none or are used twice, and for pods that are not there."""
     if not found.pods or not found.experiments:
         raise UserError(f"{origin} needs at least one pod and one experiment.")
@@ -170,7 +170,7 @@ def _of_python(path: Path) -> ExperimentSet:
     specs_of([asdict(spec) for spec in found.pods], str(path))
     for placed in found.experiments:
         typed(ExperimentConfig, asdict(placed.config), f"{path}, experiment {placed.config.name}")
-    return _whole(found, str(path))
+    return _validated(found, str(path))
 
 
 def _all_are(kind: type, items: object) -> bool:
@@ -193,7 +193,7 @@ def _of_toml(path: Path) -> ExperimentSet:
         one if pod is None else replace(one, pod=str(pod))
         for pod, one in zip(pods, found.experiments, strict=True)
     ]
-    return _whole(replace(found, experiments=placed), origin)
+    return _validated(replace(found, experiments=placed), origin)
 
 
 def _called(path: Path) -> Any:

@@ -154,7 +154,7 @@ class Ledger:
         offer = row.offer if price is None else replace(row.offer, price_per_hour=price)
         return self.advance(row, state, provider_id=provider_id, offer=_to_json(offer), **more)
 
-    def missed(self, row: Row, *, now: float) -> None:
+    def count_absence(self, row: Row, *, now: float) -> None:
         """One more list lacks the pod of this order."""
         since = now if row.absent_since is None else row.absent_since
         self.advance(row, row.state, absent_since=since, num_absences=row.num_absences + 1)

@@ -55,7 +55,7 @@ class Setup:
     min_free_mb: int = _MIN_FREE_MB
 
     @property
-    def python_there(self) -> str:
+    def pod_python(self) -> str:
         """As jobs on a pod name it."""
         return self.python or f"{VENV}/bin/python"
 

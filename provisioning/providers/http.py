@@ -27,11 +27,11 @@ _TIMEOUT_S = 30.0
 _MAX_ANSWER_BYTES = 16 << 20
 
 
-class NotThere(ProviderError):
+class NotFound(ProviderError):
     """The provider says that there is nothing of this id."""
 
 
-class Says(Enum):
+class ErrorKind(Enum):
     """What an answer that says no means."""
 
     BAD_KEY = auto()
@@ -39,10 +39,15 @@ class Says(Enum):
     """A balance, a quota or a permission: the user has to see to it."""
     NO_CAPACITY = auto()
     """Of an order: another offer may do."""
-    NOT_THERE = auto()
+    NOT_FOUND = auto()
 
 
-_BY_STATUS = {401: Says.BAD_KEY, 402: Says.NO_MONEY, 403: Says.NO_MONEY, 404: Says.NOT_THERE}
+_BY_STATUS = {
+    401: ErrorKind.BAD_KEY,
+    402: ErrorKind.NO_MONEY,
+    403: ErrorKind.NO_MONEY,
+    404: ErrorKind.NOT_FOUND,
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Refusal:
     """An answer that says no."""
 
     message: str
-    says: Says | None = None
+    kind: ErrorKind | None = None
     """What this API means by it; None: what its status means everywhere."""
 
 
@@ -101,7 +106,7 @@ class HttpCloud(Cloud):
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
         """The answer, decoded. `is_order`: it may make a pod, so an answer that is lost is OutcomeUnknown.
 
-        Raises ProviderError and its like, UserError, and NotThere for a 404 that is no order's.
+        Raises ProviderError and its like, UserError, and NotFound for a 404 that is no order's.
         """
         async with self._lock:
             begin_at = max(self._next_at, self._next_order_at if is_order else 0.0)
@@ -113,7 +118,7 @@ class HttpCloud(Cloud):
                 if is_order:
                     self._next_order_at = time.monotonic() + self.order_interval_s
 
-    def understood(self, read: Callable[[Any], T], answer: Any, *, is_order: bool = False) -> T:
+    def parsed(self, read: Callable[[Any], T], answer: Any, *, is_order: bool = False) -> T:
         """What `read` makes of an answer. Raises ProviderError where it is not what the API is said to answer."""
         try:
             return read(answer)
@@ -130,16 +135,16 @@ class HttpCloud(Cloud):
     async def find(self, pod_id: str) -> Pod | None:
         try:
             answer = await self.request("GET", self.path_of(quote(pod_id, safe="")))
-        except NotThere:
+        except NotFound:
             return None
-        return self.understood(self.pod_in, answer)
+        return self.parsed(self.pod_in, answer)
 
     async def destroy(self, pod_id: str) -> None:
-        with contextlib.suppress(NotThere):
+        with contextlib.suppress(NotFound):
             await self.delete(pod_id)
 
     async def delete(self, pod_id: str) -> None:
-        """Ask for it. Raises NotThere where it is gone."""
+        """Ask for it. Raises NotFound where it is gone."""
         await self.request("DELETE", self.path_of(quote(pod_id, safe="")))
 
     async def close(self) -> None:
@@ -191,24 +196,24 @@ class HttpCloud(Cloud):
             refusal = self.refusal(status, answer)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             refusal = Refusal("")
-        said, says = f"{self.title}: {refusal.message or status}", refusal.says
-        if says is None or (says is Says.NO_CAPACITY and not is_order):
-            says = _BY_STATUS.get(status)
-        if says is Says.BAD_KEY:
+        said, kind = f"{self.title}: {refusal.message or status}", refusal.kind
+        if kind is None or (kind is ErrorKind.NO_CAPACITY and not is_order):
+            kind = _BY_STATUS.get(status)
+        if kind is ErrorKind.BAD_KEY:
             return UserError(
                 f"{self.title} does not accept the key in {self.key_env} ({refusal.message}). Nothing was rented."
             )
         if status == 429:
             return Unavailable(said, float(retry_after) if retry_after.isdigit() else None)
-        if says is Says.NO_CAPACITY:
+        if kind is ErrorKind.NO_CAPACITY:
             return NoCapacity(said)
         if status >= 500:
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
-        if says is Says.NOT_THERE:
+        if kind is ErrorKind.NOT_FOUND:
             if is_order:
                 return NoCapacity(said)
             # A gateway that misses its API says 404, too, of a pod that lives.
-            return NotThere(said) if refusal.message else Unavailable(f"{said} in no words of its API")
-        if says is Says.NO_MONEY:
+            return NotFound(said) if refusal.message else Unavailable(f"{said} in no words of its API")
+        if kind is ErrorKind.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

@@ -9,18 +9,18 @@ from typing import Any
 
 from provisioning.errors import UserError
 from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, listing
-from provisioning.providers.http import HttpCloud, Refusal, Says
+from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 _GONE = {"terminated"}
 _LEAVING = {"terminating", "preempted"}
-_SAYS = {
-    "api-key": Says.BAD_KEY,
-    "insufficient-capacity": Says.NO_CAPACITY,
-    "file-system-in-wrong-region": Says.NO_CAPACITY,
-    "does-not-exist": Says.NOT_THERE,
-    "quota": Says.NO_MONEY,
-    "payment": Says.NO_MONEY,
-    "credit": Says.NO_MONEY,
+_KINDS = {
+    "api-key": ErrorKind.BAD_KEY,
+    "insufficient-capacity": ErrorKind.NO_CAPACITY,
+    "file-system-in-wrong-region": ErrorKind.NO_CAPACITY,
+    "does-not-exist": ErrorKind.NOT_FOUND,
+    "quota": ErrorKind.NO_MONEY,
+    "payment": ErrorKind.NO_MONEY,
+    "credit": ErrorKind.NO_MONEY,
 }
 """By a part of the error's code."""
 
@@ -44,7 +44,7 @@ class LambdaProvider(HttpCloud):
         error = body["error"]
         code = str(error.get("code", ""))
         message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
-        return Refusal(message or code, next((says for part, says in _SAYS.items() if part in code), None))
+        return Refusal(message or code, next((kind for part, kind in _KINDS.items() if part in code), None))
 
     @staticmethod
     def path_of(pod_id: str) -> str:
@@ -54,7 +54,7 @@ class LambdaProvider(HttpCloud):
         return _pod(answer["data"], self.user)
 
     async def offers(self) -> list[Offer]:
-        return self.understood(_offers, await self._request("GET", "/instance-types"))
+        return self.parsed(_offers, await self._request("GET", "/instance-types"))
 
     async def create(self, order: Order) -> str:
         async with self._key_lock:
@@ -68,11 +68,11 @@ class LambdaProvider(HttpCloud):
         if order.volume_id:
             body["file_system_names"] = [order.volume_id]
         answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
-        return self.understood(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
+        return self.parsed(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         answer = await self._request("GET", "/instances")
-        return self.understood(lambda data: listing(_pod(one, self.user) for one in data), answer)
+        return self.parsed(lambda data: listing(_pod(one, self.user) for one in data), answer)
 
     async def delete(self, pod_id: str) -> None:
         await self._request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
@@ -84,7 +84,7 @@ class LambdaProvider(HttpCloud):
                 f"Lambda has a key named {name} already, and gives its private half only once; take another name."
             )
         answer = await self._request("POST", "/ssh-keys", {"name": name})
-        return self.understood(lambda data: str(data["private_key"]), answer)
+        return self.parsed(lambda data: str(data["private_key"]), answer)
 
     async def _key_name(self, line: str) -> str:
         """The name of our key there, which is put there when it is missing."""
@@ -99,7 +99,7 @@ class LambdaProvider(HttpCloud):
     async def _keys(self) -> list[tuple[str, str]]:
         """Names and public halves."""
         answer = await self._request("GET", "/ssh-keys")
-        return self.understood(
+        return self.parsed(
             lambda data: [(str(key["name"]), str(key.get("public_key", ""))) for key in data], answer
         )
 
@@ -108,7 +108,7 @@ class LambdaProvider(HttpCloud):
     ) -> Any:
         """What is in `data`. Raises as `request` does."""
         answer = await self.request(method, path, body, is_order=is_order)
-        return self.understood(lambda found: found["data"], answer, is_order=is_order)
+        return self.parsed(lambda found: found["data"], answer, is_order=is_order)
 
 
 def _offers(data: Mapping[str, Any]) -> list[Offer]:

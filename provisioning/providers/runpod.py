@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, listing
-from provisioning.providers.http import HttpCloud, Refusal, Says
+from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
 _DISK_GB = 100
@@ -31,7 +31,7 @@ class RunPodProvider(HttpCloud):
         more = "; ".join(str(one) for one in body.get("errors") or ())
         message = " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
         # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
-        return Refusal(message, Says.NO_CAPACITY if status in (400, 403) else None)
+        return Refusal(message, ErrorKind.NO_CAPACITY if status in (400, 403) else None)
 
     @staticmethod
     def path_of(pod_id: str) -> str:
@@ -49,8 +49,8 @@ class RunPodProvider(HttpCloud):
                     {"include": "AVAILABILITY", "product": "POD", "cloud": cloud, "count": count}
                 )
                 answer = await self.request("GET", f"/catalog/gpus?{query}")
-                for kind in self.understood(lambda data: list(data["gpus"]), answer):
-                    found += self.understood(lambda data: _offers(data, cloud, count), kind)  # noqa: B023
+                for kind in self.parsed(lambda data: list(data["gpus"]), answer):
+                    found += self.parsed(lambda data: _offers(data, cloud, count), kind)  # noqa: B023
         return found
 
     async def create(self, order: Order) -> str:
@@ -70,11 +70,11 @@ class RunPodProvider(HttpCloud):
         if order.volume_id:
             body["mounts"] = {"network": [{"volumeId": order.volume_id, "path": "/workspace"}]}
         answer = await self.request("POST", "/pods", body, is_order=True)
-        return self.understood(lambda data: str(data["id"]), answer, is_order=True)
+        return self.parsed(lambda data: str(data["id"]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         answer = await self.request("GET", "/pods")
-        return self.understood(lambda data: listing(_pod(one) for one in data["pods"]), answer)
+        return self.parsed(lambda data: listing(_pod(one) for one in data["pods"]), answer)
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
-from provisioning.providers.http import HttpCloud, Refusal, Says
+from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 IMAGE = "pytorch/pytorch:latest"
 _DISK_GB = 100
@@ -30,11 +30,11 @@ class VastProvider(HttpCloud):
     @staticmethod
     def refusal(status: int, body: Any) -> Refusal:
         code, message = str(body.get("error") or ""), str(body.get("msg") or "")
-        says = Says.NO_MONEY if "credit" in code else None
+        kind = ErrorKind.NO_MONEY if "credit" in code else None
         # Each machine is offered once: another was faster, or the host has taken it back.
         if code == "no_such_ask" or status in (409, 410):
-            says = Says.NO_CAPACITY
-        return Refusal(message or code, says)
+            kind = ErrorKind.NO_CAPACITY
+        return Refusal(message or code, kind)
 
     @staticmethod
     def path_of(pod_id: str) -> str:
@@ -55,7 +55,7 @@ class VastProvider(HttpCloud):
             "allocated_storage": _DISK_GB,
         }
         answer = await self.request("POST", "/v0/bundles/", query)
-        return self.understood(lambda data: [_offer(one) for one in data["offers"]], answer)
+        return self.parsed(lambda data: [_offer(one) for one in data["offers"]], answer)
 
     async def create(self, order: Order) -> str:
         # Lets our key in on this machine alone, and leaves the account's keys as they are.
@@ -71,14 +71,14 @@ class VastProvider(HttpCloud):
         }
         path = f"/v0/asks/{quote(str(order.offer.details['ask']), safe='')}/"
         answer = await self.request("PUT", path, body, is_order=True)
-        return self.understood(lambda data: str(data["new_contract"]), answer, is_order=True)
+        return self.parsed(lambda data: str(data["new_contract"]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         found: list[Pod] = []
         token = ""
         for _ in range(_MAX_PAGES):
             answer = await self._page(token)
-            found += self.understood(lambda data: [_pod(one, self.user) for one in data["instances"]], answer)
+            found += self.parsed(lambda data: [_pod(one, self.user) for one in data["instances"]], answer)
             token = str(answer.get("next_token") or "")
             if not token:
                 break

@@ -15,7 +15,7 @@ from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
 from provisioning.renting.clock import Clock
-from provisioning.renting.reconcile import Look
+from provisioning.renting.reconcile import Observation
 
 RUN_DIR, FETCH = "run_dir", "fetch"
 """What the ledger remembers: where results go, and which."""
@@ -65,7 +65,7 @@ class Account:
         """What the provider says of this id. Raises ProviderError."""
         return await repeated(lambda: self.provider.find(pod_id), tell=self.tell)
 
-    async def seen(self, rows: Sequence[Row]) -> Look:
+    async def observe(self, rows: Sequence[Row]) -> Observation:
         """What the provider lists, and what it says of the very id of every pod of these rows that its list lacks.
 
         Raises ProviderError.
@@ -88,7 +88,7 @@ class Account:
                 pods[pod.id] = pod
 
         await asyncio.gather(*(ask(pod_id) for pod_id in unlisted))
-        return Look(pods=list(pods.values()), gone=gone, unknown=unknown, silent=listing.silent)
+        return Observation(pods=list(pods.values()), gone=gone, unknown=unknown, silent=listing.silent)
 
     async def pod_of(self, row: Row) -> Pod:
         """The pod of this order, waiting for it as long as it may be late. Raises NoCapacity, ProviderError."""
@@ -123,12 +123,12 @@ class Account:
             self._machines[row.label] = await self.provider.machine(pod, row.host_key)
         return self._machines[row.label]
 
-    async def bring_home(self, row: Row, *, loses_results: bool = False) -> None:
+    async def fetch_results(self, row: Row, *, discard_results: bool = False) -> None:
         """Fetch what was made on a pod. What cannot be is said, and raises ResultsNotFetched unless it may be lost."""
         words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
         if row.state not in (State.SYNCED, State.RUNNING) or not self.ledger.recall(RUN_DIR) or not words:
             return
-        into, failure = self._home_of(row), ""
+        into, failure = self._results_directory(row), ""
         try:
             pod = await self.pod_of(row)
             failure = pod.failure
@@ -139,7 +139,7 @@ class Account:
         except ProvisioningError as error:
             text = f"its results could not be fetched: {error}"
             self.say(row.name, text)
-            if not failure and not loses_results:
+            if not failure and not discard_results:
                 raise ResultsNotFetched(
                     f"{text}. It is there still, for {row.offer.price_per_hour:.2f} $/h; `diloco pods down --yes "
                     f"{row.name}` gives it back without them."
@@ -147,7 +147,7 @@ class Account:
         else:
             self.say(row.name, fetched.in_words(into))
 
-    def _home_of(self, row: Row) -> str:
+    def _results_directory(self, row: Row) -> str:
         """Where a pod's results go: this very pod's alone, where another one of its name had some."""
         into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
         key = f"results:{into}"

@@ -15,7 +15,7 @@ from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import renters
 
-_HOME_BEFORE_END_S = 300.0
+_FETCH_BEFORE_END_S = 300.0
 # Whoever holds the ledger may be putting the end off just now.
 _OVERDUE_S = 60.0
 PYTHON, WANTED = "python", "wanted"
@@ -37,20 +37,20 @@ async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: fl
 
         async def one(row: Row) -> None:
             ends_at = (row.ends_at or 0.0) + hours * 3600
-            await found[row.provider].hold_to_end(replace(row, ends_at=ends_at))
+            await found[row.provider].schedule_end(replace(row, ends_at=ends_at))
             ledger.advance(row, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
 
         return await each(rows, one)
 
 
-async def bring_home(
+async def fetch_results(
     ledger: Ledger, access: Access, names: Sequence[str], say: Say, fetches: Sequence[str] | None = None
 ) -> Failures:
     """Fetch what was made on pods, which stay; what could not be, by pod."""
     rows = ledger.named(names)
     async with renters(ledger, access, say, fetches=fetches) as found:
-        return await each(rows, lambda row: found[row.provider].bring_home(row))
+        return await each(rows, lambda row: found[row.provider].fetch_results(row))
 
 
 async def down(
@@ -61,18 +61,20 @@ async def down(
     patience: Patience | None = None,
     *,
     fetches: Sequence[str] | None = None,
-    loses_results: bool = False,
+    discard_results: bool = False,
 ) -> Failures:
     """Give pods back, those that no row knows of included; what could not be, by pod.
 
-    `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
+    `fetches`: as for a Renter. `discard_results`: also those whose results cannot be fetched.
     """
     async with renters(ledger, access, say, patience, fetches=fetches) as found:
-        unseen = await each(found.values(), lambda one: one.look(), name=lambda one: one.provider.name)
+        unseen = await each(
+            found.values(), lambda one: one.record_strays(), name=lambda one: one.provider.name
+        )
         # Known pods are given back by their ids all the same.
         for name, error in (unseen | found.failures).items():
             say(name, f"cannot be asked whether a pod of ours is there: {error}")
-        return await found.give_back(ledger.named(names), loses_results=loses_results)
+        return await found.give_back(ledger.named(names), discard_results=discard_results)
 
 
 def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
@@ -94,7 +96,7 @@ async def reconcile(
     return {name: error for failures in settled.values() for name, error in failures.items()}
 
 
-def is_watched_blindly(ledger: Ledger, access: Access) -> bool:
+def watcher_lacks_key(ledger: Ledger, access: Access) -> bool:
     """Whether the process that watches lacks a key that this command has."""
     for name in ledger.recall(UNWATCHED).split():
         with contextlib.suppress(ProvisioningError):
@@ -103,19 +105,19 @@ def is_watched_blindly(ledger: Ledger, access: Access) -> bool:
     return False
 
 
-def is_to_be_watched(ledger: Ledger) -> bool:
+def needs_watcher(ledger: Ledger) -> bool:
     """Whether something has to be done about its pods at a time when nobody may type a command."""
     rows = ledger.rows()
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
 
 
 async def keep_time(
-    ledger: Ledger, access: Access, say: Say, at_home: set[str], interval_s: float, clock: Callable[[], float]
+    ledger: Ledger, access: Access, say: Say, fetched: set[str], interval_s: float, clock: Callable[[], float]
 ) -> float:
     """Give back pods whose time is over, and those of orders in doubt; how long to wait until the next look.
 
     What was made on a pod is fetched shortly before its end, once, since some providers take it back to the minute;
-    `at_home` holds the labels of those of which it was. Ends may be put off, so nobody waits longer than `interval_s`.
+    `fetched` holds the labels of those of which it was. Ends may be put off, so nobody waits longer than `interval_s`.
     """
     rows, now = ledger.rows(), clock()
     ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
@@ -133,9 +135,11 @@ async def keep_time(
         for name, error in failures.items():
             say(name, f"failed: {error}")
         return interval_s
-    ending = [row for row, seconds in ends_in_s if seconds <= _HOME_BEFORE_END_S and row.label not in at_home]
+    ending = [
+        row for row, seconds in ends_in_s if seconds <= _FETCH_BEFORE_END_S and row.label not in fetched
+    ]
     if ending:
-        at_home |= {row.label for row in ending}
-        await bring_home(ledger, access, [row.name for row in ending], say)
-    left_s = (s if s <= _HOME_BEFORE_END_S else s - _HOME_BEFORE_END_S for _, s in ends_in_s)
+        fetched |= {row.label for row in ending}
+        await fetch_results(ledger, access, [row.name for row in ending], say)
+    left_s = (s if s <= _FETCH_BEFORE_END_S else s - _FETCH_BEFORE_END_S for _, s in ends_in_s)
     return min([interval_s, *left_s])

@@ -19,7 +19,7 @@ _MIN_ABSENCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Observation:
     """What a provider said, all at one time."""
 
     pods: Sequence[Pod]
@@ -53,7 +53,7 @@ class Do(StrEnum):
     """The order did get through: this is its pod."""
     GIVE_UP = "give up"
     """No pod of this order was listed in time: if one comes yet, it is given back."""
-    MISS = "miss"
+    COUNT_ABSENCE = "count absence"
     """One more list lacks the pod of an order that was given up."""
     FORGET = "forget"
     """There is no such pod."""
@@ -69,24 +69,24 @@ class Action:
     reason: str = ""
 
 
-def decide(rows: Sequence[Row], look: Look, provider: Provider, *, now: float) -> list[Action]:
+def decide(rows: Sequence[Row], observation: Observation, provider: Provider, *, now: float) -> list[Action]:
     """All that has to be done for one provider; nothing where ledger and provider agree."""
     actions: list[Action] = []
-    pods = look.pods_of(rows)
+    pods = observation.pods_of(rows)
     for row in rows:
         pod, is_new = pods.get(row.label), now < row.asked_at + provider.settle_s
         if pod is not None:
             actions += _about_pod(row, pod, now)
         elif row.provider_id is not None:
-            if row.provider_id in look.gone and not is_new:
+            if row.provider_id in observation.gone and not is_new:
                 what = "gone" if row.state == State.DELETING else "vanished: there is no such pod any more"
                 actions.append(Action(Do.FORGET, row, reason=what))
-        elif row.is_in_doubt and not look.silent and not is_new:
+        elif row.is_in_doubt and not observation.silent and not is_new:
             actions += _about_order(row, provider, now)
     return actions
 
 
-def known_at(row: Row, provider: Provider, now: float) -> float:
+def decidable_at(row: Row, provider: Provider, now: float) -> float:
     """When at the earliest it can be said whether an order in doubt made a pod (Unix time)."""
     settled_at = row.asked_at + provider.settle_s
     if row.state == State.CREATING:
@@ -106,6 +106,6 @@ def _about_order(row: Row, provider: Provider, now: float) -> list[Action]:
     if row.state == State.CREATING:
         # Sent again under its label, it makes the same pod where orders are repeatable.
         return [] if provider.repeatable else [Action(Do.GIVE_UP, row)]
-    if row.num_absences + 1 >= _MIN_ABSENCES and now >= known_at(row, provider, now):
+    if row.num_absences + 1 >= _MIN_ABSENCES and now >= decidable_at(row, provider, now):
         return [Action(Do.FORGET, row, reason="its order made no pod")]
-    return [Action(Do.MISS, row)]
+    return [Action(Do.COUNT_ABSENCE, row)]

@@ -24,7 +24,7 @@ from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.renting.account import Account
 from provisioning.renting.each import Failures, each
-from provisioning.renting.reconcile import Action, Do, Look, decide, known_at
+from provisioning.renting.reconcile import Action, Do, Observation, decidable_at, decide
 
 # For cents that are rounded; what costs more than was agreed to is not kept.
 _PRICE_SLACK = 1.02
@@ -39,7 +39,7 @@ class Renter(Account):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.has_unclear = False
+        self.has_order_in_doubt = False
         """An order's answer was lost, and its pod may come yet."""
         self._settling = asyncio.Lock()
 
@@ -63,7 +63,7 @@ class Renter(Account):
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
             pod_id = await repeated(lambda: self.provider.create(row.order), tell=self.tell)
         except OutcomeUnknown as error:
-            self.has_unclear = True
+            self.has_order_in_doubt = True
             row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
             self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
         except (ProviderError, UserError):
@@ -88,7 +88,7 @@ class Renter(Account):
     async def _appeared(self, row: Row) -> Pod | None:
         deadline = self.clock() + self.provider.settle_s + self.patience.poll_s
         while True:
-            for pod in (await self.seen([])).pods:
+            for pod in (await self.observe([])).pods:
                 if row.is_pod(pod):
                     return pod
             if self.clock() > deadline:
@@ -139,9 +139,9 @@ class Renter(Account):
             self.say(row.name, f"{self.provider.name} rented {wrong}; giving it back")
             await self.give_back(row)
             raise NoCapacity(f"{self.provider.name} rented {wrong}, and it was given back")
-        await self.hold_to_end(row)
+        await self.schedule_end(row)
 
-    async def hold_to_end(self, row: Row) -> None:
+    async def schedule_end(self, row: Row) -> None:
         """See to it that the provider takes the pod back in time, where it can; read back, and say it if not."""
         if row.ends_at is None or not self.provider.keeps_time:
             return
@@ -160,7 +160,7 @@ class Renter(Account):
                 return
             await asyncio.sleep(self.patience.poll_s)
 
-    async def give_back(self, row: Row, *, loses_results: bool = False) -> None:
+    async def give_back(self, row: Row, *, discard_results: bool = False) -> None:
         """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is
         under way. Raises ProviderError with what is to be done, and ResultsNotFetched, which keeps the pod.
         """
@@ -170,7 +170,7 @@ class Renter(Account):
         if current.state == State.PLANNED:
             self._forget(current)
             return
-        await self.bring_home(current, loses_results=loses_results)
+        await self.fetch_results(current, discard_results=discard_results)
         try:
             row = self.ledger.advance(self._dated(current), State.DELETING)
         except UserError:
@@ -250,17 +250,17 @@ class Renter(Account):
     def _forget(self, row: Row) -> None:
         self.ledger.forget(row, now=self.clock())
 
-    async def look(self) -> Look:
+    async def record_strays(self) -> Observation:
         """What the provider says. Pods of ours that no row knows of get rows, so that they are given back.
 
         Raises ProviderError.
         """
-        look = await self.seen(self.rows)
+        observation = await self.observe(self.rows)
         # Read anew: what was ordered beside this look has a row by now.
-        for pod in look.strays(self.rows, self.ledger.owner):
+        for pod in observation.strays(self.rows, self.ledger.owner):
             row = self.ledger.found(pod, self.provider.name, now=self.clock())
             self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
-        return look
+        return observation
 
     async def settle(self) -> Failures:
         """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
@@ -278,24 +278,24 @@ class Renter(Account):
         for row in self.rows:
             self._dated(row)
         while True:
-            look = await self.look()
+            observation = await self.record_strays()
             rows = self.rows
-            failures: Failures = {machine: ProviderError(why) for machine, why in look.silent.items()}
+            failures: Failures = {machine: ProviderError(why) for machine, why in observation.silent.items()}
             for row in rows:
-                if why := look.unknown.get(row.provider_id or ""):
+                if why := observation.unknown.get(row.provider_id or ""):
                     failures[row.name] = ProviderError(
                         f"it is not known whether it is still there, so it may cost money: {why}"
                     )
-            actions = decide(rows, look, provider, now=clock())
+            actions = decide(rows, observation, provider, now=clock())
             failures |= await each(actions, self._unless_changed, name=lambda action: action.row.name)
             orders = [
                 row
                 for row in self.rows
                 if row.is_in_doubt
                 and not (row.state == State.CREATING and provider.repeatable)
-                and known_at(row, provider, clock()) <= deadline
+                and decidable_at(row, provider, clock()) <= deadline
             ]
-            if not orders or look.silent or clock() > deadline:
+            if not orders or observation.silent or clock() > deadline:
                 return failures
             self.say(orders[0].name, "looking whether an order got through whose answer was lost")
             await asyncio.sleep(self.patience.poll_s)
@@ -317,8 +317,8 @@ class Renter(Account):
         elif action.do == Do.GIVE_UP:
             self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
             self.ledger.advance(row, State.DELETING)
-        elif action.do == Do.MISS:
-            self.ledger.missed(row, now=self.clock())
+        elif action.do == Do.COUNT_ABSENCE:
+            self.ledger.count_absence(row, now=self.clock())
         elif action.do == Do.FORGET:
             self.say(row.name, action.reason)
             self._forget(row)
@@ -327,7 +327,7 @@ class Renter(Account):
             # Its time is over, whatever becomes of its results.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_FETCH_S):
-                    await self.bring_home(row, loses_results=True)
+                    await self.fetch_results(row, discard_results=True)
             await self._end(self._identified(row, pod))
 
 

@@ -25,7 +25,7 @@ INVENTORY = "inventory"
 """What is remembered of the last command that set pods up on machines of one's own."""
 _MAX_OFFERS = 4
 # Without a price limit, the next offer may cost so many times what was confirmed.
-DEARER = 1.5
+MAX_PRICE_RATIO = 1.5
 
 
 class Renters(dict[str, Renter]):
@@ -90,7 +90,7 @@ class Renters(dict[str, Renter]):
 
         failures |= await each([*rows, *agreed.keep], one, self.say)
         for renter in self.values():
-            if renter.has_unclear:
+            if renter.has_order_in_doubt:
                 # A pod of an order that was given up may have come after all.
                 failures = await renter.settle() | failures
         return failures
@@ -99,13 +99,13 @@ class Renters(dict[str, Renter]):
         self,
         rows: Sequence[Row] | None = None,
         *,
-        loses_results: bool = False,
+        discard_results: bool = False,
         failed: Say = lambda name, text: None,
     ) -> Failures:
         """These pods, or all; each as far as it goes, whatever becomes of the others."""
 
         async def one(row: Row) -> None:
-            await self[row.provider].give_back(row, loses_results=loses_results)
+            await self[row.provider].give_back(row, discard_results=discard_results)
 
         return await each(self.rows if rows is None else rows, one, failed)
 
@@ -117,7 +117,7 @@ class Renters(dict[str, Renter]):
     async def _until_reachable(self, row: Row, offers: Sequence[Offer], taken: Counter[str]) -> None:
         """Try offers until one of them answers; `taken` counts those that are given out. Raises the last reason."""
         spec = row.spec
-        limit = spec.max_price if spec.max_price is not None else row.offer.price_per_hour * DEARER
+        limit = spec.max_price if spec.max_price is not None else row.offer.price_per_hour * MAX_PRICE_RATIO
         tried: set[str] = set()
         for _ in range(_MAX_OFFERS):
             tried.add(row.offer.key)

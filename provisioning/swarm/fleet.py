@@ -52,7 +52,7 @@ class Fleet:
         if failures or not self.renters.rows:
             return failures
         try:
-            return await Swarm(self.renters, options, self.setup.python_there).start()
+            return await Swarm(self.renters, options, self.setup.pod_python).start()
         except ProvisioningError as error:
             return {self.renters.rows[0].name: error}
 

@@ -26,7 +26,7 @@ from provisioning.renting import operations
 from provisioning.renting.account import Say
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
-from provisioning.renting.operations import UNWATCHED, WANTED, down, is_to_be_watched
+from provisioning.renting.operations import UNWATCHED, WANTED, down, needs_watcher
 from provisioning.renting.renters import renters
 from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
@@ -36,7 +36,7 @@ _INTERVAL_S = 15.0
 _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
 _EPOCH_TIMEOUT_S = 900.0
-KEPT = "kept"
+LAST_ACTION = "kept"
 """What the keeper did last, in the ledger, for people."""
 
 
@@ -113,9 +113,9 @@ def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
         return Fate.DIED, "its provider has no such pod any more"
     if status.failure:
         return Fate.DIED, status.failure
-    if status.look is None:
+    if status.progress is None:
         return (Fate.DIED, f"silent for {silent_s:.0f} s") if silent_s > _SILENT_S else (Fate.LIVES, "")
-    job = status.look.job
+    job = status.progress.job
     if job.is_running:
         return Fate.LIVES, ""
     if job.code is None:
@@ -137,7 +137,7 @@ class Keeper:
         self._looked_at = self.clock()
         self._said = ""
 
-    async def look(self) -> None:
+    async def tick(self) -> None:
         """Look at all pods once, and do what has to be done. Raises ProvisioningError."""
         wanted = Wanted.read(self.ledger, self.access.environment)
         if wanted is None:
@@ -180,7 +180,7 @@ class Keeper:
             self.ledger, providers_of(wanted.specs), self.access, self.say, wanted.setup
         ) as fleet:
             failures = await fleet.renters.give_back(
-                [one.row for one, _ in dead.values()], loses_results=True
+                [one.row for one, _ in dead.values()], discard_results=True
             )
             failures = failures or await self._brought_up(fleet, wanted)
         for name, error in failures.items():
@@ -198,7 +198,7 @@ class Keeper:
 
     def _silence_s(self, one: Status, passed_s: float) -> float:
         label = one.row.label
-        if one.look is not None or one.is_there is not True:
+        if one.progress is not None or one.is_there is not True:
             self._silent_s.pop(label, None)
             return 0.0
         self._silent_s[label] = self._silent_s.get(label, -passed_s) + passed_s
@@ -208,7 +208,9 @@ class Keeper:
         if text != self._said:
             self._said = text
             self.say("keeper", text)
-            self.ledger.remember(KEPT, f"{time.strftime('%H:%M:%S', time.localtime(self.clock()))} {text}")
+            self.ledger.remember(
+                LAST_ACTION, f"{time.strftime('%H:%M:%S', time.localtime(self.clock()))} {text}"
+            )
 
 
 async def watch(
@@ -223,19 +225,19 @@ async def watch(
 
     async with renters(ledger, access, quietly) as found:
         ledger.remember(UNWATCHED, " ".join(found.failures))
-    keeper, at_home = Keeper(ledger, access, quietly), set[str]()
-    while not stop() and is_to_be_watched(ledger):
+    keeper, fetched = Keeper(ledger, access, quietly), set[str]()
+    while not stop() and needs_watcher(ledger):
         wait_s = interval_s
         try:
-            wait_s = await operations.keep_time(ledger, access, quietly, at_home, interval_s, keeper.clock)
+            wait_s = await operations.keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
             if ledger.recall(WANTED):
                 wait_s = min(wait_s, _INTERVAL_S)
-                await keeper.look()
+                await keeper.tick()
         except Busy:
             # Whoever holds the lock sees to it.
             pass
         except (ProvisioningError, OSError) as error:
             with contextlib.suppress(UserError):
                 keeper.tell(f"not done yet: {error}")
-        if is_to_be_watched(ledger):
+        if needs_watcher(ledger):
             await asyncio.sleep(wait_s)

@@ -23,7 +23,7 @@ async def follow_all(
     *,
     job: str | None,
     lines: int,
-    goes_on: bool,
+    follow: bool,
     write: Callable[[str, str], None],
 ) -> Failures:
     """Give the lines of a job's log on each pod to `write(name, line)`; what went wrong, by pod.
@@ -38,17 +38,17 @@ async def follow_all(
             machine = await found[row.provider].machine(row)
             there, wanted = await _jobs(machine, row), job or PEER_JOB
             shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
-            if wanted in there or (goes_on and not shown and wanted in (PEER_JOB, DHT_JOB)):
+            if wanted in there or (follow and not shown and wanted in (PEER_JOB, DHT_JOB)):
                 shown = {wanted: row.name}
             if not shown:
                 known = ", ".join(there) or "none yet"
                 without[row.name] = MachineError(f"there is no log of a job {wanted}; there are: {known}")
-            await gathered(follow(machine, row, name, as_what) for name, as_what in shown.items())
+            await gathered(follow_one(machine, row, name, as_what) for name, as_what in shown.items())
 
-        async def follow(machine: Machine, row: Row, name: str, as_what: str) -> None:
+        async def follow_one(machine: Machine, row: Row, name: str, as_what: str) -> None:
             path = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{name}/log")
             # -F waits for a log that is not there yet.
-            script = f"exec tail -n {lines} {'-F ' if goes_on else ''}{path} 2>/dev/null"
+            script = f"exec tail -n {lines} {'-F ' if follow else ''}{path} 2>/dev/null"
             async for line in machine.follow(script):
                 write(as_what, line)
 

@@ -18,7 +18,7 @@ _LINE_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True)
-class PeerLook:
+class PeerProgress:
     """What a pod tells of its peer."""
 
     job: jobs.JobState
@@ -48,31 +48,33 @@ class PeerNews:
     def __init__(self, began_at: float, trainings: set[str]) -> None:
         self._began_at, self._trainings = began_at, trainings
         self._said_at, self._line = began_at, ""
-        self._num_looks = 0
+        self._num_updates = 0
 
-    def of(self, look: PeerLook, now: float) -> Iterator[str]:
-        self._num_looks += 1
-        if look.trains and look.trains not in self._trainings:
-            self._trainings.add(look.trains)
-            yield look.trains
-        if look.epoch >= 1 or look.has_finished:
-            yield self._end(look, now)
+    def of(self, progress: PeerProgress, now: float) -> Iterator[str]:
+        self._num_updates += 1
+        if progress.trains and progress.trains not in self._trainings:
+            self._trainings.add(progress.trains)
+            yield progress.trains
+        if progress.epoch >= 1 or progress.has_finished:
+            yield self._end(progress, now)
             return
-        line = look.last_lines.rpartition("\n")[2].removeprefix("this peer: ")
+        line = progress.last_lines.rpartition("\n")[2].removeprefix("this peer: ")
         is_news = line not in ("", self._line) and not line.startswith("trains ")
         if is_news and now - self._said_at >= _LINE_INTERVAL_S:
             self._said_at, self._line = now, line
             yield line
 
-    def _end(self, look: PeerLook, now: float) -> str:
-        if self._num_looks == 1 or not look.num_contributors:
-            return f"is in epoch {look.epoch}"
-        peers = f"{look.num_contributors} peer{'' if look.num_contributors == 1 else 's'}"
-        loss = "" if look.loss is None else f", loss {look.loss:.3f}"
-        return f"epoch {look.epoch} averaged by {peers}{loss}, {now - self._began_at:.0f} s after the start"
+    def _end(self, progress: PeerProgress, now: float) -> str:
+        if self._num_updates == 1 or not progress.num_contributors:
+            return f"is in epoch {progress.epoch}"
+        peers = f"{progress.num_contributors} peer{'' if progress.num_contributors == 1 else 's'}"
+        loss = "" if progress.loss is None else f", loss {progress.loss:.3f}"
+        return (
+            f"epoch {progress.epoch} averaged by {peers}{loss}, {now - self._began_at:.0f} s after the start"
+        )
 
 
-async def look_at_peer(machine: Machine, label: str) -> PeerLook:
+async def read_progress(machine: Machine, label: str) -> PeerProgress:
     """Raises MachineError."""
     job = await jobs.state(machine, label, PEER_JOB)
     directory = shlex.quote(pod_directory(label))
@@ -93,7 +95,7 @@ tail -n {_LOG_LINES} {log} 2>/dev/null; exit 0
     epoch = next((record for record in records if record.get("kind") == "epoch"), {})
     step = next((record for record in records if record.get("kind") == "step"), {})
     start = next((record for record in records if record.get("kind") == "event"), {})
-    return PeerLook(
+    return PeerProgress(
         job,
         epoch=int(epoch.get("epoch", 0)),
         step=max(int(record.get("step", 0)) for record in (epoch, step)),

@@ -13,10 +13,10 @@ from provisioning.ledger.row import Row, State, stray
 from provisioning.machines.use import UNKNOWN, Use, use_of
 from provisioning.pods.pod import Pod
 from provisioning.providers.registry import Access
-from provisioning.renting.reconcile import Look
+from provisioning.renting.reconcile import Observation
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import renters
-from provisioning.swarm.swarm import PeerLook, look_at_peer
+from provisioning.swarm.peer import PeerProgress, read_progress
 
 _LOOK_TIMEOUT_S = 30.0
 _HAS_ANSWERED = (State.REACHABLE, State.SYNCED, State.RUNNING)
@@ -31,7 +31,7 @@ class Status:
     """Whether its provider has it; None: that is not known, so it may."""
     peer: str
     """What its peer does, or what is known in its place, in words."""
-    look: PeerLook | None = None
+    progress: PeerProgress | None = None
     use: Use = UNKNOWN
     failure: str = ""
     """Why its provider says that it will never be up again."""
@@ -56,9 +56,9 @@ class Status:
             "is_there": self.is_there,
             "may_cost": self.may_cost,
             "peer": self.peer,
-            "epoch": self.look.epoch if self.look else None,
-            "step": self.look.step if self.look else None,
-            "tokens": self.look.tokens if self.look else None,
+            "epoch": self.progress.epoch if self.progress else None,
+            "step": self.progress.step if self.progress else None,
+            "tokens": self.progress.tokens if self.progress else None,
             "dollars": self.dollars,
             "gpu_percent": self.use.gpu,
             "cpu_percent": self.use.cpu,
@@ -78,7 +78,7 @@ class Overview:
     @property
     def tokens(self) -> int:
         """That the peers of these pods have trained."""
-        return sum(one.look.tokens for one in self.pods if one.look)
+        return sum(one.progress.tokens for one in self.pods if one.progress)
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
@@ -105,28 +105,28 @@ async def _at_one(renter: Renter) -> Overview:
     """At one provider, the pods of ours included that no row knows of."""
     rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
     try:
-        look = await asyncio.wait_for(renter.seen(rows), _LOOK_TIMEOUT_S)
+        observation = await asyncio.wait_for(renter.observe(rows), _LOOK_TIMEOUT_S)
     except (ProvisioningError, TimeoutError) as error:
         return Overview([_unseen(row, _words(error)) for row in rows], {provider: _words(error)})
-    pods = look.pods_of(rows)
-    known = await asyncio.gather(*(_of_row(renter, row, pods.get(row.label), look) for row in rows))
-    strays = [stray(pod, provider, owner, time.time()) for pod in look.strays(rows, owner)]
+    pods = observation.pods_of(rows)
+    known = await asyncio.gather(*(_of_row(renter, row, pods.get(row.label), observation) for row in rows))
+    strays = [stray(pod, provider, owner, time.time()) for pod in observation.strays(rows, owner)]
     why = "ours, but in no row: `diloco pods down` gives it back"
     shown = [Status(row, True, why, is_in_ledger=False) for row in strays]
-    return Overview([*known, *shown], dict(look.silent))
+    return Overview([*known, *shown], dict(observation.silent))
 
 
-async def _of_row(renter: Renter, row: Row, pod: Pod | None, look: Look) -> Status:
+async def _of_row(renter: Renter, row: Row, pod: Pod | None, observation: Observation) -> Status:
     if pod is None:
-        if row.provider_id in look.gone:
+        if row.provider_id in observation.gone:
             return Status(row, False, "gone, its provider says")
-        return _unseen(row, look.unknown.get(row.provider_id or "", "not listed"))
+        return _unseen(row, observation.unknown.get(row.provider_id or "", "not listed"))
     if row.state not in _HAS_ANSWERED:
         return Status(row, True, "is being given back" if row.state == State.DELETING else "–")
     try:
         machine = await asyncio.wait_for(renter.machine_of(row, pod), _LOOK_TIMEOUT_S)
         peer, use = await asyncio.wait_for(
-            asyncio.gather(look_at_peer(machine, row.label), use_of(machine)), _LOOK_TIMEOUT_S
+            asyncio.gather(read_progress(machine, row.label), use_of(machine)), _LOOK_TIMEOUT_S
         )
     except (ProvisioningError, TimeoutError) as error:
         return Status(row, True, f"unknown: {_words(error)}", failure=pod.failure)
@@ -141,7 +141,7 @@ def _unseen(row: Row, why: str) -> Status:
     return Status(row, None, f"not known, may cost: {why}")
 
 
-def _activity(row: Row, peer: PeerLook) -> str:
+def _activity(row: Row, peer: PeerProgress) -> str:
     if peer.job.is_running:
         return "trains" if peer.epoch or peer.step else "starts"
     if peer.job.code is not None:

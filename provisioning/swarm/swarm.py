@@ -29,11 +29,11 @@ from provisioning.swarm.commands import (
     flags_in,
     peer_argv,
 )
-from provisioning.swarm.peer import PeerLook, PeerNews, end_of, look_at_peer
+from provisioning.swarm.peer import PeerNews, PeerProgress, end_of, read_progress
 
 _DHT_TIMEOUT_S = 120.0
 _POLL_S = 1.0
-_MAX_SILENT_LOOKS = 5
+_MAX_FAILED_POLLS = 5
 _DHT_POD = "dht_pod"
 
 
@@ -60,21 +60,21 @@ class Swarm:
     async def start(self) -> Failures:
         """Until all peers are in epoch 1, or have finished; what went wrong, by pod."""
         wanted = [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
-        looks: dict[str, PeerLook] = {}
+        progress_of: dict[str, PeerProgress] = {}
 
-        async def look(row: Row) -> None:
-            looks[row.name] = await self.look(row)
+        async def read(row: Row) -> None:
+            progress_of[row.name] = await self.progress(row)
 
         async def attempt(rows: Sequence[Row], work: Callable[[Row], Awaitable[object]]) -> Failures:
             return await each(rows, work, self._say)
 
-        failures = await attempt(wanted, look)
+        failures = await attempt(wanted, read)
         if self._ledger.recall(_DHT_POD) in failures:
             # Its coordinator may live: a second one would give out the same ranks.
             return failures
-        rows = [row for row in wanted if row.name in looks]
-        running = [row for row in rows if looks[row.name].job.is_running]
-        missing = [row for row in rows if row not in running and not looks[row.name].has_finished]
+        rows = [row for row in wanted if row.name in progress_of]
+        running = [row for row in rows if progress_of[row.name].job.is_running]
+        missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
         # Before others are started, which a swarm of other settings refuses.
         failures |= await attempt([row for row in rows if row not in missing], self._tell_other_flags)
         if missing or running:
@@ -89,10 +89,10 @@ class Swarm:
                 self._ledger.advance(row, State.RUNNING)
         return failures | await self._until_in_epoch_one(waiting)
 
-    async def look(self, row: Row) -> PeerLook:
+    async def progress(self, row: Row) -> PeerProgress:
         """Raises MachineError."""
         machine = await self._renters[row.provider].machine(row)
-        return await look_at_peer(machine, row.label)
+        return await read_progress(machine, row.label)
 
     def _dht_row(self, rows: Sequence[Row]) -> Row:
         known = self._ledger.recall(_DHT_POD)
@@ -192,24 +192,24 @@ class Swarm:
 
         async def watch(row: Row) -> None:
             nonlocal has_failed
-            silent_looks, news = 0, PeerNews(began_at, trainings)
+            failed_polls, news = 0, PeerNews(began_at, trainings)
             while not has_failed:
                 try:
-                    look = await self.look(row)
-                    silent_looks = 0
+                    progress = await self.progress(row)
+                    failed_polls = 0
                 except MachineError:
                     # One lost connection is no dead pod.
-                    silent_looks += 1
-                    if silent_looks > _MAX_SILENT_LOOKS:
+                    failed_polls += 1
+                    if failed_polls > _MAX_FAILED_POLLS:
                         has_failed = True
                         raise
                     await asyncio.sleep(_POLL_S)
                     continue
-                for text in news.of(look, time.monotonic()):
+                for text in news.of(progress, time.monotonic()):
                     self._say(row.name, text)
-                if look.epoch >= 1 or look.has_finished:
+                if progress.epoch >= 1 or progress.has_finished:
                     return
-                if trouble := self._trouble(row, look, is_late=time.monotonic() > deadline):
+                if trouble := self._trouble(row, progress, is_late=time.monotonic() > deadline):
                     has_failed = True
                     raise trouble
                 await asyncio.sleep(_POLL_S)
@@ -217,13 +217,13 @@ class Swarm:
 
         return await each(rows, watch, self._say)
 
-    def _trouble(self, row: Row, look: PeerLook, *, is_late: bool) -> MachineError | None:
-        if not look.job.is_running:
-            return MachineError(f"its peer ended ({look.job.code}): {look.last_lines}")
+    def _trouble(self, row: Row, progress: PeerProgress, *, is_late: bool) -> MachineError | None:
+        if not progress.job.is_running:
+            return MachineError(f"its peer ended ({progress.job.code}): {progress.last_lines}")
         if is_late:
             return MachineError(
                 f"its peer was not in epoch 1 within {self._options.epoch_timeout_s:g} s; it goes on. "
-                f"`diloco pods logs -f {row.name}` shows what it does: {look.last_lines}"
+                f"`diloco pods logs -f {row.name}` shows what it does: {progress.last_lines}"
             )
         return None
 

@@ -97,7 +97,7 @@ def test_a_pod_whose_results_cannot_be_fetched_stays_until_somebody_says_so(home
     failure = fleet.down().failures["pod-0"]
     assert isinstance(failure, ResultsNotFetched) and "`diloco pods down --yes pod-0`" in str(failure)
     assert fleet.states == {"pod-0": "synced"} and pod.exists()
-    fleet.loses_results = True
+    fleet.discard_results = True
     assert fleet.down().is_good
     assert fleet.states == {} and not pod.exists()
 

@@ -139,7 +139,7 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     assert sorted(failures) == ["machine1", "pod-1"]
     ledger.remember(RUN_DIR, str(tmp_path / "home"))
     ledger.remember(FETCH, "logs")
-    assert list(asyncio.run(operations.bring_home(ledger, access, (), quiet))) == ["pod-1"]
+    assert list(asyncio.run(operations.fetch_results(ledger, access, (), quiet))) == ["pod-1"]
     ledger.remember(RUN_DIR, "")
     failures = asyncio.run(down(ledger, access, (), quiet, patience))
     assert list(failures) == ["pod-1"] and "MAY COST MONEY: machine1 does not answer" in str(
@@ -299,7 +299,7 @@ def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key)
                 min_free_mb=1,
             )
             await set_up(machine, "label", setup, num_gpus=None)
-            python = setup.python_there
+            python = setup.pod_python
             made_at = (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
             await set_up(machine, "label", setup, num_gpus=None)
             answer = await machine.run(

@@ -49,7 +49,7 @@ class TestFleet:
     min_free_mb: int = 1
     run_dir: Path | str | None = None
     """Where results go; None: they are not fetched."""
-    loses_results: bool = False
+    discard_results: bool = False
 
     @property
     def ledger_path(self) -> Path:
@@ -69,7 +69,7 @@ class TestFleet:
 
     def down(self) -> Outcome:
         async def work(fleet: Fleet) -> Outcome:
-            return Outcome(await fleet.renters.give_back(loses_results=self.loses_results))
+            return Outcome(await fleet.renters.give_back(discard_results=self.discard_results))
 
         return self.run(work)
 

@@ -11,7 +11,7 @@ from provisioning.machines.use import Use
 from provisioning.pods.pod import Offer
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import Creation, Plan
-from provisioning.swarm.peer import PeerLook
+from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 
 OFFER = Offer(
@@ -45,7 +45,7 @@ def test_the_status_has_its_figures_and_the_use_whole_on_a_terminal_of_80_column
         **{"name": "pod-0", "label": "l", "state": State.RUNNING, "provider_id": "id", "offer": offer},
         **{"spec": PodSpec(name="pod-0"), "asked_at": 0.0, "ends_at": None},
     )
-    look = PeerLook(JobState(False, 0), epoch=120, step=12_345, tokens=84_992)
+    look = PeerProgress(JobState(False, 0), epoch=120, step=12_345, tokens=84_992)
     pod = Status(row, True, "finished", look, Use(cpu=100.0), dollars=123.45)
     print_status(Overview([pod], {}, dollars=123.45))
     shown = capsys.readouterr().out

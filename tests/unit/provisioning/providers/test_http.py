@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.providers.http import NotThere
+from provisioning.providers.http import NotFound
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.runpod import RunPodProvider
 from provisioning.providers.vast import VastProvider
@@ -71,7 +71,7 @@ CASES = {
         400,
         of_lambda("global/object-does-not-exist"),
         NoCapacity,
-        NotThere,
+        NotFound,
     ),
     "lambda: wrong field": (
         LambdaProvider,
@@ -80,7 +80,7 @@ CASES = {
         ProviderError,
         ProviderError,
     ),
-    "vast: taken": (VastProvider, 404, of_vast("no_such_ask"), NoCapacity, NotThere),
+    "vast: taken": (VastProvider, 404, of_vast("no_such_ask"), NoCapacity, NotFound),
     "vast: taken back": (VastProvider, 410, of_vast(""), NoCapacity, ProviderError),
     "vast: no money": (VastProvider, 400, of_vast("insufficient_credit"), UserError, UserError),
     "runpod: no room": (RunPodProvider, 400, {"title": "Bad Request"}, NoCapacity, ProviderError),

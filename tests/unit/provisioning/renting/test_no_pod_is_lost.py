@@ -22,7 +22,7 @@ from provisioning.machines.setup import Setup
 from provisioning.pods.pod import Order, name_in_label
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.account import Patience
-from provisioning.renting.reconcile import Look
+from provisioning.renting.reconcile import Observation
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
 from provisioning.swarm.fleet import Fleet
@@ -146,7 +146,7 @@ class World:
             pod.id for pod in self.living if any(row.is_pod(self.provider._shown(pod)) for row in rows)
         }
         seen = [self.provider._shown(pod) for pod in self.living if pod.is_known(self.now)]
-        strays = {pod.id for pod in Look(pods=seen).strays(rows, owner)}
+        strays = {pod.id for pod in Observation(pods=seen).strays(rows, owner)}
         for pod in self.living:
             if pod.id in self.ever_known:
                 assert pod.id in in_ledger, f"{pod} was known, lives, and has no row any more"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Offer, Pod
 from provisioning.pods.spec import PodSpec
-from provisioning.renting.reconcile import Action, Do, Look, decide
+from provisioning.renting.reconcile import Action, Do, Observation, decide
 from tests.support.hostile_provider import HostileProvider
 
 OWNER = "0a1b2c3d"
@@ -29,8 +29,8 @@ def pod(pod_id: str = "id", label: str = f"diloco-{OWNER}-pod-0-1") -> Pod:
 
 
 def decided(rows, listed, *, now=1000.0, repeatable=False, **said):
-    look = Look(pods=listed, **said)
-    return decide(rows, look, HostileProvider(repeatable=repeatable), now=now)
+    observation = Observation(pods=listed, **said)
+    return decide(rows, observation, HostileProvider(repeatable=repeatable), now=now)
 
 
 def test_where_ledger_and_provider_agree_there_is_nothing_to_do():
@@ -72,10 +72,10 @@ def test_a_pod_that_is_being_given_back_is_asked_for_again_until_it_is_gone():
 def test_an_order_that_was_given_up_is_looked_for_until_several_lists_over_minutes_agree():
     leaving = row(state=State.DELETING, pod_id=None)
     assert decided([leaving], [], now=10.0) == []
-    assert decided([leaving], [], now=100.0) == [Action(Do.MISS, leaving)]
+    assert decided([leaving], [], now=100.0) == [Action(Do.COUNT_ABSENCE, leaving)]
     for since, number, now in ((100.0, 1, 2000.0), (100.0, 20, 650.0)):
         missed = row(state=State.DELETING, pod_id=None, absent_since=since, num_absences=number)
-        assert decided([missed], [], now=now) == [Action(Do.MISS, missed)]
+        assert decided([missed], [], now=now) == [Action(Do.COUNT_ABSENCE, missed)]
     missed = row(state=State.DELETING, pod_id=None, absent_since=100.0, num_absences=2)
     assert decided([missed], [], now=701.0) == [Action(Do.FORGET, missed, reason="its order made no pod")]
     assert decided([missed], [], now=701.0, silent={"office": "no answer"}) == []
@@ -90,13 +90,13 @@ def test_when_its_time_is_over_a_pod_goes():
 def test_our_orphans_go_and_nobody_elses_machine_is_touched():
     orphan, neighbour = pod("b", f"diloco-{OWNER}-pod-7-9"), pod("c", "diloco-ffffffff-pod-0-1")
     others = [neighbour, pod("d", "web server"), pod("e", f"my diloco-{OWNER}-pod")]
-    look = Look(pods=[pod(), orphan, *others])
-    assert look.strays([row()], OWNER) == [orphan] and decided([row()], look.pods) == []
+    observation = Observation(pods=[pod(), orphan, *others])
+    assert observation.strays([row()], OWNER) == [orphan] and decided([row()], observation.pods) == []
 
 
 def test_of_two_pods_that_one_order_made_the_one_that_the_ledger_names_stays():
-    look = Look(pods=[pod("a"), pod()])
-    assert look.strays([row()], OWNER) == [pod("a")] and decided([row()], look.pods) == []
+    observation = Observation(pods=[pod("a"), pod()])
+    assert observation.strays([row()], OWNER) == [pod("a")] and decided([row()], observation.pods) == []
 
 
 rows = st.lists(
@@ -128,11 +128,11 @@ def test_whatever_there_is_only_pods_of_ours_are_destroyed_and_each_row_keeps_on
 ):
     actions = decided(rows, listed, repeatable=repeatable)
     destroyed = {action.pod.id for action in actions if action.do == Do.DESTROY}
-    destroyed |= {one.id for one in Look(pods=listed).strays(rows, OWNER)}
+    destroyed |= {one.id for one in Observation(pods=listed).strays(rows, OWNER)}
     for one in listed:
         ours = one.label.startswith(f"diloco-{OWNER}-") or any(row.is_pod(one) for row in rows)
         assert ours or one.id not in destroyed
-    kept = {one.id for one in Look(pods=listed).pods_of(rows).values()}
+    kept = {one.id for one in Observation(pods=listed).pods_of(rows).values()}
     for one in listed:
         if one.label.startswith(f"diloco-{OWNER}-") and one.id not in destroyed:
             assert one.id in kept, "an orphan or a duplicate was left"

@@ -103,7 +103,7 @@ def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(tmp_path)
 
 def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr("provisioning.renting.renter._LAST_FETCH_S", 0.05)
-    monkeypatch.setattr(Renter, "bring_home", lambda *_, **__: asyncio.sleep(3600.0))
+    monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(3600.0))
     provider = ListProvider()
     one = renter(tmp_path, provider)
     row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=0.0, ends_at=1.0)

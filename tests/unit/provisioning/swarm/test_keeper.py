@@ -19,7 +19,7 @@ from provisioning.providers.registry import Access
 from provisioning.renting.operations import WANTED
 from provisioning.swarm import keeper
 from provisioning.swarm.keeper import Fate, Wanted, fate, no_longer_wanted
-from provisioning.swarm.peer import PeerLook
+from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
 
@@ -34,8 +34,8 @@ def row(state: State = State.RUNNING) -> Row:
     )
 
 
-def looked(*, is_running: bool = False, code: int | None = None) -> PeerLook:
-    return PeerLook(JobState(is_running, code))
+def looked(*, is_running: bool = False, code: int | None = None) -> PeerProgress:
+    return PeerProgress(JobState(is_running, code))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_night_in_which_this_machine_slept_is_no_silence_of_its_pods(tmp_path,
 
     def look(passed_s: float) -> list[str]:
         now[0] += passed_s
-        asyncio.run(one.look())
+        asyncio.run(one.tick())
         return replaced
 
     assert look(15.0) == []

@@ -6,7 +6,7 @@ from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState
 from provisioning.pods.pod import Offer
 from provisioning.pods.spec import PodSpec
-from provisioning.swarm.peer import PeerLook
+from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
@@ -17,7 +17,7 @@ ROW = Row(
 
 
 def test_a_billion_tokens_cost_what_all_pods_cost_for_what_those_that_are_there_have_trained():
-    looks = [PeerLook(JobState(True, None), tokens=tokens) for tokens in (1_500_000_000, 500_000_000)]
+    looks = [PeerProgress(JobState(True, None), tokens=tokens) for tokens in (1_500_000_000, 500_000_000)]
     pods = [Status(ROW, True, "trains", look, dollars=2.0) for look in looks]
     seen = Overview([*pods, Status(ROW, None, "not known")], {}, dollars=7.0)
     assert (seen.tokens, seen.dollars_per_billion_tokens) == (2_000_000_000, 3.5)
