@@ -1,51 +1,51 @@
-"""Errors of renting pods and of working on them, by what the caller would do.
+"""Errors of renting and using pods, grouped by what the caller should do.
 
 ProvisioningError
-├── UserError         stop before anything is bought and tell the user: a key, a flag, a file, money (exit 2)
-│   ├── Busy          another command holds the state file
-│   ├── NoOffer       nothing that is offered now fits; something may later
-│   └── HostKeyChanged  the machine at this address is not the one that was pinned
+├── UserError         stop before anything is rented and tell the user: a key, a flag, a file, money (exit 2)
+│   ├── Busy          another command holds the lock of the state file
+│   ├── NoOffer       no current offer fits; try again later
+│   └── HostKeyChanged  the machine at this address does not show the pinned host key
 ├── ProviderError     a request to a provider failed for good
 │   ├── NoCapacity    take the next offer
 │   ├── Unavailable   ask again later: too many requests, a broken server, no network
-│   └── OutcomeUnknown  a request may have been carried out: look before asking again
+│   └── OutcomeUnknown  the request may have been carried out: check before sending it again
 ├── MachineError      a command on a pod failed, or the pod cannot be reached
-└── ResultsNotFetched  a pod is kept, because what was made on it could not be brought home: ask whether to go on
+└── ResultsNotFetched  the pod was kept because its results could not be fetched: ask whether to go on
 """
 
 from __future__ import annotations
 
 
 class ProvisioningError(Exception):
-    """Base of everything raised here."""
+    """Base class of all errors of this package."""
 
 
 class UserError(ProvisioningError):
-    """What is wrong, the value, and the next move."""
+    """The message says what is wrong, the value, and what to do next."""
 
 
 class Busy(UserError):
-    """Another command is changing the pods of this state file."""
+    """Another command holds the lock of this state file."""
 
 
 class NoOffer(UserError):
-    """Not all pods that are wanted can be rented now."""
+    """The offers do not suffice for all requested pods."""
 
 
 class HostKeyChanged(UserError):
-    """A machine shows another host key than the pinned one; nothing was sent to it."""
+    """A machine shows a host key other than the pinned one; nothing was sent to it."""
 
 
 class ProviderError(ProvisioningError):
-    """The provider refused, or answered what makes no sense."""
+    """The provider refused a request, or its answer cannot be understood."""
 
 
 class NoCapacity(ProviderError):
-    """What the offer promised is not there any more."""
+    """The offer is no longer available, or its pod failed."""
 
 
 class Unavailable(ProviderError):
-    """No answer for now; `retry_after_s` where the provider names a time."""
+    """No answer now; asking again is safe. `retry_after_s`: how long the provider asks to wait; None: not said."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -53,12 +53,12 @@ class Unavailable(ProviderError):
 
 
 class OutcomeUnknown(ProviderError):
-    """The answer to a request that changes something was lost."""
+    """The answer to a request that changes something was lost, so the request may have been carried out."""
 
 
 class MachineError(ProvisioningError):
-    """Something on a pod did not work."""
+    """A command on a pod failed, or the pod cannot be reached."""
 
 
 class ResultsNotFetched(ProvisioningError):
-    """A pod was not given back: its results would have been lost."""
+    """A pod was not given back, because its results could not be fetched."""

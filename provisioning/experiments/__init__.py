@@ -1,6 +1,6 @@
-"""Many trainings over the pods of a fleet.
+"""Runs a set of trainings on the pods of a fleet.
 
-Start with sets.py, what is trained where; runs.py runs it, trainers.py knows our trainers' flags.
+Start with sets.py, which says what is trained where. runs.py runs it; trainers.py makes the trainers' command lines.
 """
 
 from provisioning.experiments.sets import ExperimentConfig, ExperimentSet, Placed

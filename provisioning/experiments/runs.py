@@ -1,4 +1,7 @@
-"""Running experiments on pods: sequential on each, parallel across them; called again, it goes on where it was."""
+"""Runs experiments on pods: one after the other on each pod, all pods in parallel.
+
+Called again, it skips experiments that are done and waits for those that still run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ RUNS = "experiments"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of one experiment."""
+    """The outcome of one experiment."""
 
     name: str
     pod: str
@@ -37,15 +40,15 @@ class Result:
     ok: bool
     trouble: str = ""
     resolved: Mapping[str, Any] = field(default_factory=dict)
-    """The values of the experiment as the trainer had them."""
+    """The experiment's values in the trainer's resolved configuration."""
     step: int = 0
     figure: float | None = None
-    """The last value of what the trainer is about: loss, or reward."""
+    """Last value of the trainer's main metric, loss or reward; None: there is none."""
     seconds: float = 0.0
 
 
 async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Result]:
-    """All of them; one that fails hides no other. Results are in the ledger as soon as they are known."""
+    """Run all experiments; if one fails, the others go on. Each result is written to the ledger at once."""
     rows = {row.name: row for row in fleet.renters.rows if row.state in (State.SYNCED, State.RUNNING)}
 
     async def on_pod(name: str) -> list[Result]:
@@ -58,19 +61,19 @@ async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Resu
 
 
 def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
-    """The result of this experiment with these very values, if there is one."""
+    """The recorded result of this experiment with exactly these values; None: there is none."""
     text = ledger.recall(_KEY + job_name(trainer, placed.config))
     return Result(**json.loads(text)) if text else None
 
 
 def all_recorded(ledger: Ledger) -> list[Result]:
-    """Every result that there is, by the experiments' names."""
+    """All recorded results, sorted by experiment name."""
     found = [Result(**json.loads(text)) for text in ledger.recall_all(_KEY)]
     return sorted(found, key=lambda result: result.name)
 
 
 def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> set[str]:
-    """The names of the pods on which something is still to be run."""
+    """Names of the pods with at least one experiment that has not succeeded yet."""
     return {one.pod for one in found.experiments if not _is_done(recorded(ledger, one, trainer))}
 
 
@@ -95,7 +98,7 @@ async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) 
 
 
 async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> Result:
-    """Raises MachineError."""
+    """Start the experiment unless it runs or is done, wait for its end, and read its result. Raises MachineError."""
     machine = await fleet.renters[row.provider].machine(row)
     job, config = job_name(trainer, placed.config), placed.config
     run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
@@ -103,7 +106,7 @@ async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> 
     if not state.is_running and state.code != 0:
         words = argv(trainer, config, fleet.setup.pod_python, run_dir, has_gpus=has_gpus)
         variables = environment(trainer, config, has_gpus=has_gpus)
-        # What a failed attempt left would be read as this one's.
+        # Files of a failed attempt would be read as results of this one.
         await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
         await jobs.start(machine, row.label, job, words, variables)
         fleet.renters.say(row.name, f"{config.name} begins")
@@ -135,7 +138,7 @@ async def _end_of(machine: Machine, row: Row, job: str) -> int | None:
             if not state.is_running:
                 return state.code
         except MachineError:
-            # A connection that is lost for a while is no lost experiment.
+            # The experiment goes on while the connection is lost.
             failed_polls += 1
             if failed_polls > _MAX_FAILED_POLLS:
                 raise
@@ -145,7 +148,7 @@ async def _end_of(machine: Machine, row: Row, job: str) -> int | None:
 async def _collected(
     machine: Machine, row: Row, job: str, run_dir: str, trainer: Trainer
 ) -> tuple[dict[str, Any], int, float | None, float, str]:
-    """The resolved configuration, the last step, the figure, the seconds it took, and the end of the log."""
+    """The resolved configuration, the last step, the main metric, the duration in seconds, and the end of the log."""
     script = f"""
 cd {shlex.quote(pod_directory(row.label))} || exit 9
 cat {run_dir}/config.toml 2>/dev/null; echo; echo ---metrics

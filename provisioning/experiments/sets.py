@@ -1,4 +1,4 @@
-"""Experiments: what is trained, with which values, on which pods. Five sets are built in; yours come from a file."""
+"""Sets of experiments: what is trained, with which values, on which pods. Five are built in; others come from files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """One training, with every value that it is to have."""
+    """The values of one training."""
 
     name: str
     dataset: str = "gsm8k"
-    """gsm8k, math or mbpp; a pretraining takes what `--dataset-name-or-path` takes."""
+    """gsm8k, math or mbpp; for pretraining, any value of `--dataset-name-or-path`."""
     model_id: str = QWEN
     learning_rate: float = 3e-6
     batch_size: int = 4
-    """Samples per device and pass."""
+    """Samples per device and forward pass."""
     grad_accum_steps: int = 128
     total_steps: int = 100
     eval_every: int = 40
@@ -34,16 +34,16 @@ class ExperimentConfig:
     train_gpu_device: str = "0"
     vllm_tensor_parallel: int = 4
     gpu_memory_utilization: float = 0.9
-    """Of the vLLM server's GPUs."""
+    """Fraction of the GPUs' memory that the vLLM server uses."""
     custom_env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the trainer."""
     custom_args: Sequence[str] = ()
-    """More words for the trainer's command line; they come last."""
+    """Further arguments of the trainer, after all others except lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """An experiment and the pod that it runs on."""
+    """An experiment and the name of the pod that it runs on."""
 
     pod: str
     config: ExperimentConfig
@@ -51,7 +51,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentSet:
-    """Pods, and what runs on them: on each pod one after the other, on all pods at once."""
+    """Pods and their experiments: each pod runs its own one after the other, all pods in parallel."""
 
     name: str
     pods: Sequence[PodSpec]
@@ -60,7 +60,7 @@ class ExperimentSet:
     def with_changes(
         self, pod_changes: Mapping[str, Any], changes: Mapping[str, Any], more_args: Sequence[str] = ()
     ) -> ExperimentSet:
-        """The same with these fields of all pods and experiments replaced; None leaves one as it is."""
+        """A copy with these fields replaced in all pods and experiments. A value of None changes nothing."""
         pods = {name: value for name, value in pod_changes.items() if value is not None}
         values = {name: value for name, value in changes.items() if value is not None}
         return replace(
@@ -79,7 +79,7 @@ class ExperimentSet:
 
 
 def spread(name: str, specs: Sequence[PodSpec], configs: Sequence[ExperimentConfig]) -> ExperimentSet:
-    """The experiments over the pods in turn."""
+    """Assign the experiments to the pods in turn."""
     placed = [
         Placed(pod=specs[index % len(specs)].name, config=config)
         for index, config in enumerate(configs if specs else ())
@@ -88,7 +88,7 @@ def spread(name: str, specs: Sequence[PodSpec], configs: Sequence[ExperimentConf
 
 
 def _validated(found: ExperimentSet, origin: str) -> ExperimentSet:
-    """The same. Raises UserError for names that are none or are used twice, and for pods that are not there."""
+    """Returns `found`. Raises UserError if a name is invalid or used twice, or an experiment names an unknown pod."""
     if not found.pods or not found.experiments:
         raise UserError(f"{origin} needs at least one pod and one experiment.")
     pods, seen = {spec.name for spec in found.pods}, set[str]()
@@ -120,7 +120,7 @@ _TRAININGS: Mapping[str, tuple[int, float, Mapping[str, Mapping[str, Any]]]] = {
     ),
     "custom_advanced": (1, 10, {"advanced": {"custom_env": {"GRAIL_TRAINER_WARMUP_STEPS": "50"}}}),
 }
-"""By the set: how many pods, for how many hours, and what of each training is not as in all of them."""
+"""By set: number of pods, hours, and the values in which each training differs from the defaults."""
 BUILT_IN = tuple(_TRAININGS)
 
 
@@ -140,10 +140,10 @@ def built_in(name: str) -> ExperimentSet:
 
 
 def load(name: str) -> ExperimentSet:
-    """A built-in set, or that of a .toml or .py file. Raises UserError.
+    """The built-in set of this name, or the set of a .toml or .py file. Raises UserError if it is invalid.
 
-    A TOML file has [[pods]] and [[experiments]]; an experiment may say `pod`, else they are spread in turn. A Python
-    file has a function `experiments()` that returns an ExperimentSet, or a list of PodSpecs and one of
+    A TOML file has [[pods]] and [[experiments]]; an experiment without `pod` is assigned to the pods in turn. A Python
+    file has a function `experiments()` that returns an ExperimentSet, or a list of PodSpecs and a list of
     ExperimentConfigs.
     """
     if name in BUILT_IN:
@@ -166,7 +166,7 @@ def _of_python(path: Path) -> ExperimentSet:
         raise UserError(
             f"experiments() in {path} has to return an ExperimentSet, or PodSpecs and ExperimentConfigs."
         )
-    # Code may put anything into a field.
+    # Dataclasses do not check the types of their fields.
     specs_of([asdict(spec) for spec in found.pods], str(path))
     for placed in found.experiments:
         typed(ExperimentConfig, asdict(placed.config), f"{path}, experiment {placed.config.name}")
@@ -197,7 +197,7 @@ def _of_toml(path: Path) -> ExperimentSet:
 
 
 def _called(path: Path) -> Any:
-    """What `experiments()` returns in a Python file of the user's. Raises UserError."""
+    """What `experiments()` of a Python file returns; None: there is no such function. Raises UserError if it fails."""
     try:
         found = runpy.run_path(str(path)).get("experiments")
         return found() if callable(found) else None

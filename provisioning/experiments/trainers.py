@@ -1,7 +1,6 @@
-"""From an experiment to a trainer's command line, and back from what the trainer says that it resolved to.
+"""Makes a trainer's command line from an experiment, and compares the trainer's resolved configuration with it.
 
-Every value is compared with the resolved configuration on the pod: a value that did not arrive is a failure, not a
-result.
+If a value differs in the resolved configuration on the pod, the experiment has failed.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from provisioning.experiments.sets import ExperimentConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One of our trainers, and where each value of an experiment goes."""
+    """One of diloco's trainers, and the flags that its experiments set."""
 
     name: str
     module: str
     flags: Mapping[str, Callable[[ExperimentConfig], Any]]
-    """By the field of its resolved configuration; the flag is called the same."""
+    """Value by field of the resolved configuration; the flag has the same name."""
     result: str
-    """The figure that an experiment is about, in its metrics."""
+    """Name of the main metric."""
     extras: tuple[str, ...] = ()
-    """What of pyproject.toml it needs beside the rest."""
+    """Extras of pyproject.toml that it needs."""
     gpu_flags: Mapping[str, Callable[[ExperimentConfig], Any]] = field(default_factory=dict)
-    """More of them where the pod has GPUs."""
+    """Additional flags on pods with GPUs."""
     gpus: Callable[[ExperimentConfig], str] = lambda config: config.train_gpu_device
-    """What it sees of them, in the order of CUDA_VISIBLE_DEVICES."""
+    """Its value of CUDA_VISIBLE_DEVICES on pods with GPUs."""
 
 
 _FLAGS: Mapping[str, Callable[[ExperimentConfig], Any]] = {
@@ -60,7 +59,7 @@ GRPO = Trainer(
             *("--gpu-memory-utilization", repr(config.gpu_memory_utilization)),
         ],
     },
-    # The trainer's first: its rank takes that one.
+    # The trainer's GPU first: its rank takes the first one.
     gpus=lambda config: f"{config.train_gpu_device},{config.gpu_devices}",
     extras=("grpo", "vllm"),
     result="reward",
@@ -69,14 +68,14 @@ TRAINERS = {trainer.name: trainer for trainer in (GRPO, PRETRAIN)}
 
 
 def trainer_named(name: str) -> Trainer:
-    """Raises UserError."""
+    """Raises UserError if there is no such trainer."""
     if name not in TRAINERS:
         raise UserError(f'--trainer "{name}" is not one of {", ".join(TRAINERS)}.')
     return TRAINERS[name]
 
 
 def wanted_values(trainer: Trainer, config: ExperimentConfig, *, has_gpus: bool) -> dict[str, Any]:
-    """What the trainer's resolved configuration has to hold."""
+    """The values that the trainer's resolved configuration has to contain."""
     flags = {**trainer.flags, **(trainer.gpu_flags if has_gpus else {})}
     return {name: value(config) for name, value in flags.items()}
 
@@ -92,7 +91,7 @@ def argv(
             lists += [flag, *value]
         else:
             words += [flag, repr(value) if isinstance(value, float) else str(value)]
-    # A flag that takes a list takes all that follows.
+    # A flag with a list consumes all words after it.
     return [*words, *config.custom_args, *lists]
 
 
@@ -102,13 +101,13 @@ def environment(trainer: Trainer, config: ExperimentConfig, *, has_gpus: bool) -
 
 
 def job_name(trainer: Trainer, config: ExperimentConfig) -> str:
-    """One job for each experiment with these very values: changed values are another job."""
+    """Contains a hash of the experiment's values, so that changed values make a new job."""
     text = repr((argv(trainer, config, "", "", has_gpus=True), sorted(config.custom_env.items())))
     return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def differences(wanted: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
-    """Values that the trainer does not have, in words."""
+    """One message for each value that differs in the trainer's resolved configuration."""
     return [
         f"{name} was to be {value} and is {resolved.get(name)}"
         for name, value in wanted.items()

@@ -1,4 +1,4 @@
-"""Job scripts of batch systems: Slurm and PBS start one torchrun on each node, which find each other by the first."""
+"""Job scripts for Slurm and PBS: they start torchrun on each node, with the first node as master."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUBMIT_TIMEOUT_S = 60.0
 def slurm_script(
     job: LaunchJob, *, directory: Path, gpus_per_node: int, time_limit: str, partition: str | None
 ) -> str:
-    """An sbatch script. `gpus_per_node` 0: on CPUs."""
+    """A script for sbatch. `gpus_per_node` 0: it trains on CPUs."""
     wanted = [
         "--job-name=diloco",
         f"--nodes={job.num_nodes}",
@@ -33,10 +33,10 @@ def slurm_script(
         *(f"#SBATCH {word}" for word in wanted),
         "set -eu",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        # As the nodes reach it, which need not be by its name.
+        # The address: other nodes may not be able to resolve the name.
         'master=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)',
         f"export {_environment(job)}",
-        # One task a node: each is told its rank by Slurm.
+        # One task per node: Slurm tells each its rank.
         "srun --kill-on-bad-exit=1 bash -c "
         + shlex.quote(_node_command(job, "$SLURM_NODEID", '"$0"'))
         + ' "$master"',
@@ -47,7 +47,7 @@ def slurm_script(
 def pbs_script(
     job: LaunchJob, *, directory: Path, gpus_per_node: int, time_limit: str, queue: str | None
 ) -> str:
-    """A qsub script for PBS Pro and OpenPBS."""
+    """A script for qsub of PBS Pro and OpenPBS."""
     chunk = f"select={job.num_nodes}:mpiprocs=1" + (f":ngpus={gpus_per_node}" if gpus_per_node else "")
     lines = [
         "#!/bin/bash",
@@ -60,7 +60,7 @@ def pbs_script(
         *([f"#PBS -q {queue}"] if queue else []),
         "set -eu",
         f"cd {shlex.quote(str(directory))}",
-        # In the order of the file, by which pbsdsh counts: rank 0 has to be where the others look for it.
+        # Keep the order of the file: `pbsdsh -n` counts in it, so rank 0 runs on the master.
         "mapfile -t nodes < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
         'master="${nodes[0]}"',
         "pids=()",
@@ -78,7 +78,10 @@ def pbs_script(
 
 
 def submitted(script: str, path: Path, program: str) -> str:
-    """Write the script and give it to sbatch or qsub; the job's id. Raises UserError, ProviderError."""
+    """Write the script, submit it with `program` (sbatch or qsub), and return the job's id.
+
+    Raises UserError if the program is not installed, and ProviderError if it refuses the script.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script, encoding="utf-8")
     if shutil.which(program) is None:
@@ -100,7 +103,7 @@ def _environment(job: LaunchJob) -> str:
 
 
 def _node_command(job: LaunchJob, rank: str, master: str) -> str:
-    """This command's own torchrun engine on one node, so that its checks, settings and log serve here too."""
+    """Runs `diloco launch --engine torchrun` on one node, for its checks, settings and log."""
     words = [job.python, "-m", "diloco", "launch", "--engine", "torchrun", str(job.config)]
     tail = [f"--program={shlex.join(job.program)}", f"--config-flag={job.config_flag}"]
     more = shlex.join(["--", *job.more]) if job.more else ""

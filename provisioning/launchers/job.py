@@ -1,4 +1,4 @@
-"""What is launched: a training program on some nodes, and the settings that every engine passes on."""
+"""A training program on one or several nodes, and the settings that every engine passes on."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ LOGS = Path("logs") / "distributed_training"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """One training over `num_nodes` nodes, the same on each of them."""
+    """One training over `num_nodes` nodes."""
 
     config: Path
-    """TOML of the trainer's flags."""
+    """TOML file of the trainer's flags."""
     program: Sequence[str] = TRAINER
-    """What Python is called with; the configuration follows."""
+    """Arguments of Python; the configuration follows them."""
     config_flag: str = "--config"
-    """The flag that names the configuration; empty: the program is not told of it."""
+    """The flag that names the configuration; empty: the program does not get it."""
     more: Sequence[str] = ()
-    """Words behind everything else."""
+    """Further arguments of the program, at the end."""
     num_nodes: int = 1
     node_rank: int = 0
     master_addr: str = "localhost"
@@ -31,7 +31,7 @@ class LaunchJob:
     backend: str = "auto"
     log_level: str = "WARNING"
     python: str = sys.executable
-    """The interpreter of the environment to use."""
+    """The Python interpreter."""
 
     @property
     def words(self) -> list[str]:
@@ -41,7 +41,7 @@ class LaunchJob:
 
 
 def torchrun_argv(job: LaunchJob, *, nproc: int) -> list[str]:
-    """One node's torchrun. Its own Python, so that no PATH decides."""
+    """The command line of torchrun on one node, independent of PATH."""
     words = [job.python, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     if job.num_nodes == 1:
         words.append("--standalone")
@@ -56,9 +56,9 @@ def torchrun_argv(job: LaunchJob, *, nproc: int) -> list[str]:
 
 
 def network_env(infiniband: Sequence[str], interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's settings for this node's network; what the user has set stays.
+    """NCCL's and Gloo's settings for this node's network. Variables that are set in `given` keep their values.
 
-    `infiniband`: the devices there are; `interface`: that of the default route.
+    `infiniband`: names of the InfiniBand devices; `interface`: that of the default route, None if there is none.
     """
     chosen: dict[str, str] = {}
     if infiniband:
@@ -72,7 +72,7 @@ def network_env(infiniband: Sequence[str], interface: str | None, given: Mapping
 
 
 def default_interface(routes: str) -> str | None:
-    """The interface of the default route in the text of /proc/net/route."""
+    """The interface of the default route in the text of /proc/net/route; None: there is none."""
     for line in routes.splitlines()[1:]:
         words = line.split()
         if len(words) > 2 and words[1] == "00000000":

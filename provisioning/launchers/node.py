@@ -1,4 +1,4 @@
-"""torchrun on this node: checks before the start, settings for its network, a log with a stable name."""
+"""Runs torchrun on this node: checks before the start, network settings, a log with a stable name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROBE = (
 
 
 def python_of(environment: Mapping[str, str], venv: Path | None) -> str:
-    """The Python of --venv, else of CONDA_ENV (a name or a path), else this one. Raises UserError."""
+    """The Python of --venv, else of CONDA_ENV (a name or a path), else this one. Raises UserError if it is missing."""
     conda = environment.get("CONDA_ENV")
     if venv is not None:
         roots = [venv]
@@ -52,7 +52,7 @@ def python_of(environment: Mapping[str, str], venv: Path | None) -> str:
 
 
 def config_as_toml(path: Path, directory: Path) -> Path:
-    """The configuration itself if it is TOML, else one of the same values below `directory`. Raises UserError."""
+    """`path` if it is TOML; YAML is converted to a TOML file in `directory`. Raises UserError if it is neither."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -75,7 +75,7 @@ def config_as_toml(path: Path, directory: Path) -> Path:
             converted = tomli_w.dumps(_without_none(values))
         except (TypeError, ValueError) as error:
             raise UserError(f"{path} holds what no flag can have: {error}.") from error
-        # Nodes that share the directory may all do this at once.
+        # Nodes that share the directory may write at the same time.
         fresh = directory / f".{path.stem}.{socket.gethostname()}.{os.getpid()}"
         fresh.write_text(converted, encoding="utf-8")
         fresh.replace(target)
@@ -96,11 +96,11 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(job: LaunchJob) -> tuple[LaunchJob, int]:
-    """The job with a backend that this node has, and its number of processes. Raises UserError for what is missing."""
+    """The job with its backend resolved, and the number of processes. Raises UserError if the node lacks something."""
     free_mb = free_gpu_memory()
     backend = job.backend
     if backend == "auto":
-        # All nodes need the same backend, and this one sees only its own GPUs.
+        # All nodes need the same backend, and a node knows only its own GPUs.
         backend = "gloo" if job.num_nodes == 1 and not free_mb else "nccl"
     if backend not in ("nccl", "gloo"):
         raise UserError(f'BACKEND "{backend}" is neither nccl nor gloo.')
@@ -129,7 +129,10 @@ def checked(job: LaunchJob) -> tuple[LaunchJob, int]:
 
 
 def check_master(job: LaunchJob) -> None:
-    """On the first node its port is free; on the others the first one is waited for. Raises UserError."""
+    """Node 0: check that the master port is free. Other nodes: wait until the master answers.
+
+    Raises UserError if the port is taken, the master does not answer in time, or the node's rank is out of range.
+    """
     if job.num_nodes == 1:
         return
     if not 0 <= job.node_rank < job.num_nodes:
@@ -161,7 +164,7 @@ def check_master(job: LaunchJob) -> None:
 
 
 def free_gpu_memory() -> list[int]:
-    """Free MB of each GPU that nvidia-smi shows."""
+    """Free MB of each GPU that nvidia-smi lists; empty without nvidia-smi."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
@@ -176,7 +179,10 @@ def free_gpu_memory() -> list[int]:
 
 
 def run(job: LaunchJob, nproc: int, environment: Mapping[str, str], directory: Path) -> int:
-    """torchrun to its end, its output here and in the log; its exit code. SIGINT and SIGTERM end all of it."""
+    """Run torchrun until it ends, copy its output to stdout and to the log, and return its exit code.
+
+    SIGINT and SIGTERM are forwarded to all its processes.
+    """
     log_path = log_file(directory, job.node_rank)
     env = {**environment, **node_env(job, environment)}
     with log_path.open("wb") as log:
@@ -212,7 +218,7 @@ def node_env(job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
     infiniband = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
     routes = Path("/proc/net/route")
     interface = default_interface(routes.read_text()) if routes.exists() else None
-    # On one node everything is loopback: no interface has to be chosen.
+    # A single node uses the loopback interface only.
     network = network_env(infiniband, interface, environment) if job.num_nodes > 1 else {}
     own = {"LOGLEVEL": job.log_level, "PYTHONUNBUFFERED": "1"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if job.backend == "gloo" else {}
@@ -220,7 +226,7 @@ def node_env(job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def log_file(directory: Path, node_rank: int) -> Path:
-    """cluster_train_<time>_node<rank>.log, which latest_node<rank>.log leads to."""
+    """The path of a new log, cluster_train_<time>_node<rank>.log; latest_node<rank>.log is a link to it."""
     logs = directory / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"cluster_train_{time.strftime('%Y%m%d_%H%M%S')}_node{node_rank}.log"
@@ -231,7 +237,7 @@ def log_file(directory: Path, node_rank: int) -> Path:
 
 
 def num_processes(wanted: str, num_gpus: int) -> int:
-    """NPROC_PER_NODE: auto is one for each GPU, or one. Raises UserError."""
+    """NPROC_PER_NODE as a number; auto: one per GPU, or 1 without GPUs. Raises UserError if it is invalid."""
     if wanted == "auto":
         return max(num_gpus, 1)
     if not wanted.isdigit() or int(wanted) < 1:

@@ -1,7 +1,7 @@
-"""A Ray cluster on pods, started over our own connections: a head on the first pod, a node on each of the others.
+"""A Ray cluster on pods, started over SSH: the head on the first pod, a node on each of the others.
 
-Nothing of Ray's listens to the world: the dashboard and the jobs API are on the head's loopback, and are reached by a
-command that runs there. Ray's processes are jobs of the pods and end with them.
+Ray's dashboard and jobs API listen on the head's loopback only; jobs are submitted by a command that runs on the head.
+Ray's processes are jobs of the pods and end with them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
 PORT, DASHBOARD_PORT = 6379, 8265
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 2.0
-# Ray itself is loud about where it is used, and leaves out what two ranks say alike.
+# No usage reports and import warnings, and all ranks' output: by default Ray hides lines that ranks have in common.
 ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
-    """A program over the cluster."""
+    """A program that runs on all nodes of the cluster."""
 
     num_nodes: int
     program: Sequence[str]
-    """What Python is called with on each rank, in the directory of the code."""
+    """Arguments of Python on each rank. It runs in the directory of the code."""
     ranks_per_node: int = 1
     storage: str
     """A directory that all nodes share."""
@@ -46,7 +46,7 @@ class RayJob:
 
 
 def start_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[str]:
-    """On the head itself, or on another pod."""
+    """The command line that starts Ray on `pod`. `cpus` None: Ray counts them."""
     words = [python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     words += [f"--node-ip-address={pod.host}", f"--temp-dir={temporary_directory(pod.label)}"]
     words += [f"--num-cpus={cpus}"] if cpus else []
@@ -62,9 +62,9 @@ def start_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[st
 
 
 def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
-    """Through the jobs API, with the code as working directory and our variables as runtime environment.
+    """The command line that submits the job to Ray's jobs API, with the code as its working directory.
 
-    `client`: the Python that submits; `python`: the absolute path of the one that runs the job.
+    `client`: the Python that submits; `python`: the absolute path of the Python that runs the job.
     """
     words = ["--num-nodes", str(job.num_nodes), "--ranks-per-node", str(job.ranks_per_node)]
     words += ["--storage", job.storage, "--max-failures", str(job.max_failures)]
@@ -79,7 +79,7 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
 
 
 async def _network_env(machine: Machine) -> dict[str, str]:
-    """The interface by which ranks find each other: a machine's own name often leads to its loopback alone."""
+    """Gloo's network interface. By default Gloo takes that of the host name, which often is the loopback."""
     interface = default_interface((await machine.run("cat /proc/net/route")).stdout)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
@@ -92,14 +92,14 @@ class _Node:
 
 
 class RayCluster:
-    """Starts what does not run yet; called again, it changes nothing that works."""
+    """Starts processes that do not run yet. Starting again leaves running ones alone."""
 
     def __init__(self, renters: Renters, rows: Sequence[Row], python: str) -> None:
-        """`python`: as jobs on a pod name it."""
+        """`python`: its path on the pods, absolute or relative to the pod's directory."""
         self._renters, self._rows, self._python = renters, rows, python
 
     async def start(self, *, cpus: int | None = None) -> None:
-        """Until all nodes are in the cluster. Raises MachineError."""
+        """Start Ray and wait until all nodes are in the cluster. Raises MachineError if one is not in time."""
         nodes = [await self._node(row) for row in self._rows]
         for number, node in enumerate(nodes, 1):
             argv = start_argv(self._python, nodes[0].pod, node.pod, cpus=cpus)
@@ -111,7 +111,7 @@ class RayCluster:
         self._renters.say(nodes[0].row.name, f"the Ray cluster has {len(nodes)} nodes")
 
     async def run(self, job: RayJob) -> int:
-        """Submit it, and print its output until its end; its exit code. Raises MachineError."""
+        """Submit the job, print its output until it ends, and return its exit code. Raises MachineError."""
         head = await self._node(self._rows[0])
         machine, label = head.machine, head.row.label
         log = f"{shlex.quote(pod_directory(label))}/{JOBS}/{SUBMIT_JOB}/log"
@@ -135,7 +135,7 @@ class RayCluster:
         return _Node(row, *await self._renters[row.provider].reached(row))
 
     async def _absolute_python(self, node: _Node) -> str:
-        """Ray runs its entry point in another directory."""
+        """Ray runs the job in another directory, so a relative path would not do."""
         answer = await node.machine.run(f"cd {shlex.quote(pod_directory(node.row.label))} && pwd")
         directory = answer.checked("looking for its directory").strip()
         return self._python if self._python.startswith("/") else f"{directory}/{self._python}"

@@ -1,4 +1,4 @@
-"""A Ray cluster on pods as a file for `ray up`, for those who want to go on with Ray's own launcher."""
+"""A YAML file for `ray up`, for users who prefer Ray's own cluster launcher."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class RayHost:
     """One machine of the cluster."""
 
     inside: str
-    """Its address as the other machines reach it."""
+    """Address for the other machines."""
     outside: str
-    """As the operator reaches it."""
+    """Address for the operator."""
     ssh_port: int = 22
 
 
 def cluster_yaml(
     hosts: Sequence[RayHost], *, owner: str, user: str, key: Path, python: str, cpus: int | None
 ) -> str:
-    """The first host is the head. `python`: absolute, or relative to a pod's directory."""
+    """The text of the file. The first host is the head. `python`: absolute, or relative to a pod's directory."""
     import yaml
 
     start = f"{_python(owner, python)} -m ray.scripts.scripts start --disable-usage-stats"
@@ -50,7 +50,7 @@ def cluster_yaml(
         "auth": {"ssh_user": user, "ssh_private_key": str(key.expanduser())},
         "min_workers": len(hosts) - 1,
         "max_workers": len(hosts) - 1,
-        # Ray's newer autoscaler starts no workers on machines that are listed by their addresses.
+        # Ray's autoscaler v2 starts no workers on machines that are listed by address.
         "head_start_ray_commands": [f"export RAY_enable_autoscaler_v2=0; {' '.join(head)}"],
         "worker_start_ray_commands": [f"{start} --address=$RAY_HEAD_IP:{PORT}"],
     }
@@ -58,7 +58,10 @@ def cluster_yaml(
 
 
 def _python(owner: str, python: str) -> str:
-    """All workers are started by one line, and each has a pod of another name, whose mark ends them with it."""
+    """Finds the pod's directory by a pattern, since one command line serves all workers.
+
+    It sets the pod's mark, by which Ray's processes are ended with the pod.
+    """
     pod = f"cd ~/{PODS}/{label_prefix(owner)}*/ && export {MARK}=$(basename $PWD) PYTHONPATH=$PWD/{CODE}"
     return f"{pod} && {shlex.quote(python)}"
 

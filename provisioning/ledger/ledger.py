@@ -1,8 +1,8 @@
-"""What this machine has rented or is about to: one SQLite file, written before every request that costs money.
+"""The ledger: one SQLite file with all orders made from this machine, written before every request that costs money.
 
-There is one row for each order, known by its label. A pod is gone only when the provider has said that there is no such
-pod; its row stays, and tells what it cost. Readers need no lock; whoever changes pods holds the lock of the file, one
-command at a time.
+There is one row per order, identified by its label. A pod counts as gone only after the provider has said that it does
+not exist; its row stays, as a record of its cost. Reading needs no lock. A command that changes pods holds the lock of
+the file.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _COLUMNS = tuple(item.name for item in fields(Row))
 
 
 class Ledger:
-    """The rows of one state file. A change is on disk when the call ends."""
+    """The rows of one state file. Every method that changes it returns after the change is on disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it, readable by its owner only. Raises UserError."""
+        """Open the file, or create it, readable by its owner only. Raises UserError if it cannot be used."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -55,9 +55,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self, *, wait_s: float = 0.0, for_jobs: bool = False) -> Iterator[None]:
-        """Be the one command that changes pods; the lock goes with the process. Raises Busy after `wait_s`.
+        """Hold the lock for changing pods; it is released if the process dies. Raises Busy after `wait_s`.
 
-        `for_jobs`: the one that runs jobs on them, for hours perhaps, while others may put their end off, or end them.
+        `for_jobs`: hold the lock for running jobs instead. While those run, perhaps for hours, other commands may still
+        extend the pods or give them back.
         """
         path = self.path.with_name(f"{self.path.name}.{'jobs-' if for_jobs else ''}lock")
         with contextlib.ExitStack() as stack:
@@ -71,15 +72,15 @@ class Ledger:
             yield
 
     def rows(self) -> list[Row]:
-        """Of all pods that may be there, or are to be."""
+        """The rows of all orders whose pod is not gone."""
         return self._rows("WHERE state != ?", State.GONE)
 
     def bills(self) -> list[Row]:
-        """Of all pods that there ever were."""
+        """The rows of all pods that were ever rented, those that are gone included."""
         return self._rows("WHERE provider_id IS NOT NULL")
 
     def named(self, names: Sequence[str]) -> list[Row]:
-        """The rows of these names, or all. Raises UserError for one that is not there."""
+        """The rows with these names; all rows if `names` is empty. Raises UserError if a name is unknown."""
         rows = self.rows()
         known = dict.fromkeys(row.name for row in rows)
         for name in names:
@@ -90,17 +91,17 @@ class Ledger:
         return [row for row in rows if not names or row.name in names]
 
     def current(self, row: Row) -> Row | None:
-        """The same row as it is now; None: it is gone."""
+        """The present state of this row; None: its pod is gone."""
         return next((one for one in self.rows() if one.label == row.label), None)
 
     def providers(self) -> list[str]:
-        """All that pods were ever to be ordered of: a pod of ours may turn up at each, also without a row."""
+        """All providers that were ever used. A pod without a row may appear at any of them."""
         return list(dict.fromkeys(row.provider for row in self._rows("")))
 
     def add(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
-        """Write down that this pod is wanted, with a label that no other order has.
+        """Add a planned order with a new, unique label. Replaces a planned row of the same name.
 
-        Replaces a row that is planned still; any other row of that name is an error of the caller's.
+        The caller makes sure that there is no other row of that name.
         """
         label = f"{label_prefix(self.owner)}{spec.name}-{secrets.token_hex(4)}"
         row = Row(
@@ -119,23 +120,23 @@ class Ledger:
         return row
 
     def found(self, pod: Pod, provider: str, *, now: float) -> Row:
-        """Write down a pod of ours that no row knows of, before it is given back. May be repeated."""
+        """Add a row for a stray pod, so that it is given back. May be repeated."""
         with self._transaction():
             known = [row for row in self._rows("WHERE provider_id = ?", pod.id) if row.provider == provider]
             if known:
-                # One that was called gone may be there after all.
+                # The provider had said that this pod is gone, but lists it again.
                 if known[0].state == State.GONE:
                     return self._set(known[0], state=State.DELETING, ended_at=None)
                 return known[0]
             row = stray(pod, provider, self.owner, now)
             if self._rows("WHERE label = ?", row.label):
-                # Made twice by one order, whose row has its label.
+                # One order made two pods, and its row already uses the label.
                 row = replace(row, label=f"{pod.label}/{pod.id}")
             self._insert(row)
             return row
 
     def advance(self, row: Row, state: State, **changes: Any) -> Row:
-        """Put a pod into another state, with what is known by then (columns of the row)."""
+        """Change the state of a row, and the columns in `changes`. Returns the new row."""
         with self._transaction():
             known = self.current(row)
             assert known is not None, row.label
@@ -147,20 +148,20 @@ class Ledger:
     def set_pod(
         self, row: Row, provider_id: str, price: float | None, state: State = State.BOOTING, **more: Any
     ) -> Row:
-        """There is a pod of this order: it is paid for since the order. May be repeated.
+        """Record the pod of this order; its cost counts from the order on. May be repeated.
 
-        `price`: the provider's, in dollars per hour; None: as was offered.
+        `price`: the provider's price in dollars per hour; None: the price of the offer.
         """
         offer = row.offer if price is None else replace(row.offer, price_per_hour=price)
         return self.advance(row, state, provider_id=provider_id, offer=_to_json(offer), **more)
 
     def count_absence(self, row: Row, *, now: float) -> None:
-        """One more list lacks the pod of this order."""
+        """Record that one more listing lacks the pod of this order."""
         since = now if row.absent_since is None else row.absent_since
         self.advance(row, row.state, absent_since=since, num_absences=row.num_absences + 1)
 
     def forget(self, row: Row, *, now: float) -> None:
-        """There is no such pod, and it costs nothing from here on. May be repeated."""
+        """Record that the pod is gone and costs nothing from now on. May be repeated."""
         with self._transaction():
             known = self.current(row)
             if known is not None:
@@ -168,7 +169,7 @@ class Ledger:
                 self._set(known, state=State.GONE, ended_at=now)
 
     def remember(self, key: str, value: str) -> None:
-        """Keep something about all pods, such as the address of their swarm. An empty value forgets it."""
+        """Store a value that is not about a single pod. An empty value deletes the key."""
         if value == self.recall(key):
             return
         with self._transaction():
@@ -177,11 +178,11 @@ class Ledger:
                 self._db.execute("INSERT INTO meta VALUES (?, ?)", (key, value))
 
     def recall(self, key: str) -> str:
-        """What was kept; nothing is an empty string."""
+        """The value stored under this key; "": there is none."""
         return next((str(value) for (value,) in self._read("SELECT value FROM meta WHERE key = ?", key)), "")
 
     def recall_all(self, prefix: str) -> list[str]:
-        """All that was kept under keys that begin like this."""
+        """All values stored under keys with this prefix."""
         query = "SELECT value FROM meta WHERE substr(key, 1, ?) = ?"
         return [str(value) for (value,) in self._read(query, len(prefix), prefix)]
 
@@ -193,7 +194,7 @@ class Ledger:
             raise self._unusable(error) from error
 
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Raises UserError where the file is damaged."""
+        """Raises UserError if the file is damaged."""
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
@@ -214,13 +215,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All of it or nothing. Raises UserError where it cannot be written."""
+        """Commits at the end, rolls back on an error. Raises UserError if the file cannot be written."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield
             self._db.execute("COMMIT")
         except BaseException as error:
-            # Some failures have rolled it back already.
+            # SQLite rolls back by itself after some errors.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             if not isinstance(error, sqlite3.OperationalError):

@@ -1,4 +1,4 @@
-"""A lock that one process holds, and that goes with it: a file, in which it writes its number."""
+"""A file lock. It is released when the process that holds it ends; the file contains its process id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Raises Busy with the number of the process that holds it after `wait_s`, and UserError."""
+    """Hold the lock. Raises Busy, with the holder's process id, after `wait_s`; UserError if it cannot be opened."""
     try:
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
@@ -32,7 +32,7 @@ def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
                     file.seek(0)
                     raise Busy(file.read().strip() or "unknown") from None
                 time.sleep(_POLL_S)
-        # A full disk takes no number, and the lock holds all the same.
+        # On a full disk the process id cannot be written, but the lock works.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), str(os.getpid()).encode())
@@ -40,7 +40,7 @@ def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def holder(path: Path) -> int | None:
-    """The process that holds it, if there is one."""
+    """The id of the process that holds the lock; None: nobody holds it."""
     try:
         with held(path):
             return None

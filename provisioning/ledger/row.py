@@ -1,4 +1,4 @@
-"""One order in the ledger: a pod that is wanted, rented or being given back; its states, and what it costs."""
+"""One row of the ledger: an order of a pod, its state, and its cost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from provisioning.pods.spec import PodSpec
 
 class State(StrEnum):
     PLANNED = "planned"
-    """Chosen; nothing has been asked of the provider."""
+    """An offer was chosen; nothing was sent to the provider yet."""
     CREATING = "creating"
-    """The request is about to be sent, or has been; there may be a pod."""
+    """The order is about to be sent, or was sent; a pod may exist."""
     BOOTING = "booting"
-    """The provider has a pod; it costs money from here on."""
+    """The pod exists and costs money."""
     REACHABLE = "reachable"
-    """It answers, under its pinned host key."""
+    """It answers over SSH, with its pinned host key."""
     SYNCED = "synced"
-    """Code and environment are on it."""
+    """Code and environment were sent to it."""
     RUNNING = "running"
     """Its peer has been started."""
     DELETING = "deleting"
-    """It is to be gone, and may cost money until its provider has said that it is."""
+    """It is being deleted, and may cost money until the provider says that it does not exist."""
     GONE = "gone"
-    """The provider has said that there is no such pod: the row only tells what it cost."""
+    """The provider has said that it does not exist. The row is kept as a record of its cost."""
 
 
 _END = {State.DELETING, State.GONE}
@@ -42,33 +42,34 @@ _NEXT = {
 
 
 def may_follow(old: State, new: State) -> bool:
-    """Whether a pod may go from one state to the other. Staying is always allowed."""
+    """Whether this change of state is allowed. Staying in a state always is."""
     return old == new or new in _NEXT[old]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One order, and what is known of it: a pod that is wanted, rented, or being given back."""
+    """One order of a pod."""
 
     name: str
-    """Of the pods of one name, one at most is not being given back."""
+    """At most one row of each name is not being deleted or gone."""
     label: str
-    """As the order's: unlike the name, no other row has it."""
+    """The label of the order, unique among all rows."""
     spec: PodSpec
     offer: Offer
     ends_at: float | None
-    """Unix time at which the pod is to be gone."""
+    """Unix time of the rental end; None: no end."""
     state: State
     provider_id: str | None
     asked_at: float
-    """Unix time at which the order was written down before it was sent, or was answered."""
+    """Unix time just before the order was sent, or after its answer arrived."""
     host_key: str = ""
+    """The pinned host key, as an OpenSSH public key; "": not known yet."""
     absent_since: float | None = None
-    """Unix time of the first list that lacked it; all lists since did."""
+    """Unix time of the first listing that lacked the pod; None: no listing did."""
     num_absences: int = 0
-    """How many lists that makes."""
+    """Number of listings without the pod since then."""
     ended_at: float | None = None
-    """Unix time at which its provider had said that there is no such pod."""
+    """Unix time at which the provider said that the pod does not exist."""
 
     @property
     def provider(self) -> str:
@@ -86,11 +87,11 @@ class Row:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Its order may have been sent, and nobody knows whether it made a pod."""
+        """Whether the order may have been sent while it is unknown if it made a pod."""
         return self.provider_id is None and self.state in (State.CREATING, State.DELETING)
 
     def dollars(self, now: float) -> float:
-        """What it has cost."""
+        """The cost so far."""
         until = now if self.ended_at is None else self.ended_at
         return max(until - self.asked_at, 0.0) / 3600 * self.offer.price_per_hour
 
@@ -99,7 +100,7 @@ class Row:
 
 
 def stray(pod: Pod, provider: str, owner: str, now: float) -> Row:
-    """A pod of ours that no row knows of, as a row: it is to be given back."""
+    """A row for a stray: a pod whose label has our prefix, but which belongs to no row. It is to be given back."""
     name = name_in_label(pod.label, owner)
     offer = Offer(
         id="",

@@ -21,14 +21,14 @@ _TABLES = (
     num_absences INTEGER NOT NULL,
     ended_at REAL
 )""",
-    # Two pods of one name are there only while one of them is being given back.
+    # A second row of one name is allowed only while the first is being deleted, or is gone.
     "CREATE UNIQUE INDEX names ON pods (name) WHERE state NOT IN ('deleting', 'gone')",
     f"PRAGMA user_version = {_VERSION}",
 )
 
 
 def make_tables(db: sqlite3.Connection) -> None:
-    """In a new file. Raises sqlite3.Error, also for a file of another version, and then has changed nothing."""
+    """Create the tables in a new file. Raises sqlite3.Error, also for a file of another version; nothing is changed."""
     db.execute("BEGIN IMMEDIATE")
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()

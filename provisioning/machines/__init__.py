@@ -1,5 +1,5 @@
-"""What can be done on one machine, whichever it is, and what every pod is given.
+"""Running programs on one machine, and setting up pods.
 
-Start with machine.py, the protocol that local.py and ssh.py fulfil; jobs.py runs programs that outlive the connection,
-setup.py brings code, environment and secrets.
+Start with machine.py, the protocol that local.py and ssh.py implement. jobs.py runs programs that outlive the
+connection; setup.py sends code, environment and secrets; results.py fetches results.
 """

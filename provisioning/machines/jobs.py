@@ -1,6 +1,6 @@
-"""Jobs on a pod: they outlive the connection, one at a time by each name, and leave their exit code.
+"""Jobs on a pod: programs that outlive the connection. Of each name, one job runs at a time.
 
-A job's directory holds `run.sh`, `pid` (of the session's leader), `log` and, once it has ended, `code`.
+A job's directory contains `run.sh`, `pid` (of the session's leader), `log` and, after the end, `code`: its exit code.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _START_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class JobState:
-    """What is known of a job."""
+    """The state of a job."""
 
     is_running: bool
     code: int | None
-    """As a shell shows it; None: it runs, was never started, or was killed together with its shell."""
+    """Exit code as in a shell; None: the job runs, was never started, or was killed together with its shell."""
 
 
 def run_script(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """What the job's shell runs: the secrets, the environment, the program, and its exit code into a file."""
+    """The script of the job's shell: it reads the secrets, sets `env`, runs the program and writes its exit code."""
     lines = [
-        # Handled, not ignored, so that the program below gets its own SIGTERM, and its code is still written down.
+        # Handled, so that this shell can write the exit code; not ignored, which the program would inherit.
         "trap : TERM INT HUP",
         "job=$1",
         'echo $$ >"$job/pid.new" && mv "$job/pid.new" "$job/pid"',
@@ -42,7 +42,7 @@ def run_script(argv: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def argv_in(script: str) -> list[str]:
-    """The program that a `run_script` runs; nothing where that cannot be told."""
+    """The argv in a script made by `run_script`; empty if it cannot be read."""
     try:
         return shlex.split(script.splitlines()[-2])
     except (IndexError, ValueError):
@@ -52,7 +52,7 @@ def argv_in(script: str) -> list[str]:
 async def start(
     machine: Machine, label: str, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None
 ) -> bool:
-    """Start a job in the pod's directory unless it runs already; whether it was started. Raises MachineError."""
+    """Start a job in the pod's directory. Returns False if it runs already. Raises MachineError."""
     script = f"""
 {_functions(label, name)}
 mkdir -p "$job" || exit 9
@@ -78,13 +78,13 @@ if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else ec
 
 
 async def command(machine: Machine, label: str, name: str) -> list[str]:
-    """What a job was started with last; nothing where that cannot be told. Raises MachineError."""
+    """The argv of a job's last start; empty if it is not known. Raises MachineError."""
     script = f'{_functions(label, name)}\ncat "$job/run.sh" 2>/dev/null; exit 0'
     return argv_in((await machine.run(script)).checked(f"looking at how {name} was started"))
 
 
 async def any_runs(machine: Machine, label: str) -> bool:
-    """Whether a job of any name runs on the pod."""
+    """Whether any job runs on the pod. Raises MachineError."""
     script = f"""
 cd {shlex.quote(pod_directory(label))} || exit 9
 for pid in $(cat {JOBS}/*/pid 2>/dev/null); do
@@ -96,7 +96,7 @@ exit 0
 
 
 def sweep_script(label: str) -> str:
-    """Ends every process that bears the pod's mark: politely first where it leads a job, then by SIGKILL."""
+    """A script that ends all processes with the pod's mark: SIGTERM for jobs, and after a while SIGKILL for all."""
     wanted = shlex.quote(f"{MARK}={label}")
     # -z: environments are separated by zero bytes; the paths are /proc/<pid>/environ.
     return f"""
@@ -105,7 +105,7 @@ for pid in $(cat {shlex.quote(pod_directory(label))}/{JOBS}/*/pid 2>/dev/null); 
   case " $(marked | tr '\\n' ' ') " in *" $pid "*) kill -TERM "-$pid" 2>/dev/null;; esac
 done
 n=0; while [ -n "$(marked)" ] && [ $n -lt {_STOP_S * 5} ]; do
-  # Without a job there is nobody to ask politely.
+  # Without jobs nothing got SIGTERM.
   [ -d {shlex.quote(pod_directory(label))}/{JOBS} ] || break
   sleep 0.2; n=$((n+1))
 done
@@ -116,7 +116,7 @@ done
 
 
 def _functions(label: str, name: str) -> str:
-    # A pid may have been given to another process since; the mark tells ours.
+    # The pid may have been reused by another process, which lacks the mark.
     return f"""
 cd {shlex.quote(pod_directory(label))} || exit 9
 job={JOBS}/{shlex.quote(name)}

@@ -1,4 +1,4 @@
-"""Our own SSH key, and other files on the operator's machine that only their owner may read: whole or absent."""
+"""diloco's SSH key, and other private files on the operator's machine. All are written atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from provisioning.errors import UserError
 
 
 def public_key(path: Path) -> str:
-    """The OpenSSH line of the key at `path`, which is made when it is missing. Raises UserError."""
+    """The OpenSSH public key of the key at `path`; a missing key is created. Raises UserError if it is unusable."""
     import asyncssh
 
     if not path.exists():
@@ -26,17 +26,17 @@ def public_key(path: Path) -> str:
 
 
 def key_at(path: Path) -> Path:
-    """The path of a private key as a user writes it. Raises UserError where it is missing or open to others."""
+    """The path with ~ and variables expanded. Raises UserError if the key is missing, or others can read it."""
     expanded = Path(os.path.expandvars(path)).expanduser()
     check_private(expanded)
     return expanded
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Put `content` at `path`, mode 0600. Raises UserError."""
+    """Write a file with mode 0600, atomically. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # mkstemp makes it 0600; the rename makes it whole or absent.
+        # mkstemp creates it with mode 0600.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -50,7 +50,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raises UserError for a key file that is missing, or that others can read."""
+    """Raises UserError if the key file is missing, or if others can read it."""
     try:
         mode = path.stat().st_mode
     except OSError as error:

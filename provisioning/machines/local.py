@@ -1,4 +1,4 @@
-"""This machine as one to provision: scripts are processes, mirrors are copies."""
+"""The Machine protocol for this machine: scripts run as child processes, files are copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPILED = "__pycache__"
 
 
 class LocalMachine:
-    """`home` stands for the home directory of a machine far away."""
+    """`home` takes the place of a remote user's home directory."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -31,19 +31,19 @@ class LocalMachine:
         except TimeoutError as error:
             raise MachineError(f"a script took longer than {timeout_s:g} s on this machine") from error
         finally:
-            # Cancelled or too late: whatever the script started and did not detach goes with it.
+            # After a timeout or cancellation: end the script with all processes of its session.
             await _end(process)
         assert process.returncode is not None
         return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
-        # Compiled here, and good here: without it each pod spends a quarter of a minute of a core on its kernels.
+        # Copy compiled kernels, too: without them, each pod would compile for a quarter of a minute.
         excluded = [pattern for pattern in excluded if pattern != _COMPILED]
         target = self.home / into
         fresh = target.with_name(f"{target.name}.new")
 
         def copied(from_path: str, to_path: str) -> None:
-            # A temporary file beside what is compiled may be renamed meanwhile.
+            # Another process may be compiling: its temporary files may disappear.
             lost = (FileNotFoundError,) if _COMPILED in Path(from_path).parts else ()
             with contextlib.suppress(*lost):
                 shutil.copy2(from_path, to_path)

@@ -1,4 +1,4 @@
-"""What can be done on a machine, wherever it is: run a shell script, mirror a directory, follow an output."""
+"""The protocol of a machine, local or remote: run shell scripts, copy files, follow output."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ EXCLUDED = (
     "dist",
     ".*_cache",
 )
-"""What is never sent along with the code."""
+"""Patterns of files that are not sent with the code."""
 _SHOWN_CHARACTERS = 1500
 _MAX_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a script ended with."""
+    """Exit code and output of a script."""
 
     code: int
     stdout: str
     stderr: str
 
     def checked(self, what: str) -> str:
-        """The output, or MachineError with the script's last words."""
+        """The output. Raises MachineError, with the end of the error output, if the exit code is not 0."""
         if self.code:
             words = (self.stderr.strip() or self.stdout.strip())[-_SHOWN_CHARACTERS:]
             raise MachineError(f"{what} failed ({self.code}): {words or 'it said nothing'}")
@@ -43,9 +43,9 @@ class Answer:
 
 
 async def lines_of(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[str]:
-    """The lines of a stream of which `read` gives the next bytes, none at its end.
+    """The lines of a stream; `read` returns its next bytes, b"" at its end.
 
-    One that goes on and on, as a progress bar's does, is given in pieces.
+    A very long line, as of a progress bar, is yielded in pieces.
     """
     rest = b""
     while block := await read():
@@ -59,10 +59,10 @@ async def lines_of(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[str]:
 
 
 class Machine(Protocol):
-    """Paths in scripts are relative to the home directory of the user there."""
+    """Scripts run in the home directory of the machine's user."""
 
     async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
-        """A POSIX shell script, to its end. Raises MachineError where it cannot be run, or not in time."""
+        """Run a POSIX shell script. Raises MachineError if it cannot be run, or does not end in time."""
         ...
 
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
@@ -70,19 +70,21 @@ class Machine(Protocol):
         ...
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
-        """Copy these files and directories below `directory` to the same places below `into`, which is there.
+        """Copy files and directories from `directory` to the same relative paths in `into`, which exists.
 
         Symbolic links are left out. May be repeated. Raises MachineError or UserError.
         """
         ...
 
     def follow(self, script: str) -> AsyncIterator[str]:
-        """The lines that a script writes, as they come."""
+        """Yield the lines that a script writes, as they come. Raises MachineError."""
         ...
 
     def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
-        """A command for a person's terminal, good until `close`: a shell in that directory. These ports of the
-        machine's loopback are ports of this machine's loopback meanwhile."""
+        """A command that opens an interactive shell in that directory; valid until `close`.
+
+        It forwards these ports of this machine's loopback to the same ports of the machine's loopback.
+        """
         ...
 
     async def close(self) -> None:

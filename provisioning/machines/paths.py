@@ -1,13 +1,13 @@
-"""Where things lie on a pod, relative to the home directory there."""
+"""Paths on a pod, relative to the home directory."""
 
 from __future__ import annotations
 
 PODS = "diloco-pods"
 MARK = "DILOCO_POD"
-"""Environment variable that every process of a pod inherits; its value is the pod's label."""
+"""The mark: an environment variable that all processes of a pod inherit. Its value is the pod's label."""
 CODE, VENV, JOBS, SECRETS = "code", "venv", "jobs", "secrets.env"
 PODS_RECORD = "pod.json"
-"""By which a pod on a machine of ours is known there."""
+"""The file that marks a pod's directory on the user's own machines (providers/hosts.py)."""
 SWARM_SECRET, STATE, PEER_RUN = "swarm-secret", "state", "runs/peer"
 
 
@@ -16,5 +16,5 @@ def pod_directory(label: str) -> str:
 
 
 def temporary_directory(label: str) -> str:
-    """Of a pod, for what needs short paths: sockets, whose paths may have 107 bytes. Goes with the pod."""
+    """For sockets, whose paths have at most 107 bytes. Removed together with the pod."""
     return f"/tmp/diloco-pod-{label.rpartition('-')[2]}"

@@ -1,4 +1,4 @@
-"""What is brought home from a pod before it is given back: logs, metrics, the final model, and what else was named."""
+"""Fetches results before a pod is given back: logs, metrics, the final model, and further paths."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _LAST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came home from a pod, in the words of --fetch."""
+    """What was fetched from a pod. The words are those of --fetch: kinds and paths."""
 
     words: Sequence[str] = ()
     missing: Sequence[str] = ()
-    """Of these there was nothing."""
+    """Words for which there was nothing on the pod."""
     unfinished_at: str = ""
-    """The step that its peer was at, if its metrics say that it had not finished."""
+    """The peer's last step, in words, if by its metrics it had not finished; else empty."""
 
     def in_words(self, into: str) -> str:
         if not self.words:
@@ -49,7 +49,7 @@ class Fetched:
 
 
 def patterns_of(words: Sequence[str]) -> list[str]:
-    """Paths below a pod's directory, with * in them. Raises UserError for a word that is neither a kind nor a path."""
+    """Glob patterns, relative to a pod's directory. Raises UserError if a word is neither a kind nor a path."""
     found: list[str] = []
     for word in words:
         if word == NOTHING:
@@ -66,9 +66,9 @@ def patterns_of(words: Sequence[str]) -> list[str]:
 
 
 async def fetch_results(machine: Machine, label: str, words: Sequence[str], into: str) -> Fetched:
-    """Copy them to the same places below `into`, a directory here or a URL that fsspec knows.
+    """Copy results to the same relative paths in `into`, a local directory or a URL that fsspec knows.
 
-    May be repeated. Raises MachineError, UserError.
+    May be repeated. Raises MachineError or UserError.
     """
     patterns, directory = patterns_of(words), pod_directory(label)
     if not patterns:
@@ -79,7 +79,7 @@ for path in {" ".join(patterns)}; do [ -e "$path" ] && [ ! -L "$path" ] && print
 exit 0
 """
     listed = (await machine.run(script)).checked("looking for its results").splitlines()
-    # A pod is not trusted to name only what it was asked for.
+    # Do not trust the pod to list only what was asked for.
     paths = [path for path in listed if ".." not in PurePosixPath(path).parts and _is_one_of(path, patterns)]
     unfinished_at = ""
     if paths and is_url(into):
@@ -104,7 +104,7 @@ def is_url(place: str) -> bool:
 
 
 def _put(source: Path, url: str) -> None:
-    """All files below `source` to the same places below `url`. Raises MachineError."""
+    """Upload all files in `source` to the same relative paths below `url`. Raises MachineError."""
     import fsspec
 
     try:
@@ -114,7 +114,7 @@ def _put(source: Path, url: str) -> None:
             there.makedirs(target.rpartition("/")[0], exist_ok=True)
             there.put_file(str(path), target)
     except Exception as error:
-        # Each of its libraries has errors of its own.
+        # fsspec's file systems raise exceptions of many libraries.
         raise MachineError(f"{url} does not take its results: {type(error).__name__}: {error}") from error
 
 
@@ -128,7 +128,7 @@ def _is_one_of(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _unfinished_at(directory: Path, paths: Sequence[str]) -> str:
-    """By the peer's metrics and configuration among what was fetched, which may have any form."""
+    """See `Fetched.unfinished_at`. Reads the fetched metrics and configuration, and does not trust their form."""
     if _METRICS not in paths:
         return ""
     records = _last_records(directory / _METRICS)

@@ -1,4 +1,4 @@
-"""rsync to and from a machine: told by argv, and its exit codes in words."""
+"""Command lines of rsync, and error messages for its failures."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from provisioning.errors import MachineError
 _TIMEOUT_S = 1800.0
 _NO_SPACE = "No space left on device"
 _CANNOT_WRITE = 11
-# A file that was removed while the others were copied.
+# Exit code: a file was removed while rsync ran.
 _VANISHED = 24
-# The words of a receiver that fails are sometimes lost, while ssh ends.
+# The error output of a failing remote rsync is sometimes lost when ssh ends.
 _MAX_TRIES = 3
 
 
 def mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
-    """Makes `target` equal to `source`; no shell of ours in between."""
+    """Makes the remote directory `target` equal to `source`. `shell`: the ssh command line."""
     excludes = [f"--exclude={pattern}" for pattern in excluded]
     return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", f"{source}/", target]
 
 
 def fetch_argv(source: str, into: Path, shell: str) -> list[str]:
-    """Copies what is named on its stdin: files and directories, no links."""
+    """Copies the files and directories that are named on stdin, without symbolic links."""
     return ["rsync", "-rtz", "--files-from=-", "-e", shell, "--", source, f"{into}/"]
 
 
 async def run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b"") -> None:
-    """To its end. Raises MachineError; `what` was done, and `where`, as people are told of it."""
+    """Run rsync. Raises MachineError if it fails. `what` and `where` describe the work in its message."""
     for number in range(1, _MAX_TRIES + 1):
         code, said = await _run(argv, what, stdin)
         if code in (0, _VANISHED):
@@ -40,7 +40,7 @@ async def run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b
 
 
 async def _run(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int, str]:
-    """Its exit code and its errors."""
+    """The exit code, and the error output."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Code, environment and secrets onto a pod. Every step may be repeated, and does nothing where nothing changed."""
+"""Sends code, environment and secrets to a pod. Every step may be repeated, and does nothing if nothing changed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _UV = "'uv>=0.8,<1'"
 _KERNELS = "peers/*/__pycache__/*.nb[ci]"
 _RESERVED = (CODE, JOBS, PODS_RECORD, SECRETS, STATE, SWARM_SECRET, VENV)
 PASSED_ON = ("WANDB_API_KEY", "WANDB_PROJECT", "HF_TOKEN")
-"""Variables of the operator's that programs on pods are given."""
+"""Environment variables of the operator that are passed on to pods."""
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or directory of the operator's, and its place below a pod's directory."""
+    """A local file or directory, and its path on the pod, relative to the pod's directory."""
 
     source: Path
     place: str
@@ -43,12 +43,12 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What every pod is given."""
+    """What is sent to every pod."""
 
     source: Path
-    """The directory of the code: one with a pyproject.toml."""
+    """The directory of the code, with a pyproject.toml."""
     python: str | None = None
-    """A Python on the pods that has all that is needed; None: an environment is made from pyproject.toml."""
+    """A Python on the pods that has all packages; None: an environment is made from pyproject.toml."""
     extras: Sequence[str] = ()
     secrets: Mapping[str, str] | None = None
     mounts: Sequence[Mount] = ()
@@ -56,12 +56,12 @@ class Setup:
 
     @property
     def pod_python(self) -> str:
-        """As jobs on a pod name it."""
+        """The path of Python for jobs, absolute or relative to the pod's directory."""
         return self.python or f"{VENV}/bin/python"
 
 
 def source_directory(named: Path | None) -> Path:
-    """The code to send: the directory named, else the one that this runs from. Raises UserError."""
+    """`named`, or the source directory of this code. Raises UserError if it has no pyproject.toml."""
     source = named or Path(__file__).resolve().parents[2]
     if not (source / "pyproject.toml").is_file():
         raise UserError(
@@ -71,7 +71,7 @@ def source_directory(named: Path | None) -> Path:
 
 
 def secrets_of(environment: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
-    """PASSED_ON, and these. Raises UserError for one that is not set."""
+    """The variables of PASSED_ON that are set, and those in `names`. Raises UserError if one of `names` is not set."""
     for name in names:
         if not environment.get(name):
             raise UserError(f"--secret {name}: there is no such variable in your environment; export it.")
@@ -79,7 +79,7 @@ def secrets_of(environment: Mapping[str, str], names: Sequence[str] = ()) -> dic
 
 
 def mount_of(words: str) -> Mount:
-    """PATH or PATH:PLACE. Raises UserError."""
+    """Parses PATH or PATH:PLACE. Raises UserError if PATH does not exist or PLACE is not allowed."""
     named, _, place = words.partition(":")
     path = Path(named).expanduser().absolute()
     place = PurePosixPath(place or path.name).as_posix()
@@ -99,9 +99,9 @@ async def set_up(
     num_gpus: int | None,
     with_environment: bool = True,
 ) -> None:
-    """All of it, in the order in which things fail cheaply. Raises MachineError, UserError.
+    """Check disk and GPUs, send everything, make the environment: checks that fail early come first.
 
-    `num_gpus`: how many GPUs have to be there; None where they do not matter.
+    `num_gpus`: number of GPUs that the pod must have; None: it trains on its CPUs. Raises MachineError or UserError.
     """
     directory = pod_directory(label)
     answer = await machine.run(
@@ -131,14 +131,15 @@ async def set_up(
 
 
 async def _send_kernels(machine: Machine, source: Path, directory: str) -> None:
-    """Kernels that were compiled here. Where the processor is as ours they save a quarter of a minute of it; elsewhere
-    numba compiles its own, which are never replaced.
+    """Send numba's compiled kernels: on a machine with the same kind of CPU they save a quarter of a minute.
+
+    On others numba compiles its own. Existing files are not overwritten.
     """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for path in sorted(source.glob(_KERNELS)):
             archive.add(path, path.relative_to(source))
-    # In vain where tar cannot do that: then they are compiled there.
+    # Failures do not matter: then the pod compiles its kernels.
     await machine.run(f"tar -x -z -k -f - -C {shlex.quote(directory)} 2>/dev/null", stdin=packed.getvalue())
 
 
@@ -153,14 +154,14 @@ async def _put(machine: Machine, source: Path, place: str) -> None:
 
 
 async def put_private(machine: Machine, path: str, content: bytes) -> None:
-    """A file that only its owner can read, whole or not at all. The content goes through stdin alone."""
+    """Write a file with mode 0600 atomically. Its content is sent through stdin, so that no command line shows it."""
     quoted = shlex.quote(path)
     script = f"umask 077; cat >{quoted}.new && mv {quoted}.new {quoted}"
     (await machine.run(script, stdin=content)).checked(f"writing {path}")
 
 
 def env_file(values: Mapping[str, str]) -> bytes:
-    """Assignments that a shell reads. Raises UserError for names that are none."""
+    """Shell assignments of these variables. Raises UserError if a name is invalid."""
     for name in values:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f'"{name}" is no name for an environment variable.')
@@ -178,11 +179,11 @@ async def _check_gpus(machine: Machine, num_gpus: int) -> None:
 
 
 def environment_script(directory: str, extras: Sequence[str], fingerprint: str, *, is_cpu: bool) -> str:
-    """Makes the pod's environment unless it is there: by uv, which takes a fraction of pip's time.
+    """A script that makes the pod's Python environment unless it exists. It uses uv, which is much faster than pip.
 
-    By pip where uv cannot be had or fails, since it knows none of pip's settings, and where the image brings a torch,
-    which fits its driver and is kept: uv does not see it. Without GPUs torch comes from PyTorch's own index, without
-    4 GB of CUDA's libraries, unless that cannot be reached.
+    It uses pip if uv is not available or fails (uv ignores pip's settings), or if the image has a torch: that one fits
+    its driver and is kept, but uv would not see it. Without GPUs, torch is installed from PyTorch's CPU index, to save
+    4 GB of CUDA libraries, unless that index cannot be reached.
     """
     alone = "by_uv --torch-backend cpu || by_uv" if is_cpu else "by_uv"
     what = shlex.quote(f"{CODE}[{','.join(extras)}]" if extras else CODE)
@@ -201,7 +202,7 @@ sys.exit(not (2, 10) <= tuple(map(int, m.version("torch").split(".")[:2])) < (2,
 then site=--system-site-packages; fi
 uv=$(command -v uv)
 by_uv() {{
-  # The machine's own certificates: it may be behind a proxy with one of its own. Its second name is of uv below 0.11.
+  # Use the system's certificates: a proxy may need its own. The second variable is for uv before 0.11.
   UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 "$uv" pip install --quiet --python {VENV}/bin/python \
     --constraint {CODE}/constraints.txt --editable {what} "$@"
 }}
@@ -230,7 +231,7 @@ printf %s {shlex.quote(fingerprint)} >{VENV}/fingerprint
 
 
 def _fingerprint(setup: Setup) -> str:
-    """Changes when the environment has to be made anew."""
+    """A hash that changes if the environment has to be made again."""
     digest = hashlib.sha256(",".join(setup.extras).encode())
     for name in ("pyproject.toml", "constraints.txt"):
         path = setup.source / name

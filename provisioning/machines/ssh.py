@@ -1,4 +1,4 @@
-"""A machine over SSH: one connection, kept and opened again when it breaks, under a host key that is pinned."""
+"""The Machine protocol over SSH: one connection, reopened after it breaks, with a pinned host key."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a machine is, and what proves who is who."""
+    """The address of a machine, and the keys of both sides."""
 
     host: str
     port: int
     user: str
     key_path: Path
     host_key: str
-    """OpenSSH public key line of the machine; nothing else is ever talked to."""
+    """The machine's pinned OpenSSH public key; a machine with another key is never used."""
 
     def __str__(self) -> str:
         return f"{self.user}@{self.host}:{self.port}"
 
     @property
     def known_hosts(self) -> str:
-        # As OpenSSH and asyncssh look for it: the usual port is not named.
+        # The format of known_hosts omits port 22.
         where = self.host if self.port == _SSH_PORT else f"[{self.host}]:{self.port}"
         return f"{where} {self.host_key}\n"
 
@@ -62,7 +62,7 @@ class SshMachine:
 
         connection = await self._connected()
         try:
-            # The script goes to sh whatever the login shell is; stdin is the caller's.
+            # `sh -c`: the login shell may be another one, and stdin belongs to the caller.
             result = await asyncio.wait_for(
                 connection.run(f"sh -c {shlex.quote(script)}", input=stdin, encoding=None), timeout_s
             )
@@ -89,7 +89,7 @@ class SshMachine:
         return f"{self.address.user}@{self.address.host}:{directory}/"
 
     def _rsync_shell(self) -> str:
-        """Raises UserError where there is no rsync here."""
+        """Raises UserError if rsync is not installed here."""
         if shutil.which("rsync") is None:
             raise UserError("rsync is not on this machine; install it (apt install rsync).")
         return shlex.join([*ssh_argv(self.address, self._known_hosts), "-o", "BatchMode=yes"])
@@ -162,7 +162,7 @@ class SshMachine:
 
 
 async def shown_host_key(host: str, port: int) -> str:
-    """The key that a machine shows to whoever asks: to be pinned at first sight. Raises MachineError."""
+    """The host key that the machine shows now, to pin on first use. Raises MachineError."""
     import asyncssh
 
     try:
@@ -177,7 +177,7 @@ async def shown_host_key(host: str, port: int) -> str:
 
 
 def ssh_argv(address: Address, known_hosts: Path) -> list[str]:
-    """`ssh` with nothing of the user's configuration, and no way around the pinned key."""
+    """The command line of `ssh`, without the user's configuration, and with only the pinned host key accepted."""
     options = {
         "IdentitiesOnly": "yes",
         "StrictHostKeyChecking": "yes",

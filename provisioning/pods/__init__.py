@@ -1,6 +1,6 @@
-"""Pods in words: what is asked for, what is offered, what a provider lists. Pure data.
+"""Pod specs, offers, orders and listings. Pure data.
 
-Start with spec.py, PodSpec and how one is read; pod.py has the offers, orders and pods that providers speak of.
+Start with spec.py, PodSpec and how it is read from flags and files; pod.py has the data of the provider protocol.
 """
 
 from provisioning.pods.pod import Offer

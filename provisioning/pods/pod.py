@@ -1,4 +1,4 @@
-"""What providers speak of: offers, orders, and the pods that they list."""
+"""The data of the provider protocol: offers, orders and pods."""
 
 from __future__ import annotations
 
@@ -6,99 +6,99 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Users' files of experiments take it from here, too.
+# Users' experiment files import it from here, too.
 from provisioning.pods.spec import PodSpec as PodSpec
 
 PORTS = (30001, 30002, 30003)
-"""TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. Outside they may be others."""
+"""TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. From outside, the numbers may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Something that can be rented."""
+    """A machine that can be rented now."""
 
     id: str
     provider: str
     gpu_type: str
     gpu_count: int
     price_per_hour: float
-    """Dollars for all of it."""
+    """Dollars for the whole machine."""
     country: str | None = None
     city: str | None = None
     upload_mbps: float | None = None
     download_mbps: float | None = None
     spot: bool = False
     is_cpu: bool = False
-    """Its `gpu_count` counts training processes on processors."""
+    """It has no GPUs; `gpu_count` is the number of its training processes."""
     num_available: int = 1
-    """How many pods of this offer can be had at once."""
+    """How many pods can be rented by this offer at once."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What its provider needs to rent it."""
+    """Data that the provider needs to rent it."""
 
     @property
     def key(self) -> str:
-        """Its id among those of all providers."""
+        """Unique among the offers of all providers."""
         return f"{self.provider}/{self.id}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One request for a pod: all that a provider is told of it."""
+    """One request for a pod, as it is passed to a provider."""
 
     label: str
-    """The pod's name at the provider, new for each order, by which it is found again; and its idempotency key."""
+    """Unique per order: the pod's name at the provider, and the order's idempotency key."""
     offer: Offer
     ends_at: float | None = None
-    """Unix time at which the pod is to be gone."""
+    """Unix time of the rental end; None: no end."""
     image: str | None = None
-    """Container image or template, where the provider takes one."""
+    """Container image or template; None: the default of the provider's module."""
     volume_id: str | None = None
-    """A volume of the provider's to attach."""
+    """Id of a volume at the provider, to attach; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """A pod as its provider lists it."""
+    """A pod, as its provider describes it."""
 
     id: str
     label: str
     is_ready: bool
-    """Its address is known and its system is said to be up."""
+    """Its address is known, and by the provider its system is up."""
     failure: str = ""
-    """Why it will never be ready."""
+    """Why it will never be ready; empty: it may be."""
     gpu_count: int | None = None
     price_per_hour: float | None = None
     ends_at: float | None = None
-    """When the provider itself takes it back."""
+    """Unix time at which the provider itself ends the rental; None: never, or unknown."""
     host: str = ""
-    """Its IPv4 address, at which the other pods reach it too."""
+    """Its IPv4 address, also for the other pods; "": unknown."""
     ssh_port: int = 22
     user: str = ""
     ports: tuple[tuple[int, int], ...] = ()
-    """Those of PORTS, or others in their place: inside, and as they are reached from outside."""
+    """Pairs of a port on the pod, one of PORTS or a replacement, and its number from outside."""
     host_key: str = ""
-    """OpenSSH public key of the machine, where the provider knows it."""
+    """The host key, as an OpenSSH public key; "": the provider does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The pods of an account, whosever they are. That one is missing proves nothing: lists are late, or cut short."""
+    """All pods of an account. A missing pod proves nothing: listings lag behind, or are cut off."""
 
     pods: Sequence[Pod]
     silent: Mapping[str, str] = field(default_factory=dict)
-    """Machines that did not answer, and why: the pods on them are missing here."""
+    """Machines that did not answer, whose pods are therefore missing, and why."""
 
 
 def listing(pods: Iterable[Pod | None]) -> Listing:
-    """Of those that are there."""
+    """A listing without the values that are None."""
     return Listing(pods=[pod for pod in pods if pod is not None])
 
 
 def label_prefix(owner: str) -> str:
-    """How the labels of all pods of one state file begin."""
+    """The prefix of the labels of all orders of one state file."""
     return f"diloco-{owner}-"
 
 
 def name_in_label(label: str, owner: str) -> str:
-    """The name of the pod that an order with this label was for."""
+    """The name of the pod that was ordered with this label."""
     return label.removeprefix(label_prefix(owner)).rpartition("-")[0] or label

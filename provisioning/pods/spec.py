@@ -1,4 +1,4 @@
-"""Which pods somebody wants: PodSpec, and how tables, from flags or a TOML file, become checked PodSpecs."""
+"""PodSpec, the description of a requested pod, and how it is made from flags or TOML tables and checked."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ if TYPE_CHECKING:
 
 Figure = Annotated[float, Meta(ge=0, lt=1e12)]
 OWN_MACHINES = frozenset({"local", "ssh"})
-"""Providers whose machines are there anyway; all others rent."""
-# Fields that say how a pod is bought and for how long, not what machine it is.
+"""Providers of the user's own machines; all others rent."""
+# Fields about the rental, not about the machine.
 _TERMS = frozenset({"ttl_hours", "max_price"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodSpec:
-    """A pod that somebody wants. None: any will do."""
+    """A requested pod. None: any value will do."""
 
     name: str
     gpu_type: str | None = "A100"
     gpu_count: Annotated[int, Meta(ge=1)] | None = 8
     country: str | None = None
-    """Two letters, such as NL."""
+    """Two-letter code, such as NL."""
     volume_id: str | None = None
-    """A volume of the provider's to attach."""
+    """Id of a volume at the provider, to attach."""
     ttl_hours: Annotated[float, Meta(gt=0, lt=1e12)] | None = None
-    """Hours after which the pod is given back by itself."""
+    """Hours after which the pod is given back automatically; None: never."""
     min_upload_mbps: Figure | None = None
     min_download_mbps: Figure | None = None
     provider: str = "lium"
-    """One, or several with commas between them: the cheapest offer that fits is taken first, wherever it is."""
+    """One name, or several separated by commas: then the cheapest fitting offer of all is taken."""
     max_price: Figure | None = None
     """Dollars per hour for the whole pod."""
     image: str | None = None
-    """Container image or template, where the provider takes one."""
+    """Container image or template; None: the provider's default."""
     spot: bool = False
-    """Take machines that may be taken back at any time."""
+    """Also accept machines that the provider may take back at any time."""
 
     @property
     def providers(self) -> tuple[str, ...]:
         return tuple(_names(self.provider))
 
     def same_machine(self, other: PodSpec) -> bool:
-        """Whether a pod rented for the one serves as the other."""
+        """Whether a pod rented for one of the two specs fits the other."""
         names = {item.name for item in fields(self)} - _TERMS
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def providers_of(specs: Sequence[PodSpec]) -> list[str]:
-    """All that these pods may be rented of."""
+    """All providers that these specs allow."""
     return list(dict.fromkeys(name for spec in specs for name in spec.providers))
 
 
 def specs_of(
     tables: Sequence[Mapping[str, Any]], origin: str, *, gpu_types: Sequence[str] = (), **common: Any
 ) -> list[PodSpec]:
-    """A PodSpec for each table, checked. Raises UserError.
+    """A PodSpec for each table. Raises UserError if a field is invalid, or a name is invalid or used twice.
 
-    What a table does not say is as in `common`, unless that is None, then as is usual for its provider; tables without
-    a GPU type take `gpu_types` in turn.
+    Fields missing in a table are taken from `common`, where None means missing, and then from the provider's defaults;
+    tables without a GPU type take `gpu_types` in turn. `origin` names the source in error messages.
     """
     common = {name: value for name, value in common.items() if value is not None}
     specs, turns = [], itertools.cycle(gpu_types)
@@ -93,9 +93,9 @@ def specs_of(
 
 
 def usual_for(provider: str) -> dict[str, Any]:
-    """What differs from PodSpec's defaults on machines that are there anyway: they are taken as they are.
+    """Defaults other than PodSpec's for the user's own machines: any GPUs will do. Empty for other providers.
 
-    Local pods share the processors of this machine: one training process each.
+    Local pods share this machine's CPU, so each gets one training process.
     """
     names = set(_names(provider))
     if not names or not names <= OWN_MACHINES:
@@ -104,7 +104,7 @@ def usual_for(provider: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises UserError."""
+    """Raises UserError if the file cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -114,7 +114,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def tables_in(values: Mapping[str, Any], name: str, origin: str) -> list[dict[str, Any]]:
-    """The `[[name]]` of a TOML file. Raises UserError where there are none."""
+    """The `[[name]]` tables of a TOML file. Raises UserError if there are none."""
     tables = values.get(name)
     if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
         raise UserError(f"{origin} has no [[{name}]].")
@@ -122,7 +122,7 @@ def tables_in(values: Mapping[str, Any], name: str, origin: str) -> list[dict[st
 
 
 def typed(kind: type[D], table: Mapping[str, Any], where: str) -> D:
-    """A table as a dataclass. Raises UserError for a field that is unknown, or takes no such value."""
+    """The table as a dataclass. Raises UserError if a field is unknown, or its value invalid."""
     known = {item.name for item in fields(kind)}
     if unknown := sorted(set(table) - known):
         raise UserError(f"{where}: unknown field {unknown[0]}; there are {', '.join(sorted(known))}.")

@@ -1,4 +1,4 @@
-"""How long to wait before asking again, and doing so: for requests that change nothing, or may be repeated."""
+"""Retries with exponential backoff, for requests that change nothing or may be repeated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_ATTEMPTS = 7
 
 
 def delay_s(attempt: int, retry_after_s: float | None, seed: float) -> float:
-    """Seconds before attempt `attempt` + 1, from 1 on: doubling, up to half of it by chance (`seed` in 0..1).
+    """Seconds to wait after attempt `attempt` (from 1 on): doubling, with jitter from `seed`, a number in 0..1.
 
-    What the provider asks for comes first, within a minute.
+    At least `retry_after_s`, up to a minute.
     """
     own = min(FIRST_DELAY_S * 2 ** (attempt - 1), MAX_DELAY_S) * (0.5 + 0.5 * seed)
     return max(own, min(retry_after_s or 0.0, 60.0))
@@ -31,8 +31,9 @@ async def repeated(
     max_attempts: int = MAX_ATTEMPTS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> T:
-    """The request's answer, asking again while the other side is unavailable, which `tell` is told once. Raises the
-    last Unavailable.
+    """The request's answer. The request is repeated while it raises Unavailable; raises the last one.
+
+    `tell` gets one message, after the first failure.
     """
     for attempt in range(1, max_attempts + 1):
         try:

@@ -1,4 +1,4 @@
-"""What clouds have in common: a pod is a machine over SSH, let in by our own key."""
+"""Base class of all clouds: a pod is a machine over SSH, which accepts diloco's own key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from provisioning.providers.protocol import Provider
 
 
 class Cloud(Provider):
-    """The part of a provider that is about machines. For a cloud with a client library of its own, as Lium has."""
+    """Implements the part of Provider that concerns machines and SSH keys."""
 
     listens_on = "0.0.0.0"
 
@@ -30,29 +30,29 @@ class Cloud(Provider):
         )
 
     async def host_key(self, pod: Pod) -> str:
-        # No cloud tells its machines' keys: the first one seen is pinned in the ledger.
+        # Clouds do not publish host keys: the ledger pins the first one seen.
         return pod.host_key or await shown_host_key(pod.host, pod.ssh_port)
 
     def public_key(self) -> str:
-        """The OpenSSH line to be let in; the key is made where there is none. Raises UserError."""
+        """The OpenSSH public key that pods must accept; a missing key is created. Raises UserError."""
         return public_key(self._ssh_key)
 
     def check_tools(self) -> None:
-        """Raises UserError for what is missing on this machine."""
+        """Raises UserError if a program or the SSH key is missing on this machine."""
         check_programs()
         self.public_key()
 
 
 def check_programs() -> None:
-    """Raises UserError for what is missing on this machine to reach others."""
+    """Raises UserError if rsync or ssh is not installed on this machine."""
     for program in ("rsync", "ssh"):
         if shutil.which(program) is None:
             raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
 
 
 def api_key(environment: Mapping[str, str], name: str, url: str) -> str:
-    """The key in this variable, which `url` gives out. Raises UserError, which does not show it."""
-    # A file of variables written elsewhere leaves a carriage return behind it.
+    """The API key in variable `name`; users get one at `url`. Raises UserError, without the key, if it is invalid."""
+    # Files with Windows line ends leave a carriage return at the end.
     key = environment.get(name, "").strip()
     if not key:
         raise UserError(f"{name} is not set; make a key at {url} and export it.")

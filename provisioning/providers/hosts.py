@@ -1,4 +1,4 @@
-"""Machines that are there anyway as a provider: a pod is a directory on one of them, and the processes it marks."""
+"""Base of the providers of the user's own machines: a pod is a directory there, and the processes with its mark."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _ANSWER_TIMEOUT_S = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine: what an inventory's `[[machines]]` says of it."""
+    """One machine: an entry of `[[machines]]` in an inventory."""
 
     host: str
     name: str = ""
-    """Default: as `host`."""
+    """Default: the value of `host`."""
     user: str = field(default_factory=getpass.getuser)
     port: int = 22
     key: str = "~/.ssh/id_ed25519"
     host_key: str = ""
-    """Such as "ssh-ed25519 AAAA…"; default: as ~/.ssh/known_hosts has it."""
+    """Such as "ssh-ed25519 AAAA…"; default: the key in ~/.ssh/known_hosts."""
     gpu_type: str = "cpu"
     gpu_count: int = 0
-    """0: it trains on its processors."""
+    """0: it trains on its CPUs."""
     nproc_per_node: int = 1
-    """How many processes train, where it has no GPUs."""
+    """Number of training processes if it has no GPUs."""
     ports: Sequence[int] = PORTS
-    """Open to the other machines."""
+    """TCP ports that are open to the other machines."""
     address: str = ""
-    """How they reach it, where that is not `host`."""
+    """IPv4 address for the other machines; default: `host`."""
     price_per_hour: Figure = 0.0
     country: str | None = None
     upload_mbps: Figure | None = None
     download_mbps: Figure | None = None
     python: str | None = None
-    """One that has all that training needs; default: an environment is made."""
+    """A Python that has all packages; default: an environment is made."""
 
     @property
     def reached_at(self) -> str:
@@ -58,7 +58,7 @@ class Host:
 
 
 class HostsProvider(Provider):
-    """What local and ssh have in common. A pod's id is `<host>/<label>`: an order sent twice makes one pod."""
+    """Base of local and ssh. A pod's id is `<host>/<label>`, so an order that is sent twice makes one pod."""
 
     repeatable = True
     settle_s = doubt_s = 0.0
@@ -67,7 +67,7 @@ class HostsProvider(Provider):
 
     @abstractmethod
     async def connect(self, host: Host) -> Machine:
-        """The host's machine; the same one every time."""
+        """The machine of this host; the same object on every call."""
 
     @abstractmethod
     def ports(self, host: Host) -> list[int]:
@@ -108,7 +108,7 @@ class HostsProvider(Provider):
     async def destroy(self, pod_id: str) -> None:
         name, _, label = pod_id.partition("/")
         directory = shlex.quote(pod_directory(label))
-        # pod.json goes last: as long as anything is there, the pod is listed.
+        # Remove pod.json last: the pod is listed as long as files are left.
         script = f"""
 {sweep_script(label)}
 rm -rf {directory}.new {shlex.quote(temporary_directory(label))}; [ -d {directory} ] || exit 0
@@ -139,7 +139,7 @@ rmdir {PODS} 2>/dev/null; exit 0
         )
 
     async def _asked(self, host: Host) -> Sequence[Pod]:
-        """Its pods. Raises ProviderError where it does not answer, and soon: the others are not to wait for it."""
+        """The pods on this host. Raises ProviderError if it does not answer soon: listings should not wait for it."""
         try:
             return await asyncio.wait_for(self._pods_on(host), _ANSWER_TIMEOUT_S)
         except (MachineError, TimeoutError) as error:
@@ -172,7 +172,7 @@ def _pod(record: dict[str, Any], host: Host) -> Pod:
 
 def _create_script(label: str, record: str, num_pods: int) -> str:
     directory = shlex.quote(pod_directory(label))
-    # Under a lock, so that two people never take the last place; renamed, so that it is whole or absent.
+    # The lock prevents that two people take the last place; the rename makes the creation atomic.
     return f"""
 umask 077
 (
@@ -186,7 +186,7 @@ mv {directory}.new {directory} || exit 9
 """
 
 
-# What a crash left without its record is still a pod by the name of its directory.
+# After a crash, a directory without pod.json is still listed as a pod, so that it can be removed.
 _LIST_SCRIPT = f"""
 for directory in {PODS}/*/; do
   [ -d "$directory" ] || continue

@@ -1,4 +1,4 @@
-"""Clouds by a JSON API over HTTP: one request at a time, not faster than it allows, and what each failure means."""
+"""Base class of clouds with a JSON API: sends one request at a time, limits their rate, and interprets failures."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _MAX_ANSWER_BYTES = 16 << 20
 
 
 class NotFound(ProviderError):
-    """The provider says that there is nothing of this id."""
+    """The provider says that nothing has this id."""
 
 
 class ErrorKind(Enum):
-    """What an answer that says no means."""
+    """The meaning of an error answer."""
 
     BAD_KEY = auto()
     NO_MONEY = auto()
-    """A balance, a quota or a permission: the user has to see to it."""
+    """A balance, a quota or a permission is missing: only the user can change that."""
     NO_CAPACITY = auto()
-    """Of an order: another offer may do."""
+    """For orders only: another offer may succeed."""
     NOT_FOUND = auto()
 
 
@@ -52,37 +52,37 @@ _BY_STATUS = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that says no."""
+    """An error answer."""
 
     message: str
     kind: ErrorKind | None = None
-    """What this API means by it; None: what its status means everywhere."""
+    """Its meaning in this API; None: decided by the HTTP status."""
 
 
 class HttpCloud(Cloud):
-    """A cloud that is asked through a JSON API. As most: it knows no idempotency keys, and keeps no time."""
+    """A cloud with a JSON API. By default without idempotency keys and without a rental end."""
 
     repeatable = False
     settle_s = 60.0
     doubt_s = 600.0
 
     title: str
-    """Its name as people know it."""
+    """Its name in messages."""
     url: str
-    """Of its API. An environment variable, called as `key_env` but with BASE_URL for API_KEY, names another one."""
+    """URL of its API. An environment variable overrides it: `key_env` with BASE_URL in place of API_KEY."""
     key_env: str
-    """The environment variable with the key."""
+    """Environment variable of the API key."""
     keys_at: str
-    """The web page that gives keys out."""
+    """Web page where users create API keys."""
     key_header, key_prefix = "Authorization", "Bearer "
-    """The header that carries the key, and what stands before the key in it."""
+    """The header with the API key, and its prefix before the key."""
     interval_s = 0.0
-    """Least time between two requests."""
+    """Minimum time between two requests, in seconds."""
     order_interval_s = 0.0
-    """Least time between two orders."""
+    """Minimum time between two orders, in seconds."""
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
-        """Raises UserError where there is no key."""
+        """Raises UserError if the API key is missing or invalid."""
         super().__init__(ssh_key)
         self._key = api_key(environment, self.key_env, self.keys_at)
         self._url = environment.get(self.key_env.replace("API_KEY", "BASE_URL"), self.url).rstrip("/")
@@ -92,21 +92,21 @@ class HttpCloud(Cloud):
     @staticmethod
     @abstractmethod
     def refusal(status: int, body: Any) -> Refusal:
-        """What an error answer says, as this API words it; KeyError and the like where it is of no known form."""
+        """Interpret the body of an error answer. May raise KeyError and similar errors if its form is unknown."""
 
     @staticmethod
     @abstractmethod
     def path_of(pod_id: str) -> str:
-        """Of what the API says of one pod; the id is quoted."""
+        """The path of one pod in the API. `pod_id` is URL-quoted."""
 
     @abstractmethod
     def pod_in(self, answer: Any) -> Pod | None:
-        """The pod in that answer; None where it is only in the books. KeyError and the like, as above."""
+        """The pod in an answer; None if it has been deleted. May raise KeyError and similar errors, like `refusal`."""
 
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
-        """The answer, decoded. `is_order`: it may make a pod, so an answer that is lost is OutcomeUnknown.
+        """The decoded answer. `is_order`: the request may make a pod, so a lost answer raises OutcomeUnknown.
 
-        Raises ProviderError and its like, UserError, and NotFound for a 404 that is no order's.
+        Raises ProviderError or a subclass, UserError, and NotFound if another request than an order gets a 404.
         """
         async with self._lock:
             begin_at = max(self._next_at, self._next_order_at if is_order else 0.0)
@@ -119,7 +119,7 @@ class HttpCloud(Cloud):
                     self._next_order_at = time.monotonic() + self.order_interval_s
 
     def parsed(self, read: Callable[[Any], T], answer: Any, *, is_order: bool = False) -> T:
-        """What `read` makes of an answer. Raises ProviderError where it is not what the API is said to answer."""
+        """`read(answer)`. Raises ProviderError, for orders OutcomeUnknown, if the answer has an unknown form."""
         try:
             return read(answer)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -144,7 +144,7 @@ class HttpCloud(Cloud):
             await self.delete(pod_id)
 
     async def delete(self, pod_id: str) -> None:
-        """Ask for it. Raises NotFound where it is gone."""
+        """Request the deletion. Raises NotFound if the pod does not exist."""
         await self.request("DELETE", self.path_of(quote(pod_id, safe="")))
 
     async def close(self) -> None:
@@ -212,7 +212,7 @@ class HttpCloud(Cloud):
         if kind is ErrorKind.NOT_FOUND:
             if is_order:
                 return NoCapacity(said)
-            # A gateway that misses its API says 404, too, of a pod that lives.
+            # A 404 without the API's message may be of a gateway, while the pod exists.
             return NotFound(said) if refusal.message else Unavailable(f"{said} in no words of its API")
         if kind is ErrorKind.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")

@@ -1,4 +1,4 @@
-"""Lambda Cloud by its HTTP API, version 1. It keeps no time, so our watcher does; it knows no idempotency keys."""
+"""Lambda Cloud, by its HTTP API, version 1. It has no rental end, so the watcher enforces it; no idempotency keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = {
     "payment": ErrorKind.NO_MONEY,
     "credit": ErrorKind.NO_MONEY,
 }
-"""By a part of the error's code."""
+"""By a substring of the error code."""
 
 
 class LambdaProvider(HttpCloud):
@@ -78,7 +78,7 @@ class LambdaProvider(HttpCloud):
         await self._request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
 
     async def add_key(self, name: str) -> str:
-        """Have a key pair made there; the private half, which Lambda gives this once. Raises UserError."""
+        """Let Lambda create a key pair, and return the private key. Raises UserError if there is a key of this name."""
         if name in [there for there, _ in await self._keys()]:
             raise UserError(
                 f"Lambda has a key named {name} already, and gives its private half only once; take another name."
@@ -87,7 +87,7 @@ class LambdaProvider(HttpCloud):
         return self.parsed(lambda data: str(data["private_key"]), answer)
 
     async def _key_name(self, line: str) -> str:
-        """The name of our key there, which is put there when it is missing."""
+        """The name of our public key at Lambda; it is uploaded if it is missing."""
         material = line.split()[:2]
         for there, public in await self._keys():
             if public.split()[:2] == material:
@@ -97,7 +97,7 @@ class LambdaProvider(HttpCloud):
         return name
 
     async def _keys(self) -> list[tuple[str, str]]:
-        """Names and public halves."""
+        """Names and public keys at Lambda."""
         answer = await self._request("GET", "/ssh-keys")
         return self.parsed(
             lambda data: [(str(key["name"]), str(key.get("public_key", ""))) for key in data], answer
@@ -106,7 +106,7 @@ class LambdaProvider(HttpCloud):
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_order: bool = False
     ) -> Any:
-        """What is in `data`. Raises as `request` does."""
+        """The `data` of the answer. Raises the same errors as `request`."""
         answer = await self.request(method, path, body, is_order=is_order)
         return self.parsed(lambda found: found["data"], answer, is_order=is_order)
 
@@ -121,7 +121,7 @@ def _offers(data: Mapping[str, Any]) -> list[Offer]:
             price_per_hour=found["instance_type"]["price_cents_per_hour"] / 100,
             country=_country(region["name"]),
             city=region.get("description"),
-            # It does not say how many there are.
+            # The API does not say how many there are.
             num_available=100,
             details={"type": name, "region": region["name"]},
         )
@@ -145,12 +145,12 @@ def _pod(found: Mapping[str, Any], user: str) -> Pod | None:
         host=str(found.get("ip") or ""),
         ssh_port=int(found.get("ssh_port") or 22),
         user=user,
-        # To be opened in the account's firewall; by default it lets in SSH alone.
+        # The user has to open them in the account's firewall, which by default allows SSH only.
         ports=tuple((port, port) for port in PORTS),
     )
 
 
 def _country(region: str) -> str | None:
-    """The two letters that its regions' names begin with: us-west-1, europe-central-1."""
+    """us-west-1: US. None if the name does not begin with two letters, as europe-central-1."""
     head = region.partition("-")[0]
     return head.upper() if len(head) == 2 else None

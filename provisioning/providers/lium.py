@@ -1,4 +1,4 @@
-"""Lium (https://lium.io) through its own client, package `lium.io`. It answers one request at a time, in threads."""
+"""Lium (https://lium.io), by its client package `lium.io`. Its blocking calls run in threads, one at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LiumProvider(Cloud):
         base_url = environment.get("LIUM_BASE_URL")
         config = Config(api_key=key, ssh_key_path=ssh_key, **({"base_url": base_url} if base_url else {}))
         self._client: Lium = Lium(config)
-        # The client keeps state between calls and says nothing about threads.
+        # The client is not documented to be thread-safe.
         self._lock = asyncio.Lock()
 
     async def check(self) -> None:
@@ -67,7 +67,7 @@ class LiumProvider(Cloud):
     async def create(self, order: Order) -> str:
         more: dict[str, Any] = {}
         if order.ends_at is not None:
-            # A bound that holds even if we die now; the exact end is set and read back afterwards.
+            # A limit that holds even if this process dies now; the exact end is set afterwards, and read back.
             hours = math.ceil((order.ends_at - time.time()) / 3600)
             more["termination_hours"] = min(max(hours, 1), _MAX_HOURS)
         if order.image:
@@ -77,10 +77,10 @@ class LiumProvider(Cloud):
                 executor_id=order.offer.details["executor_id"],
                 name=order.label,
                 volume_id=order.volume_id,
-                # SSH takes one of them.
+                # One of them is for SSH.
                 ports=len(PORTS) + 1,
                 ssh_keys=[self.public_key()],
-                # Without a number it would take every GPU that is free.
+                # Without a number, Lium rents all free GPUs.
                 gpu_count=order.offer.gpu_count,
                 idempotency_key=order.label,
                 **more,
@@ -101,7 +101,7 @@ class LiumProvider(Cloud):
             return None
 
     async def destroy(self, pod_id: str) -> None:
-        # Its client takes a pod, and looks at nothing but its id.
+        # `rm` takes a pod, but uses only its id.
         with contextlib.suppress(_Gone):
             await self._call(lambda: self._client.rm(_info({"id": pod_id})))
 
@@ -118,7 +118,7 @@ class LiumProvider(Cloud):
 
 
 class _Gone(ProviderError):
-    """There is no such pod any more. Not `is_of_api`: or a gateway did not find its API."""
+    """The pod does not exist; if not `is_of_api`, the answer may also be of a gateway that did not find the API."""
 
     def __init__(self, message: str, *, is_of_api: bool) -> None:
         super().__init__(message)
@@ -126,7 +126,7 @@ class _Gone(ProviderError):
 
 
 def _translated(request: Callable[[], T], is_order: bool) -> T:
-    """The client's answer, its errors as ours."""
+    """The result of `request`. The client's errors are raised as ours."""
     import requests
     from lium.sdk import exceptions as lium_errors
 
@@ -143,10 +143,10 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     except lium_errors.LiumPermissionError as error:
         raise UserError(f"Lium refused: {error}. Nothing was rented.") from error
     except lium_errors.LiumRateLimitError as error:
-        # Answered in the place of being done, also where it is an order.
+        # The request was not carried out, so even an order may be repeated.
         raise Unavailable(f"Lium: {error}", error.retry_after) from error
     except (requests.ConnectionError, requests.Timeout) as error:
-        # Its own text is the innards of an HTTP library.
+        # The error's own text contains internals of an HTTP library.
         where = str(error.request.url) if error.request is not None else "its API"
         why = "no answer in time" if isinstance(error, requests.Timeout) else "no connection"
         raise (OutcomeUnknown if is_order else Unavailable)(
@@ -164,17 +164,17 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
             "API_KEY_BUDGET_EXCEEDED",
         ) or "402" in str(error):
             raise UserError(f"Lium: {error}. Nothing was rented.") from error
-        # The node was taken meanwhile, or does not split its GPUs like that.
+        # The node was rented meanwhile, or does not rent out this number of its GPUs.
         raise (NoCapacity if is_order else ProviderError)(f"Lium: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        # Its client trusts the server to answer in the form it knows.
+        # The client does not validate the server's answers.
         raise (OutcomeUnknown if is_order else ProviderError)(
             f"Lium's answer is of no known form ({type(error).__name__}: {error})"
         ) from error
 
 
 def _offers_of(executor: Any) -> list[Offer]:
-    """One offer for each number of GPUs that can be rented of this node."""
+    """One offer for each number of GPUs that can be rented on this node."""
     free = executor.available_gpu_count if executor.available_gpu_count is not None else executor.gpu_count
     if free < 1:
         return []
@@ -202,7 +202,7 @@ def _offers_of(executor: Any) -> list[Offer]:
 
 
 def _found(answer: dict[str, Any]) -> Pod | None:
-    """What it answers about one pod, which is as in the list; one that it keeps in its books only is none."""
+    """The pod in an answer about one pod; None if it was deleted."""
     if str(answer.get("status")).upper() in _GONE:
         return None
     price = answer.get("price")
@@ -210,7 +210,7 @@ def _found(answer: dict[str, Any]) -> Pod | None:
 
 
 def _info(answer: Mapping[str, Any]) -> Any:
-    """Its client's own form of that."""
+    """The same as the client's PodInfo."""
     from lium.sdk.models import PodInfo
 
     count = answer.get("gpu_count")
@@ -245,7 +245,7 @@ def _pod(info: Any) -> Pod:
 
 
 def _moment(text: str | None) -> float | None:
-    """Unix time of what the API writes; without a zone it is UTC."""
+    """A time of the API as Unix time; without a zone it is UTC."""
     if not text:
         return None
     moment = datetime.fromisoformat(text.replace("Z", "+00:00"))

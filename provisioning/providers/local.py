@@ -1,4 +1,4 @@
-"""Pods on this machine: the default, for trying things out and for tests. They cost nothing."""
+"""Pods on this machine, which cost nothing: for first trials and for tests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from provisioning.pods.pod import PORTS, Offer
 from provisioning.providers.hosts import Host, HostsProvider
 
 SIZES = (1, 2, 4)
-"""Training processes of the machines on offer."""
+"""Numbers of training processes that are offered."""
 MAX_PODS = 16
 _PROGRAMS = ("setsid", "flock", "grep", "find")
 
 
 class LocalProvider(HostsProvider):
-    """`home` gets a directory for each pod."""
+    """`home` contains the directories of all pods."""
 
     name = "local"
     listens_on = "127.0.0.1"
@@ -59,11 +59,11 @@ class LocalProvider(HostsProvider):
         return self._machine
 
     def ports(self, host: Host) -> list[int]:
-        """Free ones, other than those of the pods made before, whose peers may not listen yet."""
+        """Free ports, without those given to earlier pods, whose peers may not listen yet."""
         found: list[int] = []
         with contextlib.ExitStack() as stack:
             while len(found) < len(PORTS):
-                # Held until there are enough, so that they differ.
+                # Stays bound until all are found, so that they differ.
                 probe = stack.enter_context(socket.socket())
                 probe.bind(("127.0.0.1", 0))
                 port = int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
-"""What a provider of pods can do.
+"""The protocol of all providers.
 
-Every method may raise ProviderError or one of its subclasses, each of which tells the caller what to do (see
-errors.py), and UserError.
+Every method may raise UserError, or ProviderError or one of its subclasses, which tell the caller what to do
+(errors.py).
 """
 
 from __future__ import annotations
@@ -13,71 +13,71 @@ from provisioning.pods.pod import Listing, Offer, Order, Pod
 
 
 class Provider(ABC):
-    """registry.py makes them: a cloud with (environment, ssh_key), the others with what they need."""
+    """Constructed in registry.py: clouds with (environment, ssh_key), the others with their own arguments."""
 
     name: str
-    """As `--provider` and the registry have it."""
+    """Its name in `--provider` and in the registry."""
     repeatable: bool
-    """Orders carry an idempotency key: one that is sent twice makes one pod."""
+    """Whether orders carry an idempotency key, so that an order that is sent twice makes one pod."""
     settle_s: float
-    """Seconds after the answer to an order during which its pod may be missing from the list and unknown by its id.
-    Until they are over, that it is missing proves nothing.
+    """Seconds after the answer to an order. Until then its pod may be missing from listings and unknown by its id,
+    so a missing pod proves nothing.
     """
     doubt_s: float
-    """Of an order whose answer was lost: for how many seconds, from the first list without its pod on, all lists have
-    to lack it before it is taken for an order that made none.
+    """For orders whose answer was lost: if all listings lack the pod for so many seconds, counted from the first one
+    without it, the order made no pod.
     """
     keeps_time: bool = False
-    """It takes a pod back by itself when its time is over; for others a process on the operator's machine does."""
+    """Whether the provider itself ends rentals on time; else a process on the operator's machine does (watcher.py)."""
     listens_on: str
-    """The address that peers on its pods listen on."""
+    """IP address on which peers on its pods listen."""
 
     @abstractmethod
     async def check(self) -> None:
-        """That it can be used at all: key, files, programs. Raises UserError before anything is bought."""
+        """Check keys, files and programs before anything is rented. Raises UserError."""
 
     @abstractmethod
     async def offers(self) -> list[Offer]:
-        """Everything that could be rented now, whatever it is."""
+        """All current offers, without any filter."""
 
     @abstractmethod
     async def create(self, order: Order) -> str:
-        """Rent exactly what the order says, by one request; the pod's id.
+        """Rent exactly what the order says, by one request, and return the pod's id.
 
-        Raises OutcomeUnknown where a pod may have been made; Unavailable where the request was not carried out and
-        may be sent again; NoCapacity where another offer may do. All other errors: nothing was rented.
+        Raises OutcomeUnknown if a pod may have been made, Unavailable if nothing was rented and the request may be sent
+        again, NoCapacity if another offer may succeed. After all other errors, nothing was rented.
         """
 
     @abstractmethod
     async def pods(self) -> Listing:
-        """All pods of the account, whosever they are."""
+        """All pods of the account, also those that diloco did not order."""
 
     @abstractmethod
     async def find(self, pod_id: str) -> Pod | None:
-        """The pod of this id; None only where the provider itself says of this id that there is no such pod."""
+        """The pod with this id; None only if the provider itself says that no pod has this id."""
 
     @abstractmethod
     async def destroy(self, pod_id: str) -> None:
-        """Ask for the deletion of this id, whatever lists say. Destroying what is gone succeeds."""
+        """Request the deletion of this id, whether or not it is listed. Succeeds if the pod is gone already."""
 
     async def set_end(self, pod_id: str, ends_at: float) -> None:
-        """Change when it is taken back (Unix time), where the provider keeps time; else nothing."""
+        """Set the rental end (Unix time). Does nothing unless `keeps_time`."""
         return None
 
     @abstractmethod
     async def machine(self, pod: Pod, host_key: str) -> Machine:
-        """A ready pod's machine, pinned to this host key. Raises MachineError and HostKeyChanged."""
+        """The machine of a ready pod, with this pinned host key. Raises MachineError or HostKeyChanged."""
 
     async def host_key(self, pod: Pod) -> str:
-        """The host key to pin: what the provider knows, or what the machine shows at first sight; "" without SSH."""
+        """The host key to pin: from the provider, or the one that the machine shows now; "" without SSH."""
         return ""
 
     def swarm_flags(self, offer: Offer) -> list[str]:
-        """What peers on this offer are started with beside the user's flags."""
+        """Flags of peers on this offer, before the user's flags."""
         return []
 
     def python(self) -> str | None:
-        """The Python of its pods that has all that training needs; None: an environment is to be made."""
+        """A Python on its pods that has all packages; None: an environment has to be made."""
         return None
 
     async def close(self) -> None:

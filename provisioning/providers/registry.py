@@ -1,4 +1,4 @@
-"""Providers by name; each is loaded when it is asked for."""
+"""All providers by name. Their modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from provisioning.errors import UserError
 if TYPE_CHECKING:
     from provisioning.providers.protocol import Provider
 
-# Imported by the command line for its help: nothing heavy is loaded before a provider is opened.
+# By name: the module in this folder, and its class. The command line's help needs the names only, so none is imported.
 _OWN = {"local": ("local", "LocalProvider"), "ssh": ("ssh", "SshProvider")}
 _CLOUDS = {
     "lium": ("lium", "LiumProvider"),
@@ -24,22 +24,21 @@ _CLOUDS = {
     "vast": ("vast", "VastProvider"),
 }
 _PLACES = {**_OWN, **_CLOUDS}
-"""The module here, and its class."""
 NAMES, CLOUDS = tuple(_PLACES), tuple(_CLOUDS)
 LISTED = f"local (pods on this machine), ssh (your own machines), {', '.join(CLOUDS)}"
-"""For help texts."""
+"""All providers, for help texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What providers are opened with."""
+    """The arguments for opening providers."""
 
     state_dir: Path
-    """Where the local provider keeps its pods, and our SSH key lies."""
+    """Directory of the local provider's pods and of diloco's SSH key."""
     environment: Mapping[str, str]
-    """Keys of the providers."""
+    """Environment variables, with the providers' API keys."""
     inventory: Path | None = None
-    """The machines of the ssh provider."""
+    """File of the ssh provider's machines."""
 
     @property
     def ssh_key(self) -> Path:
@@ -47,7 +46,7 @@ class Access:
 
 
 def open_provider(name: str, access: Access) -> Provider:
-    """Raises UserError for a name that is none, and for what the provider lacks."""
+    """Raises UserError if the name is unknown, or if a package or key is missing."""
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f' Did you mean "{close[0]}"?' if close else ""

@@ -1,4 +1,4 @@
-"""RunPod by its REST API, version 2. It keeps no time, so our watcher does; it knows no idempotency keys."""
+"""RunPod, by its REST API, version 2. It has no rental end, so the watcher enforces it; no idempotency keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTS = (1, 2, 4, 8)
 _CLOUDS = ("SECURE", "COMMUNITY")
 _SSH_PORT = 22
 _GONE = {"TERMINATED"}
-# One that was stopped, or taken back, still costs its disk.
+# A stopped pod still costs money for its disk.
 _FAILED = {"EXITED", "ERROR"}
 
 
@@ -30,7 +30,7 @@ class RunPodProvider(HttpCloud):
     def refusal(status: int, body: Any) -> Refusal:
         more = "; ".join(str(one) for one in body.get("errors") or ())
         message = " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
-        # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
+        # By its documentation, 400 also means no capacity, and 403 a pool that this account may not use.
         return Refusal(message, ErrorKind.NO_CAPACITY if status in (400, 403) else None)
 
     @staticmethod
@@ -41,7 +41,7 @@ class RunPodProvider(HttpCloud):
         return _pod(answer)
 
     async def offers(self) -> list[Offer]:
-        """Prices are the same for every number of GPUs, and availability is not."""
+        """Asks for each number of GPUs: the price per GPU is the same, but the availability differs."""
         found: list[Offer] = []
         for cloud in _CLOUDS:
             for count in _COUNTS:
@@ -78,7 +78,7 @@ class RunPodProvider(HttpCloud):
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
-    """One for each data centre that has so many of this GPU; without data centres, one for the whole cloud."""
+    """One offer per data centre with `count` GPUs of this kind; without data centres, one for the whole cloud."""
     which = cloud.lower()
     if not kind[which] or count > kind["maxCount"][which] or kind.get("availability", "NONE") == "NONE":
         return []
@@ -92,7 +92,7 @@ def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
             price_per_hour=float(kind["price"][which]) * count,
             country=_country(place["id"]),
             city=place.get("name"),
-            # It does not say how many there are.
+            # The API does not say how many there are.
             num_available=100,
             details={"gpu": kind["id"], "cloud": cloud, "data_center": place["id"]},
         )
@@ -102,7 +102,7 @@ def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
 
 
 def _country(data_center: str) -> str | None:
-    """The two letters in its name: US-KS-2, CA-MTL-1, EU-RO-1, EUR-IS-2."""
+    """The country in a name like US-KS-2, CA-MTL-1, EU-RO-1 or EUR-IS-2; None: there is none."""
     parts = data_center.split("-")
     word = parts[0] if parts[0] in ("US", "CA") else (parts[1] if len(parts) > 1 else "")
     return word if len(word) == 2 else None

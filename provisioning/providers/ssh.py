@@ -1,4 +1,4 @@
-"""Machines that you own, the `[[machines]]` of a TOML file. One pod each."""
+"""The user's own machines over SSH, listed as `[[machines]]` in a TOML file. Each has room for one pod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from provisioning.providers.hosts import Host, HostsProvider
 
 
 def read_inventory(path: Path | None) -> list[Host]:
-    """Raises UserError with the field that is wrong."""
+    """The machines in the file. Raises UserError if there is no file, or a field is invalid."""
     if path is None:
         raise UserError("--provider ssh needs --inventory FILE.toml with your [[machines]].")
     origin = f"--inventory {path}"
@@ -35,11 +35,11 @@ class SshProvider(HostsProvider):
 
     def __init__(self, inventory: Path | None) -> None:
         self.hosts = read_inventory(inventory)
-        # On loopback alone, where all machines are this one.
+        # If all machines are this one, listen on loopback only.
         is_here = {host.reached_at for host in self.hosts} == {"127.0.0.1"}
         self.listens_on = "127.0.0.1" if is_here else "0.0.0.0"
         self._machines: dict[str, SshMachine] = {}
-        # Each its own, so that nobody waits for one that does not answer.
+        # One lock per host, so that a host that does not answer delays no other.
         self._connecting = {host.name: asyncio.Lock() for host in self.hosts}
 
     async def check(self) -> None:
@@ -101,7 +101,7 @@ class SshProvider(HostsProvider):
 
 
 async def _pinned(entry: Host) -> str:
-    """The machine's host key by the inventory or known_hosts; never by what it shows itself. Raises UserError."""
+    """The host key in the inventory or known_hosts. Raises UserError if neither has it: a shown key is not trusted."""
     import asyncssh
 
     if entry.host_key:

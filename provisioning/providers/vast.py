@@ -1,4 +1,4 @@
-"""Vast.ai by its REST API: a market where every machine is offered once. It keeps no time, so our watcher does."""
+"""Vast.ai, by its REST API: a market where each machine is offered once. The watcher enforces the rental end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VastProvider(HttpCloud):
     def refusal(status: int, body: Any) -> Refusal:
         code, message = str(body.get("error") or ""), str(body.get("msg") or "")
         kind = ErrorKind.NO_MONEY if "credit" in code else None
-        # Each machine is offered once: another was faster, or the host has taken it back.
+        # Each machine is offered once: somebody else has rented it, or its host has withdrawn it.
         if code == "no_such_ask" or status in (409, 410):
             kind = ErrorKind.NO_CAPACITY
         return Refusal(message or code, kind)
@@ -44,7 +44,7 @@ class VastProvider(HttpCloud):
         return None if answer["instances"] is None else _pod(answer["instances"], self.user)
 
     async def offers(self) -> list[Offer]:
-        """On demand, of hosts that Vast.ai has verified, with enough ports for a peer and a DHT."""
+        """On-demand offers of verified hosts with enough open ports for a peer and a DHT."""
         query = {
             **{name: {"eq": True} for name in ("verified", "rentable")},
             **{name: {"eq": False} for name in ("external", "rented")},
@@ -58,7 +58,7 @@ class VastProvider(HttpCloud):
         return self.parsed(lambda data: [_offer(one) for one in data["offers"]], answer)
 
     async def create(self, order: Order) -> str:
-        # Lets our key in on this machine alone, and leaves the account's keys as they are.
+        # Add our key on this machine only, and leave the account's keys unchanged.
         key = shlex.quote(self.public_key())
         body = {
             "client_id": "me",

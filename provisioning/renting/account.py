@@ -1,4 +1,4 @@
-"""One provider and a ledger's pods there: what it says of them, their machines, and fetching their results."""
+"""A ledger's pods at one provider: their state there, their machines, and their results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from provisioning.renting.clock import Clock
 from provisioning.renting.reconcile import Observation
 
 RUN_DIR, FETCH = "run_dir", "fetch"
-"""What the ledger remembers: where results go, and which."""
+"""Keys in the ledger: the directory or URL of results, and which results are fetched."""
 Say = Callable[[str, str], None]
-"""Tells people about a pod: its name, and what happens."""
+"""Prints a message to the user; arguments: the pod's name, and the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long things may take, in seconds."""
+    """Timeouts and the polling interval, in seconds."""
 
     boot_s: float = 900.0
     destroy_s: float = 180.0
@@ -34,7 +34,7 @@ class Patience:
 
 @dataclass(kw_only=True)
 class Account:
-    """Asks, and changes nothing that costs money: a Renter does."""
+    """Queries the provider. Orders and deletions are left to its subclass, Renter."""
 
     ledger: Ledger
     provider: Provider
@@ -42,7 +42,7 @@ class Account:
     patience: Patience = field(default_factory=Patience)
     clock: Callable[[], float] = field(default_factory=Clock)
     fetches: Sequence[str] | None = None
-    """What is brought home of a pod before it is given back; None: what was said when it was rented."""
+    """Which results to fetch before a pod is given back; None: as was chosen when the pods were rented."""
 
     def __post_init__(self) -> None:
         self._machines: dict[str, Machine] = {}
@@ -54,7 +54,7 @@ class Account:
         await self.provider.close()
 
     def tell(self, text: str) -> None:
-        """Tell people about the provider itself."""
+        """Print a message about the provider."""
         self.say(self.provider.name, text)
 
     @property
@@ -62,14 +62,11 @@ class Account:
         return [row for row in self.ledger.rows() if row.provider == self.provider.name]
 
     async def find(self, pod_id: str) -> Pod | None:
-        """What the provider says of this id. Raises ProviderError."""
+        """The pod with this id; None: the provider says that it does not exist. Raises ProviderError."""
         return await repeated(lambda: self.provider.find(pod_id), tell=self.tell)
 
     async def observe(self, rows: Sequence[Row]) -> Observation:
-        """What the provider lists, and what it says of the very id of every pod of these rows that its list lacks.
-
-        Raises ProviderError.
-        """
+        """List the provider's pods, and look up each pod of `rows` that is missing there. Raises ProviderError."""
         listing = await repeated(self.provider.pods, tell=self.tell)
         pods = {pod.id: pod for pod in listing.pods}
         unlisted = [row.provider_id for row in rows if row.provider_id and row.provider_id not in pods]
@@ -91,10 +88,10 @@ class Account:
         return Observation(pods=list(pods.values()), gone=gone, unknown=unknown, silent=listing.silent)
 
     async def pod_of(self, row: Row) -> Pod:
-        """The pod of this order, waiting for it as long as it may be late. Raises NoCapacity, ProviderError."""
+        """The pod of this row. Waits up to `settle_s` for it, then raises NoCapacity. Raises ProviderError."""
         deadline = self.clock() + self.provider.settle_s
         while row.provider_id is not None:
-            # By its id: lists are older.
+            # By id, since listings lag behind.
             pod = await self.find(row.provider_id)
             if pod is not None:
                 return pod
@@ -104,16 +101,19 @@ class Account:
         raise NoCapacity(f"{self.provider.name} has no pod {row.provider_id or row.label} any more")
 
     async def machine(self, row: Row) -> Machine:
-        """The machine of a pod that has answered before. Raises MachineError, HostKeyChanged, UserError."""
+        """The machine of this row's pod.
+
+        Raises MachineError if the pod is not up, NoCapacity if it does not exist, HostKeyChanged or UserError.
+        """
         return self._machines.get(row.label) or await self.machine_of(row, await self.pod_of(row))
 
     async def reached(self, row: Row) -> tuple[Machine, Pod]:
-        """Its machine, and where that is. Raises as the two do."""
+        """The machine and the pod of this row. Raises the same errors as `machine`."""
         pod = await self.pod_of(row)
         return await self.machine_of(row, pod), pod
 
     async def machine_of(self, row: Row, pod: Pod) -> Machine:
-        """The machine of this row, whose pod has been looked up."""
+        """The machine of `pod`, which is this row's."""
         if row.label not in self._machines:
             if pod.failure:
                 raise MachineError(f"{row.name} has died: {pod.failure}")
@@ -124,7 +124,10 @@ class Account:
         return self._machines[row.label]
 
     async def fetch_results(self, row: Row, *, discard_results: bool = False) -> None:
-        """Fetch what was made on a pod. What cannot be is said, and raises ResultsNotFetched unless it may be lost."""
+        """Fetch the results of a pod. Raises ResultsNotFetched if that fails.
+
+        It only prints the failure if `discard_results`, or if the pod is gone or has failed for good.
+        """
         words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
         if row.state not in (State.SYNCED, State.RUNNING) or not self.ledger.recall(RUN_DIR) or not words:
             return
@@ -148,7 +151,7 @@ class Account:
             self.say(row.name, fetched.in_words(into))
 
     def _results_directory(self, row: Row) -> str:
-        """Where a pod's results go: this very pod's alone, where another one of its name had some."""
+        """The directory of this pod's results, with a suffix if an earlier pod of the same name has used it."""
         into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
         key = f"results:{into}"
         if self.ledger.recall(key) not in ("", row.label):

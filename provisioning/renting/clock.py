@@ -1,4 +1,4 @@
-"""Unix time by which pods end and deadlines pass."""
+"""The clock for rental ends and deadlines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 
 
 class Clock:
-    """The machine's clock, which may be set forward but not back: no pod lives longer because it was. It goes on while
-    the machine sleeps.
+    """Unix time. It does not go back if the machine's clock is set back, so that no pod is rented for longer.
+
+    It goes on while the machine sleeps.
     """
 
     def __init__(self) -> None:
@@ -18,5 +19,5 @@ class Clock:
 
 
 def _since_boot() -> float:
-    # Darwin's goes on in sleep under this name; the other one stops.
+    # On Linux, CLOCK_MONOTONIC stops while the machine sleeps. macOS has no CLOCK_BOOTTIME, and needs none.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

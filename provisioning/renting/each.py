@@ -1,4 +1,4 @@
-"""One piece of work for each of several pods, all at once: what fails for one does not keep the others from theirs."""
+"""Runs the same work for several pods in parallel; a failure of one does not stop the others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from provisioning.errors import ProvisioningError
 
 T = TypeVar("T")
 Failures = dict[str, ProvisioningError]
-"""What went wrong, by the name of a pod."""
+"""Errors by the name of a pod, machine or provider."""
 
 
 async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
-    """All results; if one fails, the others are finished first."""
+    """All results. Raises the first error, after all work has ended."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -30,7 +30,7 @@ async def each(
     *,
     name: Callable[[T], str] = attrgetter("name"),
 ) -> Failures:
-    """What went wrong, by the item's name; `failed` is told at once."""
+    """Run `work` for all items. Returns the errors by item name, and calls `failed(name, text)` at once for each."""
     failures: Failures = {}
 
     async def one(item: T) -> None:

@@ -1,4 +1,4 @@
-"""What is asked about pods that are there, and what is done with them, whichever providers they are of."""
+"""Commands on rented pods at all providers: extend, fetch results, give back, reconcile, watch the time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import renters
 
 _FETCH_BEFORE_END_S = 300.0
-# Whoever holds the ledger may be putting the end off just now.
+# The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
 PYTHON, WANTED = "python", "wanted"
-"""What is remembered of the last command that set pods up: their Python, and the swarm that is to be there."""
+"""Keys in the ledger, written by the last command that set up pods: their Python, and the requested swarm."""
 UNWATCHED = "unwatched"
-"""Providers that the process that watches could not open."""
+"""Key in the ledger: providers that the watcher could not open."""
 
 
 async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say) -> Failures:
-    """Let pods live longer: first the provider, then the ledger, so that a pod that failed can be extended again.
+    """Extend rentals: at the provider first, then in the ledger, so that a failed extension can be repeated.
 
-    What went wrong, by pod. Raises UserError where one has no end, before any is changed.
+    Returns the errors by pod. Raises UserError, before any change, if a pod has no end.
     """
     rows = ledger.named(names)
     for row in rows:
@@ -47,7 +47,7 @@ async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: fl
 async def fetch_results(
     ledger: Ledger, access: Access, names: Sequence[str], say: Say, fetches: Sequence[str] | None = None
 ) -> Failures:
-    """Fetch what was made on pods, which stay; what could not be, by pod."""
+    """Fetch the results of pods, which are kept. Returns the errors by pod."""
     rows = ledger.named(names)
     async with renters(ledger, access, say, fetches=fetches) as found:
         return await each(rows, lambda row: found[row.provider].fetch_results(row))
@@ -63,22 +63,22 @@ async def down(
     fetches: Sequence[str] | None = None,
     discard_results: bool = False,
 ) -> Failures:
-    """Give pods back, those that no row knows of included; what could not be, by pod.
+    """Give back the pods of these names, or all, and all strays. Returns the errors by pod.
 
-    `fetches`: as for a Renter. `discard_results`: also those whose results cannot be fetched.
+    `fetches`: see Account. `discard_results`: also give back pods whose results cannot be fetched.
     """
     async with renters(ledger, access, say, patience, fetches=fetches) as found:
         unseen = await each(
             found.values(), lambda one: one.record_strays(), name=lambda one: one.provider.name
         )
-        # Known pods are given back by their ids all the same.
+        # The pods of the ledger are given back anyway, by their ids.
         for name, error in (unseen | found.failures).items():
             say(name, f"cannot be asked whether a pod of ours is there: {error}")
         return await found.give_back(ledger.named(names), discard_results=discard_results)
 
 
 def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
-    """Take the word of a person that these pods are gone."""
+    """Mark these rows as gone, because the user says so."""
     for row in rows:
         if row.state != State.PLANNED:
             row = ledger.advance(row, State.DELETING)
@@ -88,8 +88,10 @@ def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
 async def reconcile(
     ledger: Ledger, access: Access, providers: Sequence[str], say: Say, patience: Patience | None = None
 ) -> Failures:
-    """Make the ledger true and end orphans, at all providers that were ever used and at these; what was not done, by
-    pod, machine or provider. Without a check of what renting needs: giving back needs neither money nor programs.
+    """Make the ledger agree with all providers ever used and with `providers`, and give back strays.
+
+    Returns the errors by pod, machine or provider. Skips the checks for renting: giving back needs neither money nor
+    programs.
     """
     async with renters(ledger, access, say, patience, also=providers) as found:
         settled = await found.settle()
@@ -97,7 +99,7 @@ async def reconcile(
 
 
 def watcher_lacks_key(ledger: Ledger, access: Access) -> bool:
-    """Whether the process that watches lacks a key that this command has."""
+    """Whether this command can open a provider that the watcher could not: its environment has the API key."""
     for name in ledger.recall(UNWATCHED).split():
         with contextlib.suppress(ProvisioningError):
             open_provider(name, access)
@@ -106,7 +108,7 @@ def watcher_lacks_key(ledger: Ledger, access: Access) -> bool:
 
 
 def needs_watcher(ledger: Ledger) -> bool:
-    """Whether something has to be done about its pods at a time when nobody may type a command."""
+    """Whether pods need care without a command: a requested swarm, a rental end, or an order in doubt."""
     rows = ledger.rows()
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
 
@@ -114,10 +116,10 @@ def needs_watcher(ledger: Ledger) -> bool:
 async def keep_time(
     ledger: Ledger, access: Access, say: Say, fetched: set[str], interval_s: float, clock: Callable[[], float]
 ) -> float:
-    """Give back pods whose time is over, and those of orders in doubt; how long to wait until the next look.
+    """Give back pods after their rental end, and settle orders in doubt. Returns the seconds until the next call.
 
-    What was made on a pod is fetched shortly before its end, once, since some providers take it back to the minute;
-    `fetched` holds the labels of those of which it was. Ends may be put off, so nobody waits longer than `interval_s`.
+    Results are fetched once, some minutes before the end, since some providers end rentals exactly on time; `fetched`
+    contains the labels of these pods. Rentals may be extended, so the wait is at most `interval_s`.
     """
     rows, now = ledger.rows(), clock()
     ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
@@ -126,7 +128,7 @@ async def keep_time(
             with ledger.locked():
                 failures = await reconcile(ledger, access, (), say)
         except UserError:
-            # It is another command's for now, which may wait for hours, or be stopped itself; or its disk is full.
+            # Another command holds the lock, perhaps for hours, or the disk is full. Overdue pods are deleted below.
             failures = {}
         if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):
             async with renters(ledger, access, say) as found:

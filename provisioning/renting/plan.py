@@ -1,6 +1,6 @@
-"""What has to change so that there are the pods that are wanted: which offer serves which, and a diff with the ledger.
+"""The plan: which pods to create, keep and destroy so that the requested pods exist, and an offer for each new one.
 
-Pure: nothing is asked, and nothing bought, here.
+Pure: no requests are sent.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Removal:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """By what is done with each pod."""
+    """The changes that make the requested pods exist."""
 
     create: tuple[Creation, ...]
     keep: tuple[Row, ...]
     destroy: tuple[Removal, ...]
     offers: Sequence[Offer] = ()
-    """All that there were, for a pod whose own one fails."""
+    """All current offers, in case the chosen one fails."""
 
     @property
     def new_dollars_per_hour(self) -> float:
@@ -44,12 +44,12 @@ class Plan:
 
     @property
     def dollars_per_hour(self) -> float:
-        """Of all pods that there will be."""
+        """Of all pods after the change."""
         return self.new_dollars_per_hour + sum(row.offer.price_per_hour for row in self.keep)
 
     @property
     def dollars_until_end(self) -> float | None:
-        """What the new pods cost if all live as long as they may; None where one has no end."""
+        """Cost of the new pods until their rental ends; None if one has no end."""
         hours = [creation.spec.ttl_hours for creation in self.create]
         if any(number is None for number in hours):
             return None
@@ -59,16 +59,16 @@ class Plan:
 
 
 def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer]) -> Plan:
-    """Names are unique in `desired`. Raises UserError where a pod that is missing cannot be rented."""
+    """The names in `desired` have to be unique. Raises NoOffer if no offer fits a missing pod."""
     by_name = {spec.name: spec for spec in desired}
     keep, destroy = [], []
     for row in rows:
         spec = by_name.get(row.name)
         if row.state == State.DELETING and row.is_in_doubt:
-            # There may be no pod of it; if one comes, settling gives it back.
+            # It is not known whether this order made a pod. If one appears, settling gives it back.
             continue
         if row.state == State.PLANNED:
-            # Nothing was bought yet: the choice is made, and shown, anew.
+            # Nothing was rented yet: choose an offer again.
             if spec is None:
                 destroy.append(Removal(row, "no longer wanted; it was not rented yet"))
         elif spec is None:
@@ -78,7 +78,7 @@ def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer
         elif not row.spec.same_machine(spec):
             destroy.append(Removal(row, "another machine is wanted in its place"))
         else:
-            # On the terms of now.
+            # With the new terms, such as the price limit.
             keep.append(replace(row, spec=spec))
     kept = {row.name for row in keep}
     missing = [spec for spec in desired if spec.name not in kept]
@@ -92,7 +92,7 @@ def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer
 
 
 def objections(spec: PodSpec, offer: Offer) -> list[str]:
-    """Why this offer is not for this spec; nothing: it is."""
+    """Why this offer does not fit this spec; empty: it fits."""
     found = []
     if offer.provider not in spec.providers:
         found.append(f"of {offer.provider}")
@@ -112,7 +112,7 @@ def objections(spec: PodSpec, offer: Offer) -> list[str]:
 
 
 def is_gpu(wanted: str, offered: str) -> bool:
-    """Whether a name like A100 or 4090 means this GPU: its words, in any case, occur in the offered name."""
+    """Whether a name such as A100 or 4090 means the offered GPU: all words of `wanted` occur in it, ignoring case."""
     words = re.findall(r"[a-z0-9]+", offered.lower())
     return all(
         any(word == have or (len(word) > 3 and _is_part(word, have)) for have in words)
@@ -121,15 +121,15 @@ def is_gpu(wanted: str, offered: str) -> bool:
 
 
 def candidates(spec: PodSpec, offers: Sequence[Offer], without: Collection[str] = ()) -> list[Offer]:
-    """The offers that serve the spec, cheapest first, in an order that does not depend on how they came."""
+    """Fitting offers, except those with a key in `without`; cheapest first, independent of the order of `offers`."""
     fitting = [offer for offer in offers if offer.key not in without and not objections(spec, offer)]
     return sorted(fitting, key=lambda offer: (offer.price_per_hour, offer.key))
 
 
 def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer]:
-    """An offer for each spec, by name; cheap ones first, and none given out more often than it is there.
+    """An offer for each spec, by name: cheap ones first, each at most `num_available` times.
 
-    Raises NoOffer with the reasons if not all specs can be served at once: then nothing is to be bought.
+    Raises NoOffer, with the reasons, if the offers do not suffice for all specs.
     """
     choices = {spec.name: candidates(spec, offers) for spec in specs}
     holders: dict[str, list[str]] = {offer.key: [] for offer in offers}
@@ -140,7 +140,7 @@ def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer
             if len(holders[offer.key]) < offer.num_available:
                 holders[offer.key].append(name)
                 return True
-        # An augmenting path: who holds what this one needs is asked to take something else.
+        # Augmenting path: move another spec to another offer to free one for this spec.
         for offer in untried:
             tried.add(offer.key)
             for other in holders[offer.key]:
@@ -158,7 +158,7 @@ def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer
 
 
 def _is_part(word: str, have: str) -> bool:
-    """As 4090 is of rtx4090. An A1000 is no A100: numbers go together."""
+    """Whether `have` contains `word`, as rtx4090 contains 4090. Numbers are not split: A1000 does not contain A100."""
     first, last = (r"(?<!\d)" if word[0].isdigit() else ""), (r"(?!\d)" if word[-1].isdigit() else "")
     return re.search(f"{first}{word}{last}", have) is not None
 
@@ -178,7 +178,7 @@ def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str
     elif not offers:
         why = "nothing is offered at all"
     else:
-        # Those that come closest say most: one objection only, else all of them.
+        # The offers with the fewest objections are the most helpful.
         lists = [objections(spec, offer) for offer in offers]
         near = [found for found in lists if len(found) == min(map(len, lists))]
         counts = Counter(reason for found in near for reason in found)

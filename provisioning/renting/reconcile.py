@@ -1,8 +1,8 @@
-"""What to do about every difference between the ledger and what a provider says: a pure decision.
+"""Decides how to resolve each difference between the ledger and a provider. Pure.
 
-Only pods that a row names, or whose label begins with the owner's prefix, are ever touched. A list proves that a pod is
-there, never that it is not: a pod whose id is known is gone when the provider says so of that id, and an order whose
-answer was lost made no pod when several lists over `doubt_s` agree.
+Only pods of rows, and pods whose label begins with the owner's prefix, are ever touched. A listing proves that a pod
+exists, never that it does not. A pod with a known id is gone when the provider says that this id does not exist. An
+order whose answer was lost made no pod if several listings over `doubt_s` all lack it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MIN_ABSENCES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a provider said, all at one time."""
+    """What a provider said about its pods at one time."""
 
     pods: Sequence[Pod]
-    """Listed, or found by id."""
+    """Pods that are listed or were found by id."""
     gone: Collection[str] = ()
-    """Ids of which it says that there is no such pod."""
+    """Ids that do not exist, by the provider."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Ids of which it said nothing, and why."""
+    """Ids for which the request failed, and why."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """Machines that did not answer, and why: an order may have made a pod on them."""
+    """Machines that did not answer, and why. They may have pods that are not in `pods`."""
 
     def pods_of(self, rows: Sequence[Row]) -> dict[str, Pod]:
-        """The pod of each row, by the row's label; of two that one order made, either."""
+        """The pod of each row, by label; if an order made two pods, one of them."""
         known = {row.provider_id for row in rows}
         free = [pod for pod in sorted(self.pods, key=lambda pod: pod.id) if pod.id not in known]
         found = {
@@ -42,7 +42,7 @@ class Observation:
         return {label: pod for label, pod in found.items() if pod is not None}
 
     def strays(self, rows: Sequence[Row], owner: str) -> list[Pod]:
-        """Pods with labels of ours that belong to no row."""
+        """Pods with our label prefix that belong to no row."""
         own = {pod.id for pod in self.pods_of(rows).values()}
         prefix = label_prefix(owner)
         return [pod for pod in self.pods if pod.id not in own and pod.label.startswith(prefix)]
@@ -50,15 +50,15 @@ class Observation:
 
 class Do(StrEnum):
     ADOPT = "adopt"
-    """The order did get through: this is its pod."""
+    """The order has made this pod: record it in the row."""
     GIVE_UP = "give up"
-    """No pod of this order was listed in time: if one comes yet, it is given back."""
+    """No pod of the order was listed in time. If one appears later, it is given back."""
     COUNT_ABSENCE = "count absence"
-    """One more list lacks the pod of an order that was given up."""
+    """One more listing lacks the pod of an order that was given up."""
     FORGET = "forget"
-    """There is no such pod."""
+    """The pod does not exist: mark the row as gone."""
     DESTROY = "destroy"
-    """A pod that must not be there any more."""
+    """Delete the pod."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Action:
 
 
 def decide(rows: Sequence[Row], observation: Observation, provider: Provider, *, now: float) -> list[Action]:
-    """All that has to be done for one provider; nothing where ledger and provider agree."""
+    """The actions for one provider; empty if its pods agree with the rows."""
     actions: list[Action] = []
     pods = observation.pods_of(rows)
     for row in rows:
@@ -87,7 +87,7 @@ def decide(rows: Sequence[Row], observation: Observation, provider: Provider, *,
 
 
 def decidable_at(row: Row, provider: Provider, now: float) -> float:
-    """When at the earliest it can be said whether an order in doubt made a pod (Unix time)."""
+    """The earliest Unix time at which it can be decided whether an order in doubt made a pod."""
     settled_at = row.asked_at + provider.settle_s
     if row.state == State.CREATING:
         return settled_at
@@ -104,7 +104,7 @@ def _about_pod(row: Row, pod: Pod, now: float) -> list[Action]:
 
 def _about_order(row: Row, provider: Provider, now: float) -> list[Action]:
     if row.state == State.CREATING:
-        # Sent again under its label, it makes the same pod where orders are repeatable.
+        # A repeatable order is sent again: with the same label it makes the same pod.
         return [] if provider.repeatable else [Action(Do.GIVE_UP, row)]
     if row.num_absences + 1 >= _MIN_ABSENCES and now >= decidable_at(row, provider, now):
         return [Action(Do.FORGET, row, reason="its order made no pod")]

@@ -1,6 +1,6 @@
-"""From an order to a pod that answers, and back until its provider calls it gone, at one provider.
+"""Rents pods at one provider until they answer, and gives them back until the provider says that they do not exist.
 
-Every order is in the ledger before it is sent. Whatever a crash has left half done, `settle` finishes.
+Every order is in the ledger before it is sent. After a crash, `settle` finishes what was left half done.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from provisioning.renting.account import Account
 from provisioning.renting.each import Failures, each
 from provisioning.renting.reconcile import Action, Do, Observation, decidable_at, decide
 
-# For cents that are rounded; what costs more than was agreed to is not kept.
+# For rounded cents. A pod that costs more than the user agreed to is given back.
 _PRICE_SLACK = 1.02
 _END_SLACK_S = 600.0
-# What watches over its end has fetched its results minutes before.
+# For fetching results after the rental end; normally the watcher has fetched them some minutes before.
 _LAST_FETCH_S = 300.0
 
 
@@ -40,11 +40,11 @@ class Renter(Account):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.has_order_in_doubt = False
-        """An order's answer was lost, and its pod may come yet."""
+        """Whether the answer to an order was lost, so that its pod may still appear."""
         self._settling = asyncio.Lock()
 
     async def until_reachable(self, row: Row) -> None:
-        """Order it unless that is done, and wait until it answers. Raises NoCapacity where another offer may do."""
+        """Order the pod unless it is ordered, and wait until it answers. Raises NoCapacity if another offer may do."""
         if row.state in (State.PLANNED, State.CREATING):
             await self._rent(row)
         current = self.ledger.current(row)
@@ -52,15 +52,15 @@ class Renter(Account):
         await self._boot(current)
 
     async def _rent(self, row: Row) -> None:
-        """Send the order, once; where the answer is lost, look for the pod. Raises NoCapacity, ProviderError."""
+        """Send the order once; if its answer is lost, look for the pod in listings. Raises a ProviderError."""
         if row.provider_id is not None:
-            # An earlier command had the answer, and died before it had seen the pod.
+            # An earlier command received the answer, and died before it found the pod.
             await self._read_back(row, await self.pod_of(row))
             return
         was_sent = row.state == State.CREATING
         row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
-            # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
+            # Only Unavailable is repeated: it says that the order was not carried out.
             pod_id = await repeated(lambda: self.provider.create(row.order), tell=self.tell)
         except OutcomeUnknown as error:
             self.has_order_in_doubt = True
@@ -68,19 +68,19 @@ class Renter(Account):
             self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
         except (ProviderError, UserError):
             if was_sent:
-                # That this one was refused says nothing of the one before it, whose answer was lost.
+                # An earlier command sent the order, too, and its answer was lost: that one may have made a pod.
                 self.ledger.advance(row, State.DELETING)
             else:
                 self.ledger.forget(row, now=self.clock())
             raise
         else:
-            # It may have been asked several times, which takes a while.
+            # With the time of now: repeated requests take a while.
             row = self.ledger.set_pod(row, pod_id, None, State.CREATING, asked_at=self.clock())
             await self._read_back(row, await self.pod_of(row))
             return
         pod = await self._appeared(row)
         if pod is None:
-            # It may come yet, and is given back then.
+            # If the pod appears later, it is given back.
             self.ledger.advance(row, State.DELETING)
             raise NoCapacity("the answer to the order was lost, and no list shows a pod of it")
         await self._read_back(row, pod)
@@ -96,7 +96,7 @@ class Renter(Account):
             await asyncio.sleep(self.patience.poll_s)
 
     async def _boot(self, row: Row) -> None:
-        """Until it answers under its host key; NoCapacity where this pod will not."""
+        """Wait until the pod answers with its host key. Raises NoCapacity if a new pod fails or is not up in time."""
         deadline = self.clock() + self.patience.boot_s
         why = "it did not come up"
         while True:
@@ -120,7 +120,7 @@ class Renter(Account):
     async def _contact(self, row: Row, pod: Pod) -> None:
         key = row.host_key or await self.provider.host_key(pod)
         if not row.host_key and key:
-            # Pinned before anything is sent.
+            # Pin it before anything is sent.
             self.ledger.advance(row, row.state, host_key=key)
         machine = await self.provider.machine(pod, key)
         (await machine.run("true")).checked("the first command")
@@ -129,7 +129,7 @@ class Renter(Account):
             self.ledger.advance(row, State.REACHABLE)
 
     async def _read_back(self, row: Row, pod: Pod) -> None:
-        """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
+        """Compare the pod with the order. A pod that differs is given back at once, and raises NoCapacity."""
         ordered, row = row, self.ledger.set_pod(row, pod.id, pod.price_per_hour)
         price, offered = row.offer.price_per_hour, ordered.offer.price_per_hour
         wrong = _wrong(ordered, pod, price)
@@ -142,7 +142,7 @@ class Renter(Account):
         await self.schedule_end(row)
 
     async def schedule_end(self, row: Row) -> None:
-        """See to it that the provider takes the pod back in time, where it can; read back, and say it if not."""
+        """Set the rental end at the provider, if it supports that. Prints a message if it does not confirm the end."""
         if row.ends_at is None or not self.provider.keeps_time:
             return
         pod = await self.pod_of(row)
@@ -150,7 +150,7 @@ class Renter(Account):
             return
         await repeated(functools.partial(self.provider.set_end, pod.id, row.ends_at))
         deadline = self.clock() + self.provider.settle_s
-        # By its id: lists are older.
+        # By id, since listings lag behind.
         while not _ends_at(await self.find(pod.id), row.ends_at):
             if self.clock() > deadline:
                 self.say(
@@ -161,8 +161,10 @@ class Renter(Account):
             await asyncio.sleep(self.patience.poll_s)
 
     async def give_back(self, row: Row, *, discard_results: bool = False) -> None:
-        """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is
-        under way. Raises ProviderError with what is to be done, and ResultsNotFetched, which keeps the pod.
+        """Fetch the results, delete the pod, and wait until the provider says that it does not exist.
+
+        May be repeated, also by several tasks at once. Raises ProviderError, which says what the user should do, or
+        ResultsNotFetched; then the pod is kept.
         """
         current = self.ledger.current(row)
         if current is None:
@@ -174,7 +176,7 @@ class Renter(Account):
         try:
             row = self.ledger.advance(self._dated(current), State.DELETING)
         except UserError:
-            # A disk that is full keeps no pod: once it is not, whoever settles finds that there is none.
+            # Delete the pod even if the disk is full. A later `settle` updates the ledger.
             if current.provider_id is not None:
                 await self.provider.destroy(current.provider_id)
             raise
@@ -191,13 +193,13 @@ class Renter(Account):
             )
 
     def _identified(self, row: Row, pod: Pod) -> Row:
-        """The row as one that is to be ended, with the id that its pod has."""
+        """Mark the row as being deleted, with the id of its pod."""
         if row.provider_id is not None:
             return self.ledger.advance(row, State.DELETING)
         return self.ledger.set_pod(row, pod.id, pod.price_per_hour, State.DELETING)
 
     async def _end(self, row: Row) -> None:
-        """Have this very id deleted, whatever lists say, until its provider says that there is no such pod."""
+        """Request the deletion by id, until the provider says that the pod does not exist. Listings do not count."""
         deadline = max(
             self.clock() + self.patience.destroy_s, self._settled_at(row) + 2 * self.patience.poll_s
         )
@@ -216,7 +218,7 @@ class Renter(Account):
         self.say(row.name, "given back")
 
     async def _deleted(self, row: Row) -> ProvisioningError | None:
-        """Ask once for its deletion, and then whether it is there; why it cannot be called gone."""
+        """Request the deletion once, and check the result. None: the pod is gone; else why it may not be."""
         pod_id = row.provider_id
         assert pod_id is not None and row.state == State.DELETING
         trouble: ProvisioningError = ProviderError("it is still there")
@@ -234,12 +236,12 @@ class Renter(Account):
         return None
 
     async def end_overdue(self, by: float) -> Failures:
-        """Have pods deleted whose end was before `by`, and write nothing: for one who cannot change the ledger."""
+        """Request the deletion of pods whose rental end was before `by`. Needs no lock: the ledger stays as it is."""
         rows = [row for row in self.rows if row.provider_id and row.ends_at is not None and row.ends_at < by]
         return await each(rows, lambda row: self.provider.destroy(row.provider_id or ""))
 
     def _dated(self, row: Row) -> Row:
-        """Not ordered in the future: the clock was ahead then, and would have us wait until it is there again."""
+        """Set an order time in the future to now. It is from a clock that was ahead, and waits would take too long."""
         if row.asked_at <= self.clock():
             return row
         return self.ledger.advance(row, row.state, asked_at=self.clock())
@@ -251,24 +253,21 @@ class Renter(Account):
         self.ledger.forget(row, now=self.clock())
 
     async def record_strays(self) -> Observation:
-        """What the provider says. Pods of ours that no row knows of get rows, so that they are given back.
-
-        Raises ProviderError.
-        """
+        """Observe the provider, and add a row for each stray, so that it is given back. Raises ProviderError."""
         observation = await self.observe(self.rows)
-        # Read anew: what was ordered beside this look has a row by now.
+        # Read the rows again: pods that were ordered meanwhile have rows now.
         for pod in observation.strays(self.rows, self.ledger.owner):
             row = self.ledger.found(pod, self.provider.name, now=self.clock())
             self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
         return observation
 
     async def settle(self) -> Failures:
-        """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
+        """Make the ledger and the provider agree, also after a crash at any point. Raises ProvisioningError.
 
-        Orders that nobody knows the outcome of are looked for; orphans and pods whose time is over are given back;
-        what the provider says is gone is forgotten. What could not be done, or is not known, by pod or machine.
+        Looks for the pods of orders in doubt, gives back strays and pods after their rental end, and marks the rows of
+        pods that do not exist as gone. Returns the errors by pod or machine.
         """
-        # Several pods that are given back may all come here: what one settles, the next finds settled.
+        # Several tasks that give back pods may call this at once; later calls then find little to do.
         async with self._settling:
             return await self._settle()
 
@@ -301,7 +300,7 @@ class Renter(Account):
             await asyncio.sleep(self.patience.poll_s)
 
     async def _unless_changed(self, action: Action) -> None:
-        """One that was changed beside this look is for the next one."""
+        """Skip rows that have changed since the observation: the next one decides about them."""
         if self.ledger.current(action.row) == action.row:
             await self._carry_out(action)
 
@@ -311,7 +310,7 @@ class Renter(Account):
             if row.state == State.PLANNED:
                 row = self.ledger.advance(row, State.CREATING)
             self.say(row.name, f"the order had got through: it is {pod.id}")
-            # What is not as ordered has been given back, and said so.
+            # NoCapacity: the pod differs from the order, and was given back.
             with contextlib.suppress(NoCapacity):
                 await self._read_back(row, pod)
         elif action.do == Do.GIVE_UP:
@@ -324,7 +323,7 @@ class Renter(Account):
             self._forget(row)
         elif action.do == Do.DESTROY and pod is not None:
             self.say(row.name, f"given back: {action.reason}")
-            # Its time is over, whatever becomes of its results.
+            # The rental is over, even if the results cannot be fetched.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_FETCH_S):
                     await self.fetch_results(row, discard_results=True)
@@ -336,7 +335,7 @@ def _ends_at(pod: Pod | None, ends_at: float) -> bool:
 
 
 def _wrong(row: Row, pod: Pod, price: float) -> str:
-    """What is not as ordered, in words."""
+    """How the pod differs from the order, in words; empty: it does not."""
     if row.spec.gpu_count is not None and pod.gpu_count not in (None, row.offer.gpu_count):
         return f"{pod.gpu_count} GPUs in place of {row.offer.gpu_count}"
     limit = row.spec.max_price if row.spec.max_price is not None else row.offer.price_per_hour

@@ -1,4 +1,4 @@
-"""All providers of one ledger at once: renting what was agreed to, wherever that is, and giving it back."""
+"""Renting and giving back at all providers of one ledger."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from provisioning.renting.plan import Plan, candidates, plan
 from provisioning.renting.renter import Renter
 
 INVENTORY = "inventory"
-"""What is remembered of the last command that set pods up on machines of one's own."""
+"""Key in the ledger: the inventory of the last command that used the user's own machines."""
 _MAX_OFFERS = 4
-# Without a price limit, the next offer may cost so many times what was confirmed.
+# Without a price limit, a replacement offer may cost up to this multiple of the confirmed price.
 MAX_PRICE_RATIO = 1.5
 
 
 class Renters(dict[str, Renter]):
-    """By the name of their provider. Asking for one that could not be opened raises what was wrong with it."""
+    """Renters by the name of their provider. For a provider that could not be opened, a lookup raises the reason."""
 
     def __init__(self, ledger: Ledger, say: Say, opened: Sequence[Renter] = ()) -> None:
         super().__init__((renter.provider.name, renter) for renter in opened)
@@ -48,7 +48,7 @@ class Renters(dict[str, Renter]):
         return self.ledger.rows()
 
     async def settle(self) -> dict[str, Failures]:
-        """Make the ledger and all providers agree; what was not done, by provider, and there by pod or machine."""
+        """Make the ledger and all providers agree. Returns the errors by provider, then by pod or machine."""
 
         async def one(renter: Renter) -> Failures:
             try:
@@ -62,7 +62,7 @@ class Renters(dict[str, Renter]):
         )
 
     async def plan(self, specs: Sequence[PodSpec]) -> Plan:
-        """What is to be done for these pods, after making the ledger true. Raises ProvisioningError."""
+        """The plan for these pods, after `settle`. Raises ProvisioningError."""
         names = providers_of(specs)
         asked = [self[name] for name in names]
         for renter in asked:
@@ -75,9 +75,9 @@ class Renters(dict[str, Renter]):
         return plan(specs, self.rows, await _offers(asked))
 
     async def apply(self, agreed: Plan, on_written: Callable[[], None] = lambda: None) -> Failures:
-        """Give back, then rent in parallel, until all answer. What went wrong, by pod; the others are not held up.
+        """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
 
-        `on_written` is called once all orders are written down, and before one is sent.
+        `on_written` is called after all orders are in the ledger, before the first is sent.
         """
         failures = await self.give_back([removal.row for removal in agreed.destroy], failed=self.say)
         creations = [creation for creation in agreed.create if creation.spec.name not in failures]
@@ -91,7 +91,7 @@ class Renters(dict[str, Renter]):
         failures |= await each([*rows, *agreed.keep], one, self.say)
         for renter in self.values():
             if renter.has_order_in_doubt:
-                # A pod of an order that was given up may have come after all.
+                # The pod of an order that was given up may have appeared since.
                 failures = await renter.settle() | failures
         return failures
 
@@ -102,7 +102,7 @@ class Renters(dict[str, Renter]):
         discard_results: bool = False,
         failed: Say = lambda name, text: None,
     ) -> Failures:
-        """These pods, or all; each as far as it goes, whatever becomes of the others."""
+        """Give back these pods, or all if `rows` is None. Returns the errors by pod."""
 
         async def one(row: Row) -> None:
             await self[row.provider].give_back(row, discard_results=discard_results)
@@ -115,13 +115,13 @@ class Renters(dict[str, Renter]):
         return self.ledger.add(spec, offer, now=now, ends_at=ends_at)
 
     async def _until_reachable(self, row: Row, offers: Sequence[Offer], taken: Counter[str]) -> None:
-        """Try offers until one of them answers; `taken` counts those that are given out. Raises the last reason."""
+        """Try offers until a pod answers. `taken` counts the uses of each offer. Raises the last failure."""
         spec = row.spec
         limit = spec.max_price if spec.max_price is not None else row.offer.price_per_hour * MAX_PRICE_RATIO
         tried: set[str] = set()
         for _ in range(_MAX_OFFERS):
             tried.add(row.offer.key)
-            # Settling beside this may have found its pod, or found that there is none.
+            # A concurrent `settle` may have found the pod, or that there is none.
             current = self.ledger.current(row)
             if current is None:
                 raise ProviderError(f"{row.name} is not there any more; the same command rents it anew")
@@ -149,7 +149,7 @@ class Renters(dict[str, Renter]):
 
 
 async def _offers(asked: Sequence[Renter]) -> list[Offer]:
-    """Of these providers. One that cannot say hides no other. Raises ProviderError where none can."""
+    """The offers of these providers. Raises ProviderError only if all of them fail."""
     found: list[Offer] = []
     failures: list[ProviderError] = []
 
@@ -177,13 +177,14 @@ async def renters(
     to_rent: Collection[str] = (),
     fetches: Sequence[str] | None = None,
 ) -> AsyncIterator[Renters]:
-    """One for each provider that was ever used, those in `also`, and those in `to_rent`, which have to be usable.
+    """Renters for all providers that were ever used, those in `also`, and those in `to_rent`.
 
-    Raises UserError. `fetches`: as for a Renter.
+    Raises UserError if one of `to_rent` cannot be opened; others that cannot are in `Renters.failures`. `fetches`: see
+    Account.
     """
     found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)
     if remembered and not access.inventory:
-        # That with which these pods were rented.
+        # The inventory with which the pods were rented.
         access = replace(access, inventory=Path(remembered))
     try:
         for name in dict.fromkeys([*to_rent, *ledger.providers(), *also]):

@@ -1,6 +1,6 @@
-"""The process that gives pods back when their time is over, for providers that keep no time themselves.
+"""The watcher: a background process that gives pods back at their rental end and keeps the swarm (swarm/keeper.py).
 
-It runs beside no command, holds the lock `<state file>.watch` while it lives, and ends when nothing is left to watch.
+It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def lock_path(state_file: Path) -> Path:
 
 
 def running_pid(state_file: Path) -> int | None:
-    """The watcher's, if there is one."""
+    """The process id of the watcher; None: none runs."""
     return holder(lock_path(state_file)) if lock_path(state_file).exists() else None
 
 
 def start(state_file: Path, argv: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Start one that outlives this command; False if one runs already."""
+    """Start a watcher that outlives this command. Returns False if one runs already."""
     if running_pid(state_file) is not None:
         return False
     with state_file.with_name(f"{state_file.name}.watch.log").open("ab") as log:
@@ -44,7 +44,7 @@ def start(state_file: Path, argv: Sequence[str], environment: Mapping[str, str])
 
 
 def stop(state_file: Path) -> None:
-    """End the watcher, if there is one. May be repeated."""
+    """End the watcher if one runs. May be repeated."""
     pid = running_pid(state_file)
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     while pid is not None:

@@ -1,4 +1,4 @@
-"""The command lines of a swarm on pods: who listens where, and what each peer is told. Pure."""
+"""The command lines of the DHT and the peers on pods: addresses, ports and flags. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def peer_argv(
     num_peers_here: int,
     flags: Sequence[str],
 ) -> list[str]:
-    """`num_peers_here`: on the pod's machine; `flags`: the user's, for every peer the same."""
+    """`address`: of the DHT. `num_peers_here`: number of peers on the pod's machine. `flags`: further flags."""
     (inside, outside), (data_inside, data_outside) = _ports(pod)[1:3]
     argv = [python, "-m", "diloco", "peer", "--initial-peers", address, "--run-id", run_id]
     argv += ["--galaxy-size", str(num_peers), "--swarm-secret-file", SWARM_SECRET, "--run-dir", PEER_RUN]
@@ -47,7 +47,7 @@ def peer_argv(
 
 
 def flags_in(argv: Sequence[str], *, beside: Sequence[str] = ()) -> list[str]:
-    """The user's flags in a command line that `peer_argv` made; `beside`: those that the provider adds before them."""
+    """The user's flags in a command line made by `peer_argv`, without the provider's flags `beside` before them."""
     words = list(argv[4:])
     while words and _is_own(words[0]):
         words = words[2:]
@@ -55,18 +55,18 @@ def flags_in(argv: Sequence[str], *, beside: Sequence[str] = ()) -> list[str]:
 
 
 def coordinator_file(run_id: str, what: str) -> str:
-    """Where the coordinator keeps its swarm-secret, or its admission-key, relative to the pod's directory."""
+    """The path of the coordinator's file, `what`: swarm-secret or admission-key; relative to the pod's directory."""
     return f"{STATE}/coordinator/{run_id}.{what}"
 
 
 def address_in(log: str) -> str | None:
-    """The address that `diloco dht start` has printed, or None."""
+    """The address that `diloco dht start` has printed; None: none yet."""
     found = [line for line in log.splitlines() if line.startswith(ADDRESS_FLAG)]
     return found[-1].removeprefix(ADDRESS_FLAG).split()[0] if found else None
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raises UserError for flags that every peer is given by us."""
+    """Raises UserError if a flag is one that diloco itself sets for every peer."""
     for word in flags:
         if _is_own(word):
             raise UserError(f"{word} is given to each peer by `diloco provision` itself; leave it out.")

@@ -1,4 +1,4 @@
-"""What is done with pods once they are rented: code and environment onto each, and a swarm on all."""
+"""Sets up rented pods, and starts a swarm on all of them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Fleet:
     async def set_up(
         self, failures: Failures, *, again: bool = False, with_environment: bool = True
     ) -> Failures:
-        """Code and environment onto all pods that answer and lack them; `again`: also where nothing runs on them.
+        """Send code and make the environment on pods that lack them; `again`: on all where no job runs.
 
-        What went wrong, `failures` included: those pods are left alone.
+        Skips the pods in `failures`. Returns these and the new errors by pod.
         """
 
         async def one(row: Row) -> None:
@@ -48,7 +48,7 @@ class Fleet:
         return failures | await each(rows, one, self.renters.say)
 
     async def train(self, failures: Failures, options: SwarmOptions) -> Failures:
-        """A peer on each pod, all in epoch 1. Starts nothing unless all pods are there."""
+        """Start a peer on each pod, and wait until all are in epoch 1. Does nothing if there are `failures`."""
         if failures or not self.renters.rows:
             return failures
         try:
@@ -67,7 +67,7 @@ async def opened_fleet(
     *,
     boot_timeout_s: float = 900.0,
 ) -> AsyncIterator[Fleet]:
-    """The fleet with pods of these providers; what they are to be given is filled up. Raises UserError."""
+    """The fleet. Completes `setup` for these providers. Raises UserError if one of them cannot be opened."""
     patience = Patience(boot_s=boot_timeout_s)
     async with renters(ledger, access, say, patience, to_rent=providers) as found:
         if access.inventory:
@@ -76,7 +76,7 @@ async def opened_fleet(
         wandb = ["wandb"] if "WANDB_API_KEY" in (setup.secrets or {}) else []
         setup = replace(
             setup,
-            # Where pods are unlike, each gets an environment of its own.
+            # If providers have different Pythons, each pod gets its own environment.
             python=setup.python or (pythons.pop() if len(pythons) == 1 else None),
             extras=["data", *setup.extras, *wandb],
         )

@@ -1,7 +1,7 @@
-"""Keeping a swarm as it was asked for while nobody looks, as the process that runs beside every command.
+"""The keeper: part of the watcher process, it keeps the swarm as the user requested it.
 
-Pods that died are replaced, a swarm that has ended is given back once its results are fetched, and pods whose time is
-over are. What was asked for is in the ledger, so a keeper that was killed is succeeded by the next one.
+It replaces pods that died, and gives back all pods after the run has ended and its results are fetched. The request is
+stored in the ledger, so that a new keeper can take over after a crash.
 """
 
 from __future__ import annotations
@@ -37,33 +37,36 @@ _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
 _EPOCH_TIMEOUT_S = 900.0
 LAST_ACTION = "kept"
-"""What the keeper did last, in the ledger, for people."""
+"""Key in the ledger: the keeper's last action, as text for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The swarm that was asked for last."""
+    """The requested swarm."""
 
     specs: Sequence[PodSpec]
-    """With the price that each may cost."""
+    """The requested pods, each with a price limit."""
     replaces: bool
     stops_when_idle: bool
     budget: float | None = None
-    """Dollars for all pods of the ledger, beyond which none is replaced any more."""
+    """Once all pods of the ledger have cost so many dollars, none is replaced any more; None: no limit."""
     setup: Setup
     options: SwarmOptions
     ends_at: Mapping[str, float | None] = field(default_factory=dict)
-    """By pod; a replacement ends with the pod that it replaces."""
+    """Rental ends (Unix time) by pod name. A replacement gets the end of the pod that it replaces."""
 
     def write(self, ledger: Ledger) -> None:
-        """Secrets by their names alone."""
+        """Store this in the ledger, with the names of secrets but not their values."""
         names = dict.fromkeys(self.setup.secrets or (), "")
         text = msgspec.json.encode(replace(self, setup=replace(self.setup, secrets=names)), enc_hook=str)
         ledger.remember(WANTED, text.decode())
 
     @classmethod
     def read(cls, ledger: Ledger, environment: Mapping[str, str]) -> Wanted | None:
-        """Raises UserError where a secret is not in the environment any more."""
+        """The stored swarm, with secrets from the environment; None: there is none.
+
+        Raises UserError if a secret is not in the environment any more, or another version has stored it.
+        """
         text = ledger.recall(WANTED)
         if not text:
             return None
@@ -80,7 +83,7 @@ class Wanted:
         )
 
     def at(self, now: float, rows_end_at: Mapping[str, float | None]) -> Wanted:
-        """What is still wanted now: pods whose time is over are not, and the others only until then."""
+        """The same without pods whose rental end has passed, and with the remaining hours of the others."""
         ends_at = {**self.ends_at, **rows_end_at}
         left = [spec for spec in self.specs if (end := ends_at.get(spec.name)) is None or end > now]
         specs = [
@@ -91,7 +94,7 @@ class Wanted:
 
 
 def no_longer_wanted(ledger: Ledger, names: Sequence[str]) -> None:
-    """Somebody gives these pods back, or all: they are not to be replaced."""
+    """Remove these pods, or all if `names` is empty, from the stored swarm, so that they are not replaced."""
     text = ledger.recall(WANTED)
     found = json.loads(text) if text else {"specs": []}
     found["specs"] = [spec for spec in found["specs"] if names and spec["name"] not in names]
@@ -102,11 +105,11 @@ class Fate(StrEnum):
     LIVES = "lives"
     DIED = "died"
     ENDED = "ended"
-    """Its peer has finished, or failed and said why: another pod would do no better."""
+    """Its peer has ended by itself, with or without an error: replacing the pod would not help."""
 
 
 def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
-    """What has become of a pod that was running, and why that is known. `silent_s`: for how long nothing answers."""
+    """The fate of a pod, and the reason. `silent_s`: seconds since the pod last answered."""
     if status.row.state != State.RUNNING:
         return Fate.LIVES, ""
     if status.is_there is False:
@@ -125,7 +128,7 @@ def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
 
 @dataclass
 class Keeper:
-    """`look` may be called again and again, by one process at a time."""
+    """Call `tick` repeatedly, in one process at a time."""
 
     ledger: Ledger
     access: Access
@@ -138,13 +141,13 @@ class Keeper:
         self._said = ""
 
     async def tick(self) -> None:
-        """Look at all pods once, and do what has to be done. Raises ProvisioningError."""
+        """Check all pods once, and stop or repair the swarm if necessary. Raises ProvisioningError."""
         wanted = Wanted.read(self.ledger, self.access.environment)
         if wanted is None:
             return
         seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
         now = self.clock()
-        # While this machine slept, nobody looked: that is no silence of the pods.
+        # Limited: pods were not silent while this machine slept.
         passed_s, self._looked_at = min(now - self._looked_at, _MAX_GAP_S), now
         wanted = wanted.at(now, {one.row.name: one.row.ends_at for one in seen})
         fates = {one.row.name: (one, *fate(one, self._silence_s(one, passed_s))) for one in seen}
@@ -216,10 +219,10 @@ class Keeper:
 async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Until there is nothing to be watched any more: keep the swarm that is wanted, and give back what is to go."""
+    """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`."""
 
     def quietly(name: str, text: str) -> None:
-        # A full disk takes no log, and keeps no pod.
+        # If the disk is full, pods are given back without a log.
         with contextlib.suppress(OSError):
             say(name, text)
 
@@ -234,7 +237,7 @@ async def watch(
                 wait_s = min(wait_s, _INTERVAL_S)
                 await keeper.tick()
         except Busy:
-            # Whoever holds the lock sees to it.
+            # Another command changes the pods now.
             pass
         except (ProvisioningError, OSError) as error:
             with contextlib.suppress(UserError):

@@ -1,4 +1,4 @@
-"""Logs of jobs on pods, followed while they are written."""
+"""Shows the logs of jobs on pods, and follows them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ async def follow_all(
     follow: bool,
     write: Callable[[str, str], None],
 ) -> Failures:
-    """Give the lines of a job's log on each pod to `write(name, line)`; what went wrong, by pod.
+    """Call `write(pod name, line)` for the lines of a job's log on each pod. Returns the errors by pod.
 
-    Without a job it is the peer's; a pod that has none gives those of all its jobs, to `write(name/job, line)`.
+    `job` None: the peer's log; on a pod without one, those of all its jobs, by `write("pod name/job", line)`.
     """
     rows = ledger.named(names)
     without: Failures = {}
@@ -47,13 +47,13 @@ async def follow_all(
 
         async def follow_one(machine: Machine, row: Row, name: str, as_what: str) -> None:
             path = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{name}/log")
-            # -F waits for a log that is not there yet.
+            # -F waits until the log exists.
             script = f"exec tail -n {lines} {'-F ' if follow else ''}{path} 2>/dev/null"
             async for line in machine.follow(script):
                 write(as_what, line)
 
         failures = await each(rows, one)
-    # Only one pod has a DHT: that the others have none is no failure, unless they were asked for by name.
+    # A job may run on one pod only, like the DHT. Without `names`, it suffices that one pod has its log.
     return failures | without if names or len(without) == len(rows) else failures
 
 

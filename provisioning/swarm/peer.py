@@ -1,4 +1,4 @@
-"""What a pod tells of its peer, and what of that is news to whoever waits for it."""
+"""The progress of a pod's peer, and messages about it while a command waits for the first epoch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _LINE_INTERVAL_S = 10.0
 
 @dataclass(frozen=True)
 class PeerProgress:
-    """What a pod tells of its peer."""
+    """The progress of a peer, read from its job, metrics and log."""
 
     job: jobs.JobState
     epoch: int = 0
     step: int = 0
     last_lines: str = ""
     trains: str = ""
-    """Its own line on what it trains, and why that."""
+    """The peer's log line on what it trains; empty: none, or the same as the swarm."""
     num_contributors: int = 0
-    """Of its last epoch."""
+    """In its last epoch."""
     loss: float | None = None
-    """Of its last step."""
+    """At its last step."""
     tokens: int = 0
-    """That it has trained itself, since it joined."""
+    """Tokens that it has trained itself since it joined."""
 
     @property
     def has_finished(self) -> bool:
@@ -40,9 +40,9 @@ class PeerProgress:
 
 
 class PeerNews:
-    """Lines for people who wait for a peer's first epoch: what it trains, what it does, and the epoch itself.
+    """Messages for a user who waits for a peer's first epoch: what it trains, what it does, and the epoch itself.
 
-    `trainings` holds what other peers have said that they train, which is not said again.
+    `trainings` contains the lines that other peers have shown about what they train; these are not shown again.
     """
 
     def __init__(self, began_at: float, trainings: set[str]) -> None:
@@ -75,7 +75,7 @@ class PeerNews:
 
 
 async def read_progress(machine: Machine, label: str) -> PeerProgress:
-    """Raises MachineError."""
+    """The progress of the peer on this pod. Raises MachineError."""
     job = await jobs.state(machine, label, PEER_JOB)
     directory = shlex.quote(pod_directory(label))
     log = f"{JOBS}/{PEER_JOB}/log"
@@ -108,7 +108,7 @@ tail -n {_LOG_LINES} {log} 2>/dev/null; exit 0
 
 
 def end_of(log: str) -> str:
-    """The text of the last box, else the last lines."""
+    """The text of the last box in the log, such as an error message; without a box, the last lines."""
     lines = log.strip().splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith("╭─")]
     if starts:
@@ -117,7 +117,7 @@ def end_of(log: str) -> str:
 
 
 def record_in(line: str) -> dict[str, Any]:
-    """The metrics of one line; none for what is no line of metrics."""
+    """The record in a line of metrics.jsonl; empty if the line is invalid."""
     try:
         found = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What can be said of all pods now, and what each may cost. Changes nothing."""
+"""The present state and cost of all pods. Changes nothing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _HAS_ANSWERED = (State.REACHABLE, State.SYNCED, State.RUNNING)
 
 @dataclass(frozen=True)
 class Status:
-    """One pod, as far as it can be said now."""
+    """The state of one pod."""
 
     row: Row
     is_there: bool | None
-    """Whether its provider has it; None: that is not known, so it may."""
+    """Whether the provider has the pod; None: unknown, so it may cost money."""
     peer: str
-    """What its peer does, or what is known in its place, in words."""
+    """What its peer does, or why that is unknown, as text."""
     progress: PeerProgress | None = None
     use: Use = UNKNOWN
     failure: str = ""
-    """Why its provider says that it will never be up again."""
+    """Why the provider says that the pod has failed for good; empty: it has not."""
     is_in_ledger: bool = True
     dollars: float = 0.0
-    """What it has cost so far."""
+    """Cost so far."""
 
     @property
     def may_cost(self) -> bool:
@@ -67,17 +67,17 @@ class Status:
 
 @dataclass
 class Overview:
-    """What all providers said."""
+    """The pods at one or all providers."""
 
     pods: list[Status]
     silent: dict[str, str]
-    """Providers and machines that did not answer, and why: a pod of ours may be there that is not shown."""
+    """Providers and machines that did not answer, and why. They may have pods that are not in `pods`."""
     dollars: float = 0.0
-    """What all pods of the ledger have cost so far, those that are gone included."""
+    """Cost of all pods of the ledger so far, those that are gone included."""
 
     @property
     def tokens(self) -> int:
-        """That the peers of these pods have trained."""
+        """Tokens that these pods have trained."""
         return sum(one.progress.tokens for one in self.pods if one.progress)
 
     @property
@@ -86,7 +86,7 @@ class Overview:
 
 
 async def overview(ledger: Ledger, access: Access) -> Overview:
-    """Of all pods at all providers that were ever used; one that does not answer hides no other."""
+    """All pods at all providers that were ever used."""
     async with renters(ledger, access, lambda name, text: None) as opened:
         found = await asyncio.gather(*(_at_one(renter) for renter in opened.values()))
         failures = {name: str(error) for name, error in opened.failures.items()}
@@ -102,7 +102,7 @@ async def overview(ledger: Ledger, access: Access) -> Overview:
 
 
 async def _at_one(renter: Renter) -> Overview:
-    """At one provider, the pods of ours included that no row knows of."""
+    """The pods at one provider, strays included."""
     rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
     try:
         observation = await asyncio.wait_for(renter.observe(rows), _LOOK_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A swarm on pods that have been set up: a DHT and coordinator on one of them, a peer on each."""
+"""Starts a swarm on pods that are set up: the DHT with the coordinator on one pod, a peer on each."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _DHT_POD = "dht_pod"
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmOptions:
-    """How the swarm is started."""
+    """The settings of a swarm."""
 
     run_id: str = "diloco"
     flags: Sequence[str] = ()
-    """For every peer."""
+    """The user's flags for all peers."""
     epoch_timeout_s: float = 3600.0
-    """How long it may take until all peers are in epoch 1."""
+    """Time limit until all peers are in epoch 1."""
 
 
 class Swarm:
-    """Starts what does not run yet; called again, it changes nothing that works."""
+    """Starts processes that do not run yet. Starting again leaves running ones alone."""
 
     def __init__(self, renters: Renters, options: SwarmOptions, python: str) -> None:
         self._renters, self._options, self._python = renters, options, python
@@ -58,7 +58,7 @@ class Swarm:
         self._dht_address, self._secret = "", b""
 
     async def start(self) -> Failures:
-        """Until all peers are in epoch 1, or have finished; what went wrong, by pod."""
+        """Start the swarm, and wait until all peers are in epoch 1 or have finished. Returns the errors by pod."""
         wanted = [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
         progress_of: dict[str, PeerProgress] = {}
 
@@ -70,15 +70,15 @@ class Swarm:
 
         failures = await attempt(wanted, read)
         if self._ledger.recall(_DHT_POD) in failures:
-            # Its coordinator may live: a second one would give out the same ranks.
+            # The coordinator on that pod may still run, and a second one would assign the same ranks.
             return failures
         rows = [row for row in wanted if row.name in progress_of]
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
-        # Before others are started, which a swarm of other settings refuses.
+        # Before new peers start, since a swarm with other settings refuses them.
         failures |= await attempt([row for row in rows if row not in missing], self._tell_other_flags)
         if missing or running:
-            # Also where all peers run: they train without a coordinator, but nobody could join them by its address.
+            # Also if all peers run: they train without a coordinator, but new peers could not join.
             failures |= await attempt([self._dht_row(rows)], lambda row: self._join_dht(row, running))
             if not self._dht_address:
                 return failures
@@ -90,7 +90,7 @@ class Swarm:
         return failures | await self._until_in_epoch_one(waiting)
 
     async def progress(self, row: Row) -> PeerProgress:
-        """Raises MachineError."""
+        """The progress of this pod's peer. Raises MachineError."""
         machine = await self._renters[row.provider].machine(row)
         return await read_progress(machine, row.label)
 
@@ -99,14 +99,14 @@ class Swarm:
         return next((row for row in rows if row.name == known), rows[0])
 
     async def _join_dht(self, row: Row, running: Sequence[Row]) -> None:
-        """Learn how the DHT can be joined, after starting it where it does not run."""
+        """Start the DHT on this pod unless it runs, and read its address and the swarm secret."""
         renter = self._renters[row.provider]
         machine, pod = await renter.reached(row)
         run_id, directory = self._options.run_id, pod_directory(row.label)
         key_path = admission_key_path(self._ledger.path, run_id)
         remote_key = f"{directory}/{coordinator_file(run_id, 'admission-key')}"
         if key_path.exists():
-            # A coordinator on another pod than before admits those whom the first one did.
+            # With the same key, a coordinator on another pod admits the same peers.
             await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
             await put_private(machine, remote_key, key_path.read_bytes())
         argv = dht_argv(self._python, pod, run_id=run_id, listens_on=renter.provider.listens_on)
@@ -141,7 +141,7 @@ class Swarm:
         raise MachineError(f"`diloco dht start` gave no address on {row.name} within {_DHT_TIMEOUT_S:g} s")
 
     async def _member_address(self, row: Row) -> list[str]:
-        """How to join the DHT by a peer that is in it."""
+        """The flag for joining the DHT through this pod's peer; empty if the peer's id is unknown."""
         machine, pod = await self._renters[row.provider].reached(row)
         log = f"{pod_directory(row.label)}/{PEER_RUN}/logs/daemon.log"
         answer = await machine.run(f"grep -o 'starting as [A-Za-z0-9]*' {shlex.quote(log)} | tail -n 1")
@@ -167,7 +167,7 @@ class Swarm:
             self._say(row.name, "starting its peer")
 
     async def _tell_other_flags(self, row: Row) -> None:
-        """Say it where a peer was started with other flags than are given now. Raises MachineError."""
+        """Print a message if a running peer was started with other flags than the present ones. Raises MachineError."""
         renter = self._renters[row.provider]
         argv = await jobs.command(await renter.machine(row), row.label, PEER_JOB)
         flags = flags_in(argv, beside=renter.provider.swarm_flags(row.offer))
@@ -179,12 +179,12 @@ class Swarm:
             )
 
     def _num_peers_with(self, row: Row) -> int:
-        """Peers on the machine that this pod is on, where it is one that has several."""
+        """Number of peers on this pod's machine."""
         host = row.offer.details.get("host")
         return sum(host == other.offer.details.get("host") for other in self._renters.rows) if host else 1
 
     async def _until_in_epoch_one(self, rows: Sequence[Row]) -> Failures:
-        """What went wrong, by pod. Once one peer has ended, those that may be waiting for it are left to it."""
+        """Wait until all peers are in epoch 1, or one fails. Returns the errors by pod."""
         began_at = time.monotonic()
         deadline = began_at + self._options.epoch_timeout_s
         trainings: set[str] = set()
@@ -198,7 +198,7 @@ class Swarm:
                     progress = await self.progress(row)
                     failed_polls = 0
                 except MachineError:
-                    # One lost connection is no dead pod.
+                    # A lost connection does not mean that the pod is dead.
                     failed_polls += 1
                     if failed_polls > _MAX_FAILED_POLLS:
                         has_failed = True
