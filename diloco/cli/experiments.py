@@ -171,7 +171,7 @@ def run(
         if destroy:
             with ledger.locked(wait_s=_LOCK_WAIT_S):
                 failures.update(await fleet.renters.give_back())
-        return max(shouted(failures), 0 if runs.all_good(results) else 1)
+        return max(shouted(failures), 0 if all(result.ok for result in results) else 1)
 
     async def run_all() -> int:
         async with opened_fleet(ledger, providers_of(found.pods), access(inventory), say, setup) as fleet:

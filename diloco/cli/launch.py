@@ -139,7 +139,7 @@ def _submit(
     partition: str | None,
     dry_run: bool,
 ) -> int:
-    from provisioning.launchers.batch import pbs_script, slurm_script, submitted
+    from provisioning.launchers.batch import pbs_script, slurm_script, submit
     from provisioning.launchers.job import LOGS
 
     if engine == "slurm":
@@ -154,6 +154,6 @@ def _submit(
         print(script, end="", flush=True)
         return 0
     path = here / LOGS / f"{engine}.sh"
-    job_id = submitted(script, path, "sbatch" if engine == "slurm" else "qsub")
+    job_id = submit(script, path, "sbatch" if engine == "slurm" else "qsub")
     print(f"job {job_id} is submitted; its log will be in {here / LOGS}", flush=True)
     return 0

@@ -9,9 +9,9 @@ import asyncio
 import json
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 from provisioning.errors import MachineError, ProvisioningError
 from provisioning.experiments.sets import ExperimentSet, Placed
@@ -21,8 +21,8 @@ from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
+from provisioning.machines.results import record_in
 from provisioning.swarm.fleet import Fleet
-from provisioning.swarm.peer import record_in
 
 _POLL_S = 2.0
 _MAX_FAILED_POLLS = 30
@@ -56,8 +56,8 @@ async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Resu
         return [await _one(fleet, rows.get(name), one, trainer) for one in placed]
 
     by_pod = await asyncio.gather(*(on_pod(spec.name) for spec in found.pods))
-    order = {one.config.name: index for index, one in enumerate(found.experiments)}
-    return sorted((result for results in by_pod for result in results), key=lambda result: order[result.name])
+    by_name = {result.name: result for results in by_pod for result in results}
+    return [by_name[one.config.name] for one in found.experiments]
 
 
 def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
@@ -74,16 +74,13 @@ def all_recorded(ledger: Ledger) -> list[Result]:
 
 def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> set[str]:
     """Names of the pods with at least one experiment that has not succeeded yet."""
-    return {one.pod for one in found.experiments if not _is_done(recorded(ledger, one, trainer))}
-
-
-def _is_done(known: Result | None) -> TypeGuard[Result]:
-    return known is not None and known.ok
+    results = ((one.pod, recorded(ledger, one, trainer)) for one in found.experiments)
+    return {pod for pod, result in results if result is None or not result.ok}
 
 
 async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) -> Result:
     known = recorded(fleet.renters.ledger, placed, trainer)
-    if _is_done(known):
+    if known is not None and known.ok:
         fleet.renters.say(placed.pod, f"{placed.config.name} is done already")
         return known
     if row is None:
@@ -184,7 +181,3 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def all_good(results: Sequence[Result]) -> bool:
-    return all(result.ok for result in results)

@@ -179,10 +179,8 @@ def _all_are(kind: type, items: object) -> bool:
 
 def _of_toml(path: Path) -> ExperimentSet:
     values, origin = read_toml(path), str(path)
-    specs, entries = (
-        specs_of(tables_in(values, "pods", origin), origin),
-        tables_in(values, "experiments", origin),
-    )
+    specs = specs_of(tables_in(values, "pods", origin), origin)
+    entries = tables_in(values, "experiments", origin)
     pods = [entry.pop("pod", None) for entry in entries]
     configs = [
         typed(ExperimentConfig, {"name": f"experiment-{index}", **entry}, f"{path}, experiment {index}")

@@ -77,7 +77,7 @@ def pbs_script(
     return "\n".join(lines) + "\n"
 
 
-def submitted(script: str, path: Path, program: str) -> str:
+def submit(script: str, path: Path, program: str) -> str:
     """Write the script, submit it with `program` (sbatch or qsub), and return the job's id.
 
     Raises UserError if the program is not installed, and ProviderError if it refuses the script.

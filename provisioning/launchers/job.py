@@ -60,14 +60,12 @@ def network_env(infiniband: Sequence[str], interface: str | None, given: Mapping
 
     `infiniband`: names of the InfiniBand devices; `interface`: that of the default route, None if there is none.
     """
-    chosen: dict[str, str] = {}
+    chosen = {"NCCL_IB_DISABLE": "0" if infiniband else "1"}
     if infiniband:
         # 3: RoCE v2 over IPv4; InfiniBand proper ignores it.
-        chosen = {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"}
-    else:
-        chosen["NCCL_IB_DISABLE"] = "1"
-        if interface:
-            chosen |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+        chosen["NCCL_IB_GID_INDEX"] = "3"
+    elif interface:
+        chosen |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     return {name: given.get(name, value) for name, value in chosen.items()}
 
 

@@ -205,7 +205,8 @@ def run(job: LaunchJob, nproc: int, environment: Mapping[str, str], directory: P
                 log.flush()
                 sys.stdout.write(line.decode(errors="replace"))
                 sys.stdout.flush()
-            return _shell_code(process.wait())
+            code = process.wait()
+            return 128 - code if code < 0 else code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -252,7 +253,3 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
         return
-
-
-def _shell_code(code: int) -> int:
-    return 128 - code if code < 0 else code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
 import json
 import re
@@ -38,7 +39,7 @@ class Fetched:
     missing: Sequence[str] = ()
     """Words for which there was nothing on the pod."""
     unfinished_at: str = ""
-    """The peer's last step, in words, if by its metrics it had not finished; else empty."""
+    """The peer's last step, in words, if its metrics show that it had not finished; else empty."""
 
     def in_words(self, into: str) -> str:
         if not self.words:
@@ -81,20 +82,20 @@ exit 0
     listed = (await machine.run(script)).checked("looking for its results").splitlines()
     # Do not trust the pod to list only what was asked for.
     paths = [path for path in listed if ".." not in PurePosixPath(path).parts and _is_one_of(path, patterns)]
-    unfinished_at = ""
-    if paths and is_url(into):
-        with tempfile.TemporaryDirectory(prefix="diloco-results-") as here:
-            await machine.fetch(directory, paths, Path(here))
-            unfinished_at = _unfinished_at(Path(here), paths)
-            await asyncio.to_thread(_put, Path(here), into)
-    elif paths:
+    kinds = [word for word in words if word != NOTHING]
+    if not paths:
+        return Fetched(missing=kinds)
+    with contextlib.ExitStack() as stack:
         try:
-            Path(into).mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(prefix="diloco-results-") if is_url(into) else None
+            here = Path(stack.enter_context(temporary) if temporary else into)
+            here.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{into}, where its results go, cannot be made: {error.strerror}.") from error
-        await machine.fetch(directory, paths, Path(into))
-        unfinished_at = _unfinished_at(Path(into), paths)
-    kinds = [word for word in words if word != NOTHING]
+        await machine.fetch(directory, paths, here)
+        unfinished_at = _unfinished_at(here, paths)
+        if is_url(into):
+            await asyncio.to_thread(_put, here, into)
     found = [word for word in kinds if any(_is_one_of(path, patterns_of([word])) for path in paths)]
     return Fetched(found, [word for word in kinds if word not in found], unfinished_at)
 
@@ -150,11 +151,13 @@ def _last_records(path: Path) -> list[dict[str, Any]]:
             lines = file.read().splitlines()
     except OSError:
         return []
-    return [record for line in lines if isinstance(record := _json(line), dict)]
+    return [record_in(line) for line in lines]
 
 
-def _json(line: bytes) -> object:
+def record_in(line: str | bytes) -> dict[str, Any]:
+    """The record in a line of metrics.jsonl; empty if the line is invalid."""
     try:
-        return json.loads(line)
+        found = json.loads(line)
     except ValueError:
-        return None
+        return {}
+    return found if isinstance(found, dict) else {}

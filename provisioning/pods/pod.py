@@ -63,7 +63,7 @@ class Pod:
     id: str
     label: str
     is_ready: bool
-    """Its address is known, and by the provider its system is up."""
+    """Its address is known, and the provider says that its system is up."""
     failure: str = ""
     """Why it will never be ready; empty: it may be."""
     gpu_count: int | None = None

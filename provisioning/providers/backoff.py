@@ -26,20 +26,17 @@ def delay_s(attempt: int, retry_after_s: float | None, seed: float) -> float:
 
 
 async def repeated(
-    request: Callable[[], Awaitable[T]],
-    *,
-    max_attempts: int = MAX_ATTEMPTS,
-    tell: Callable[[str], None] = lambda text: None,
+    request: Callable[[], Awaitable[T]], *, tell: Callable[[str], None] = lambda text: None
 ) -> T:
     """The request's answer. The request is repeated while it raises Unavailable; raises the last one.
 
     `tell` gets one message, after the first failure.
     """
-    for attempt in range(1, max_attempts + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return await request()
         except Unavailable as error:
-            if attempt == max_attempts:
+            if attempt == MAX_ATTEMPTS:
                 raise
             if attempt == 1:
                 tell(f"{error}; asking again for up to a minute")

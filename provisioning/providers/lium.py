@@ -248,5 +248,5 @@ def _moment(text: str | None) -> float | None:
     """A time of the API as Unix time; without a zone it is UTC."""
     if not text:
         return None
-    moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

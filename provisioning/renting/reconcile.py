@@ -25,7 +25,7 @@ class Observation:
     pods: Sequence[Pod]
     """Pods that are listed or were found by id."""
     gone: Collection[str] = ()
-    """Ids that do not exist, by the provider."""
+    """Ids of which the provider says that they do not exist."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Ids for which the request failed, and why."""
     silent: Mapping[str, str] = field(default_factory=dict)

@@ -286,7 +286,7 @@ class Renter(Account):
                         f"it is not known whether it is still there, so it may cost money: {why}"
                     )
             actions = decide(rows, observation, provider, now=clock())
-            failures |= await each(actions, self._unless_changed, name=lambda action: action.row.name)
+            failures |= await each(actions, self._carry_out, name=lambda action: action.row.name)
             orders = [
                 row
                 for row in self.rows
@@ -299,13 +299,11 @@ class Renter(Account):
             self.say(orders[0].name, "looking whether an order got through whose answer was lost")
             await asyncio.sleep(self.patience.poll_s)
 
-    async def _unless_changed(self, action: Action) -> None:
-        """Skip rows that have changed since the observation: the next one decides about them."""
-        if self.ledger.current(action.row) == action.row:
-            await self._carry_out(action)
-
     async def _carry_out(self, action: Action) -> None:
         row, pod = action.row, action.pod
+        if self.ledger.current(row) != row:
+            # It has changed since the observation: the next one decides about it.
+            return
         if action.do == Do.ADOPT and pod is not None:
             if row.state == State.PLANNED:
                 row = self.ledger.advance(row, State.CREATING)

@@ -84,11 +84,9 @@ class Renters(dict[str, Renter]):
         rows = [self._write_down(creation.spec, creation.offer) for creation in creations]
         taken = Counter(row.offer.key for row in rows)
         on_written()
-
-        async def one(row: Row) -> None:
-            await self._until_reachable(row, agreed.offers, taken)
-
-        failures |= await each([*rows, *agreed.keep], one, self.say)
+        failures |= await each(
+            [*rows, *agreed.keep], lambda row: self._until_reachable(row, agreed.offers, taken), self.say
+        )
         for renter in self.values():
             if renter.has_order_in_doubt:
                 # The pod of an order that was given up may have appeared since.
@@ -103,11 +101,11 @@ class Renters(dict[str, Renter]):
         failed: Say = lambda name, text: None,
     ) -> Failures:
         """Give back these pods, or all if `rows` is None. Returns the errors by pod."""
-
-        async def one(row: Row) -> None:
-            await self[row.provider].give_back(row, discard_results=discard_results)
-
-        return await each(self.rows if rows is None else rows, one, failed)
+        return await each(
+            self.rows if rows is None else rows,
+            lambda row: self[row.provider].give_back(row, discard_results=discard_results),
+            failed,
+        )
 
     def _write_down(self, spec: PodSpec, offer: Offer) -> Row:
         now = self[offer.provider].clock()

@@ -65,7 +65,7 @@ async def opened_fleet(
     say: Say,
     setup: Setup,
     *,
-    boot_timeout_s: float = 900.0,
+    boot_timeout_s: float = Patience.boot_s,
 ) -> AsyncIterator[Fleet]:
     """The fleet. Completes `setup` for these providers. Raises UserError if one of them cannot be opened."""
     patience = Patience(boot_s=boot_timeout_s)

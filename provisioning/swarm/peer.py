@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
+from provisioning.machines.results import record_in
 from provisioning.swarm.commands import PEER_JOB
 
 _LOG_LINES = 15
@@ -114,12 +113,3 @@ def end_of(log: str) -> str:
     if starts:
         return " ".join(line.strip("│ ") for line in lines[starts[-1] + 1 :] if not line.startswith("╰"))
     return "\n".join(lines[-_LOG_LINES:])
-
-
-def record_in(line: str) -> dict[str, Any]:
-    """The record in a line of metrics.jsonl; empty if the line is invalid."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,7 @@ class Swarm:
         async def read(row: Row) -> None:
             progress_of[row.name] = await self.progress(row)
 
-        async def attempt(rows: Sequence[Row], work: Callable[[Row], Awaitable[object]]) -> Failures:
-            return await each(rows, work, self._say)
-
-        failures = await attempt(wanted, read)
+        failures = await each(wanted, read, self._say)
         if self._ledger.recall(_DHT_POD) in failures:
             # The coordinator on that pod may still run, and a second one would assign the same ranks.
             return failures
@@ -76,13 +73,13 @@ class Swarm:
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
         # Before new peers start, since a swarm with other settings refuses them.
-        failures |= await attempt([row for row in rows if row not in missing], self._tell_other_flags)
+        failures |= await each([row for row in rows if row not in missing], self._tell_other_flags, self._say)
         if missing or running:
             # Also if all peers run: they train without a coordinator, but new peers could not join.
-            failures |= await attempt([self._dht_row(rows)], lambda row: self._join_dht(row, running))
+            failures |= await each([self._dht_row(rows)], lambda row: self._join_dht(row, running), self._say)
             if not self._dht_address:
                 return failures
-            failures |= await attempt(missing, lambda row: self._start_peer(row, len(wanted)))
+            failures |= await each(missing, lambda row: self._start_peer(row, len(wanted)), self._say)
         waiting = [row for row in rows if row.name not in failures]
         for row in waiting:
             if row.state == State.SYNCED:

@@ -33,9 +33,10 @@ def test_it_asks_again_until_there_is_an_answer(monkeypatch):
 
 def test_it_gives_up_with_the_last_reason(monkeypatch):
     monkeypatch.setattr(backoff, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(backoff, "MAX_ATTEMPTS", 3)
 
     async def request():
         raise Unavailable("502 from the provider")
 
     with pytest.raises(Unavailable, match="502"):
-        asyncio.run(backoff.repeated(request, max_attempts=3))
+        asyncio.run(backoff.repeated(request))
