@@ -84,7 +84,7 @@ async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) 
         fleet.renters.say(placed.pod, f"{placed.config.name} is done already")
         return known
     if row is None:
-        return _failed(placed, trainer, "its pod is not there, or not set up")
+        return _failed(placed, trainer, "its pod does not exist or is not set up")
     try:
         result = await _trained(fleet, row, placed, trainer)
     except ProvisioningError as error:

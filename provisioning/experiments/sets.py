@@ -97,9 +97,11 @@ def _validated(found: ExperimentSet, origin: str) -> ExperimentSet:
         if name in seen:
             raise UserError(f"{origin} has two experiments named {name}.")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", name):
-            raise UserError(f'"{name}" is no name for an experiment: use letters, digits, dots and dashes.')
+            raise UserError(
+                f'"{name}" is not a valid name for an experiment: use letters, digits, dots and dashes.'
+            )
         if placed.pod not in pods:
-            raise UserError(f"{origin}: {name} wants to run on {placed.pod}, which is no pod of it.")
+            raise UserError(f"{origin}: {name} is assigned to {placed.pod}, which is not one of its pods.")
         seen.add(name)
     return found
 
@@ -153,7 +155,7 @@ def load(name: str) -> ExperimentSet:
         return _of_python(path)
     if path.suffix == ".toml":
         return _of_toml(path)
-    raise UserError(f'"{name}" is none of {", ".join(BUILT_IN)}, and no .toml or .py file.')
+    raise UserError(f'"{name}" is not one of {", ".join(BUILT_IN)}, and not a .toml or .py file.')
 
 
 def _of_python(path: Path) -> ExperimentSet:

@@ -109,7 +109,7 @@ def job_name(trainer: Trainer, config: ExperimentConfig) -> str:
 def differences(wanted: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
     """One message for each value that differs in the trainer's resolved configuration."""
     return [
-        f"{name} was to be {value} and is {resolved.get(name)}"
+        f"{name} should be {value} but is {resolved.get(name)}"
         for name, value in wanted.items()
         if not _same(value, resolved.get(name))
     ]

@@ -47,7 +47,7 @@ def python_of(environment: Mapping[str, str], venv: Path | None) -> str:
         if python.exists():
             return str(python.absolute())
     raise UserError(
-        f"There is no bin/python in {' or '.join(map(str, roots))}; name an environment that is there."
+        f"There is no bin/python in {' or '.join(map(str, roots))}; name an existing environment."
     )
 
 
@@ -58,7 +58,7 @@ def config_as_toml(path: Path, directory: Path) -> Path:
     except OSError as error:
         raise UserError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"The configuration {path} is no text: {error}.") from error
+        raise UserError(f"The configuration {path} is not a text file: {error}.") from error
     if path.suffix in (".yaml", ".yml"):
         import yaml
 
@@ -67,14 +67,14 @@ def config_as_toml(path: Path, directory: Path) -> Path:
         except yaml.YAMLError as error:
             raise UserError(f"{path} is not YAML: {error}.") from error
         if not isinstance(values, dict):
-            raise UserError(f"{path} holds no mapping of flags to values.")
+            raise UserError(f"{path} is not a mapping of flags to values.")
         import tomli_w
 
         target = directory / f"{path.stem}.toml"
         try:
             converted = tomli_w.dumps(_without_none(values))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{path} holds what no flag can have: {error}.") from error
+            raise UserError(f"{path} has a value that no flag can have: {error}.") from error
         # Nodes that share the directory may write at the same time.
         fresh = directory / f".{path.stem}.{socket.gethostname()}.{os.getpid()}"
         fresh.write_text(converted, encoding="utf-8")

@@ -116,7 +116,7 @@ class RayCluster:
         machine, label = head.machine, head.row.label
         log = f"{shlex.quote(pod_directory(label))}/{JOBS}/{SUBMIT_JOB}/log"
         if (await jobs.state(machine, label, SUBMIT_JOB)).is_running:
-            self._renters.say(head.row.name, "the job submitted before still runs; this is what it says")
+            self._renters.say(head.row.name, "the job submitted before still runs; its output follows")
         else:
             await machine.run(f"rm -f {log}")
             argv = submit_argv(self._python, await self._absolute_python(head), job)
@@ -158,6 +158,6 @@ class RayCluster:
                     raise MachineError(f"Ray ended on {node.row.name} ({state.code}): {said}")
             if time.monotonic() > deadline:
                 raise MachineError(
-                    f"Ray has not {len(nodes)} nodes after {_READY_TIMEOUT_S:g} s: {answer.stdout[-400:]}"
+                    f"Ray does not have {len(nodes)} nodes after {_READY_TIMEOUT_S:g} s: {answer.stdout[-400:]}"
                 )
             await asyncio.sleep(_POLL_S)

@@ -227,7 +227,7 @@ class Ledger:
             if not isinstance(error, sqlite3.OperationalError):
                 raise
             raise UserError(
-                f"--state-file {self.path} cannot be written: {error}. Mend that, and the same command goes on."
+                f"--state-file {self.path} cannot be written: {error}. Fix that and run the same command again."
             ) from error
 
     def _unusable(self, error: Exception) -> UserError:

@@ -21,7 +21,7 @@ def public_key(path: Path) -> str:
     try:
         key = asyncssh.read_private_key(path)
     except (asyncssh.KeyImportError, OSError) as error:
-        raise UserError(f"{path} is no SSH key that can be used: {error}.") from error
+        raise UserError(f"{path} is not a usable SSH key: {error}.") from error
     return key.export_public_key().decode().strip()
 
 
@@ -58,5 +58,5 @@ def check_private(path: Path) -> None:
     if mode & 0o077:
         raise UserError(
             f"Others can read the key file {path} (mode {mode & 0o777:o}); type `chmod 600 {path}`, and make a new key "
-            "if somebody may have."
+            "if somebody may have read it."
         )

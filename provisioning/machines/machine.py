@@ -38,7 +38,7 @@ class Answer:
         """The output. Raises MachineError, with the end of the error output, if the exit code is not 0."""
         if self.code:
             words = (self.stderr.strip() or self.stdout.strip())[-_SHOWN_CHARACTERS:]
-            raise MachineError(f"{what} failed ({self.code}): {words or 'it said nothing'}")
+            raise MachineError(f"{what} failed ({self.code}): {words or 'no output'}")
         return self.stdout
 
 

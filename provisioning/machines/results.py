@@ -43,7 +43,7 @@ class Fetched:
 
     def in_words(self, into: str) -> str:
         if not self.words:
-            return "it has no results to be fetched"
+            return "it has no results to fetch"
         lacks = f", no {' or '.join(self.missing)}" if self.missing else ""
         said = f"its results are in {into}: {', '.join(self.words)}{lacks}"
         return f"its peer had not finished ({self.unfinished_at}); {said}" if self.unfinished_at else said
@@ -91,7 +91,7 @@ exit 0
             here = Path(stack.enter_context(temporary) if temporary else into)
             here.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{into}, where its results go, cannot be made: {error.strerror}.") from error
+            raise UserError(f"its results cannot be stored in {into}: {error.strerror}.") from error
         await machine.fetch(directory, paths, here)
         unfinished_at = _unfinished_at(here, paths)
         if is_url(into):
@@ -116,7 +116,9 @@ def _put(source: Path, url: str) -> None:
             there.put_file(str(path), target)
     except Exception as error:
         # fsspec's file systems raise exceptions of many libraries.
-        raise MachineError(f"{url} does not take its results: {type(error).__name__}: {error}") from error
+        raise MachineError(
+            f"its results cannot be uploaded to {url}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _is_one_of(path: str, patterns: Sequence[str]) -> bool:

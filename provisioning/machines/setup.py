@@ -87,7 +87,7 @@ def mount_of(words: str) -> Mount:
         raise UserError(f"--mount {named} is not there.")
     parts = PurePosixPath(place).parts
     if not parts or place.startswith("/") or ".." in parts or parts[0] in _RESERVED:
-        raise UserError(f"--mount {words}: {place!r} is no place below a pod's directory that is free.")
+        raise UserError(f"--mount {words}: {place!r} is not a free path below the pod's directory.")
     return Mount(path, place)
 
 
@@ -164,7 +164,7 @@ def env_file(values: Mapping[str, str]) -> bytes:
     """Shell assignments of these variables. Raises UserError if a name is invalid."""
     for name in values:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f'"{name}" is no name for an environment variable.')
+            raise UserError(f'"{name}" is not a valid name for an environment variable.')
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()).encode()
 
 

@@ -141,12 +141,13 @@ class SshMachine:
             except asyncssh.HostKeyNotVerifiable as error:
                 raise HostKeyChanged(
                     f"{self.address} shows another host key than the pinned one; nothing was sent to it. If the "
-                    "machine was made anew, `diloco pods down` and start again; else somebody is in between."
+                    "machine was reinstalled, run `diloco pods down` and start again; otherwise somebody may be "
+                    "intercepting the connection."
                 ) from error
             except asyncssh.PermissionDenied as error:
-                raise MachineError(f"{self.address} does not let us in with the key {key}") from error
+                raise MachineError(f"{self.address} does not accept the key {key}") from error
             except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
-                raise UserError(f"{key} is no SSH key that can be used: {error}.") from error
+                raise UserError(f"{key} is not a usable SSH key: {error}.") from error
             except (asyncssh.Error, OSError, TimeoutError) as error:
                 raise MachineError(
                     f"{self.address} cannot be reached: {error or 'no answer in time'}"

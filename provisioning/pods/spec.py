@@ -88,7 +88,9 @@ def specs_of(
     for spec in specs:
         is_word = spec.name.replace("-", "").replace("_", "").isalnum() and spec.name.isascii()
         if not is_word or len(spec.name) > 40:
-            raise UserError(f'"{spec.name}" is no name for a pod: use up to 40 letters, digits and dashes.')
+            raise UserError(
+                f'"{spec.name}" is not a valid name for a pod: use up to 40 letters, digits and dashes.'
+            )
     return specs
 
 

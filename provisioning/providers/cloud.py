@@ -57,5 +57,5 @@ def api_key(environment: Mapping[str, str], name: str, url: str) -> str:
     if not key:
         raise UserError(f"{name} is not set; make a key at {url} and export it.")
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise UserError(f"{name} holds characters that no key has; copy it anew from {url}.")
+        raise UserError(f"{name} contains characters that no API key has; copy it again from {url}.")
     return key

@@ -134,8 +134,8 @@ rmdir {PODS} 2>/dev/null; exit 0
             if host.name == name:
                 return host
         raise UserError(
-            f"{self.name} knows no machine {name} any more, so its pod cannot be ended: put it back into the "
-            "inventory, or, once you have ended what runs there yourself, `diloco pods forget`."
+            f"{self.name} knows no machine {name} any more, so its pod cannot be given back: put it back into the "
+            "inventory, or end its processes yourself and then run `diloco pods forget`."
         )
 
     async def _asked(self, host: Host) -> Sequence[Pod]:
@@ -144,7 +144,7 @@ rmdir {PODS} 2>/dev/null; exit 0
             return await asyncio.wait_for(self._pods_on(host), _ANSWER_TIMEOUT_S)
         except (MachineError, TimeoutError) as error:
             why = str(error) or f"nothing within {_ANSWER_TIMEOUT_S:g} s"
-            raise ProviderError(f"{host.name} does not answer, so what is on it is unknown: {why}") from error
+            raise ProviderError(f"{host.name} does not answer, so its pods are unknown: {why}") from error
 
     async def _pods_on(self, host: Host) -> Sequence[Pod]:
         machine = await self.connect(host)
@@ -192,9 +192,9 @@ for directory in {PODS}/*/; do
   [ -d "$directory" ] || continue
   name=$(basename "$directory")
   case "$name" in
-    *.new) printf '{{"label": "%s", "failure": "was made only half"}}\\n' "${{name%.new}}";;
+    *.new) printf '{{"label": "%s", "failure": "was created only in part"}}\\n' "${{name%.new}}";;
     *) cat "$directory/pod.json" 2>/dev/null ||
-       printf '{{"label": "%s", "failure": "was removed only half"}}\\n' "$name";;
+       printf '{{"label": "%s", "failure": "was removed only in part"}}\\n' "$name";;
   esac
 done
 """

@@ -125,7 +125,7 @@ class HttpCloud(Cloud):
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             kind = OutcomeUnknown if is_order else ProviderError
             raise kind(
-                f"{self.title}'s answer is of no known form ({type(error).__name__}: {error})"
+                f"{self.title}'s answer has an unknown form ({type(error).__name__}: {error})"
             ) from error
 
     async def check(self) -> None:
@@ -164,14 +164,12 @@ class HttpCloud(Cloud):
             raise Unavailable(f"{self.title} cannot be reached at {self._url}: no connection") from error
         except (httpx.HTTPError, TimeoutError) as error:
             why = str(error) or "no answer in time"
-            raise lost(f"{self.title} gave no whole answer to {method} {path}: {why}") from error
+            raise lost(f"{self.title} gave no complete answer to {method} {path}: {why}") from error
         try:
             answer = json.loads(content) if content else None
         except ValueError as error:
             if status < 400:
-                raise lost(
-                    f"{self.title} gave no answer that makes sense to {method} {path}: {error}"
-                ) from error
+                raise lost(f"{self.title} gave an invalid answer to {method} {path}: {error}") from error
             answer = None
         if status >= 400:
             raise self._trouble(status, answer, headers.get("Retry-After", ""), is_order)
@@ -213,7 +211,11 @@ class HttpCloud(Cloud):
             if is_order:
                 return NoCapacity(said)
             # A 404 without the API's message may be of a gateway, while the pod exists.
-            return NotFound(said) if refusal.message else Unavailable(f"{said} in no words of its API")
+            return (
+                NotFound(said)
+                if refusal.message
+                else Unavailable(f"{said}, in an answer that is not of its API")
+            )
         if kind is ErrorKind.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

@@ -81,7 +81,7 @@ class LambdaProvider(HttpCloud):
         """Let Lambda create a key pair, and return the private key. Raises UserError if there is a key of this name."""
         if name in [there for there, _ in await self._keys()]:
             raise UserError(
-                f"Lambda has a key named {name} already, and gives its private half only once; take another name."
+                f"Lambda has a key named {name} already, and shows its private key only once; choose another name."
             )
         answer = await self._request("POST", "/ssh-keys", {"name": name})
         return self.parsed(lambda data: str(data["private_key"]), answer)

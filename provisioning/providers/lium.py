@@ -169,7 +169,7 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     except (LookupError, TypeError, AttributeError) as error:
         # The client does not validate the server's answers.
         raise (OutcomeUnknown if is_order else ProviderError)(
-            f"Lium's answer is of no known form ({type(error).__name__}: {error})"
+            f"Lium's answer has an unknown form ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -26,7 +26,7 @@ def read_inventory(path: Path | None) -> list[Host]:
         for index, table in enumerate(tables_in(read_toml(path), "machines", origin))
     ]
     if len({entry.name for entry in found}) < len(found):
-        raise UserError(f"{origin} has two machines of one name.")
+        raise UserError(f"{origin} has two machines with the same name.")
     return found
 
 

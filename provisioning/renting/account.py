@@ -144,7 +144,7 @@ class Account:
             self.say(row.name, text)
             if not failure and not discard_results:
                 raise ResultsNotFetched(
-                    f"{text}. It is there still, for {row.offer.price_per_hour:.2f} $/h; `diloco pods down --yes "
+                    f"{text}. The pod still exists, for {row.offer.price_per_hour:.2f} $/h; `diloco pods down --yes "
                     f"{row.name}` gives it back without them."
                 ) from error
         else:

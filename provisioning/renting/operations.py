@@ -32,7 +32,7 @@ async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: fl
     rows = ledger.named(names)
     for row in rows:
         if row.ends_at is None:
-            raise UserError(f"{row.name} has no end that could be put off.")
+            raise UserError(f"{row.name} has no rental end that could be extended.")
     async with renters(ledger, access, say) as found:
 
         async def one(row: Row) -> None:
@@ -73,7 +73,7 @@ async def down(
         )
         # The pods of the ledger are given back anyway, by their ids.
         for name, error in (unseen | found.failures).items():
-            say(name, f"cannot be asked whether a pod of ours is there: {error}")
+            say(name, f"cannot be asked for further pods: {error}")
         return await found.give_back(ledger.named(names), discard_results=discard_results)
 
 

@@ -174,9 +174,9 @@ def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str
         f"{spec.gpu_count} × {spec.gpu_type or 'any GPU'}" if spec.gpu_count else spec.gpu_type or "a machine"
     )
     if all_taken:
-        why = "what would do is taken by the other pods; ask for fewer pods or for other GPU types"
+        why = "all fitting offers are taken by the other pods; ask for fewer pods or for other GPU types"
     elif not offers:
-        why = "nothing is offered at all"
+        why = "there are no offers at all"
     else:
         # The offers with the fewest objections are the most helpful.
         lists = [objections(spec, offer) for offer in offers]

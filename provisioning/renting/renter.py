@@ -65,7 +65,7 @@ class Renter(Account):
         except OutcomeUnknown as error:
             self.has_order_in_doubt = True
             row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
-            self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
+            self.say(row.name, f"the answer to the order was lost ({error}); looking for its pod")
         except (ProviderError, UserError):
             if was_sent:
                 # An earlier command sent the order, too, and its answer was lost: that one may have made a pod.
@@ -82,7 +82,7 @@ class Renter(Account):
         if pod is None:
             # If the pod appears later, it is given back.
             self.ledger.advance(row, State.DELETING)
-            raise NoCapacity("the answer to the order was lost, and no list shows a pod of it")
+            raise NoCapacity("the answer to the order was lost, and no listing shows its pod")
         await self._read_back(row, pod)
 
     async def _appeared(self, row: Row) -> Pod | None:
@@ -134,7 +134,7 @@ class Renter(Account):
         price, offered = row.offer.price_per_hour, ordered.offer.price_per_hour
         wrong = _wrong(ordered, pod, price)
         if price > offered * _PRICE_SLACK and not wrong:
-            self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
+            self.say(row.name, f"costs {price:.2f} $/h now, not {offered:.2f} as offered")
         if wrong:
             self.say(row.name, f"{self.provider.name} rented {wrong}; giving it back")
             await self.give_back(row)
@@ -155,7 +155,7 @@ class Renter(Account):
             if self.clock() > deadline:
                 self.say(
                     row.name,
-                    f"{self.provider.name} does not confirm when it ends; we watch the time ourselves",
+                    f"{self.provider.name} does not confirm its rental end; this machine will end it on time",
                 )
                 return
             await asyncio.sleep(self.patience.poll_s)
@@ -232,7 +232,7 @@ class Renter(Account):
         except ProvisioningError as error:
             return error
         if self.clock() < self._settled_at(row):
-            return ProviderError(f"so new a pod may live and be unknown to {self.provider.name}")
+            return ProviderError(f"it is so new that {self.provider.name} may not know it yet")
         return None
 
     async def end_overdue(self, by: float) -> Failures:
@@ -258,7 +258,7 @@ class Renter(Account):
         # Read the rows again: pods that were ordered meanwhile have rows now.
         for pod in observation.strays(self.rows, self.ledger.owner):
             row = self.ledger.found(pod, self.provider.name, now=self.clock())
-            self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
+            self.say(row.name, f"{pod.id} has our label but is not in the state file: it is to be given back")
         return observation
 
     async def settle(self) -> Failures:
@@ -296,7 +296,7 @@ class Renter(Account):
             ]
             if not orders or observation.silent or clock() > deadline:
                 return failures
-            self.say(orders[0].name, "looking whether an order got through whose answer was lost")
+            self.say(orders[0].name, "looking for the pod of an order whose answer was lost")
             await asyncio.sleep(self.patience.poll_s)
 
     async def _carry_out(self, action: Action) -> None:
@@ -307,12 +307,12 @@ class Renter(Account):
         if action.do == Do.ADOPT and pod is not None:
             if row.state == State.PLANNED:
                 row = self.ledger.advance(row, State.CREATING)
-            self.say(row.name, f"the order had got through: it is {pod.id}")
+            self.say(row.name, f"the order was carried out: its pod is {pod.id}")
             # NoCapacity: the pod differs from the order, and was given back.
             with contextlib.suppress(NoCapacity):
                 await self._read_back(row, pod)
         elif action.do == Do.GIVE_UP:
-            self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
+            self.say(row.name, "its order is given up; if its pod appears later, it is given back")
             self.ledger.advance(row, State.DELETING)
         elif action.do == Do.COUNT_ABSENCE:
             self.ledger.count_absence(row, now=self.clock())

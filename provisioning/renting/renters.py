@@ -71,7 +71,7 @@ class Renters(dict[str, Renter]):
             for name, error in failures.items():
                 if provider in names:
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
-                self.say(provider, f"it is not known whether a pod of ours is there: {name}: {error}")
+                self.say(provider, f"cannot be asked for further pods: {name}: {error}")
         return plan(specs, self.rows, await _offers(asked))
 
     async def apply(self, agreed: Plan, on_written: Callable[[], None] = lambda: None) -> Failures:
@@ -122,7 +122,7 @@ class Renters(dict[str, Renter]):
             # A concurrent `settle` may have found the pod, or that there is none.
             current = self.ledger.current(row)
             if current is None:
-                raise ProviderError(f"{row.name} is not there any more; the same command rents it anew")
+                raise ProviderError(f"{row.name} does not exist any more; the same command rents it again")
             try:
                 await self[current.provider].until_reachable(current)
                 return
@@ -143,7 +143,7 @@ class Renters(dict[str, Renter]):
             )
             taken[left[0].key] += 1
             row = self._write_down(spec, left[0])
-        raise NoCapacity(f"{_MAX_OFFERS} offers in turn came to nothing, the last one because {reason}")
+        raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one because {reason}")
 
 
 async def _offers(asked: Sequence[Renter]) -> list[Offer]:

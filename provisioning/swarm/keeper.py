@@ -74,7 +74,7 @@ class Wanted:
             found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
         except msgspec.ValidationError as error:
             raise UserError(
-                f"what to keep was written by another version: {error}; provision again"
+                f"the stored swarm is of another version: {error}; run `diloco provision` again"
             ) from error
         return replace(
             found,
@@ -187,7 +187,7 @@ class Keeper:
             )
             failures = failures or await self._brought_up(fleet, wanted)
         for name, error in failures.items():
-            self.tell(f"{name} is not there yet: {error}")
+            self.tell(f"{name} is not up yet: {error}")
         if not failures:
             self.tell(f"all {len(wanted.specs)} pods train")
 
@@ -195,7 +195,7 @@ class Keeper:
         agreed = await fleet.renters.plan(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError(
-                "pods that live would have to be given back; `diloco provision` asks about that"
+                "living pods would have to be given back; run `diloco provision`, which asks first"
             )
         return await fleet.train(await fleet.set_up(await fleet.renters.apply(agreed)), wanted.options)
 

@@ -111,7 +111,7 @@ async def _at_one(renter: Renter) -> Overview:
     pods = observation.pods_of(rows)
     known = await asyncio.gather(*(_of_row(renter, row, pods.get(row.label), observation) for row in rows))
     strays = [stray(pod, provider, owner, time.time()) for pod in observation.strays(rows, owner)]
-    why = "ours, but in no row: `diloco pods down` gives it back"
+    why = "has our label but is not in the state file: `diloco pods down` gives it back"
     shown = [Status(row, True, why, is_in_ledger=False) for row in strays]
     return Overview([*known, *shown], dict(observation.silent))
 
@@ -119,7 +119,7 @@ async def _at_one(renter: Renter) -> Overview:
 async def _of_row(renter: Renter, row: Row, pod: Pod | None, observation: Observation) -> Status:
     if pod is None:
         if row.provider_id in observation.gone:
-            return Status(row, False, "gone, its provider says")
+            return Status(row, False, "gone, according to its provider")
         return _unseen(row, observation.unknown.get(row.provider_id or "", "not listed"))
     if row.state not in _HAS_ANSWERED:
         return Status(row, True, "is being given back" if row.state == State.DELETING else "–")
@@ -137,7 +137,7 @@ def _unseen(row: Row, why: str) -> Status:
     if row.state == State.PLANNED:
         return Status(row, False, "–")
     if row.is_in_doubt:
-        return Status(row, None, "its order's answer was lost: it may be there, and cost")
+        return Status(row, None, "the answer to its order was lost: it may exist and cost money")
     return Status(row, None, f"not known, may cost: {why}")
 
 

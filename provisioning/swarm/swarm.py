@@ -171,8 +171,8 @@ class Swarm:
         if argv and flags != list(self._options.flags):
             self._say(
                 row.name,
-                f"its peer stays as it was started, with {shlex.join(flags) or 'no flags'}, and not as is said now. To "
-                "train anew, `diloco pods down` first, or rent other pods with another --state-file",
+                f"its peer keeps the flags that it was started with: {shlex.join(flags) or 'none'}. To train with "
+                "other flags, run `diloco pods down` first, or rent other pods with another --state-file",
             )
 
     def _num_peers_with(self, row: Row) -> int:

@@ -17,14 +17,16 @@ def test_a_peer_that_runs_keeps_its_flags_and_says_so_where_others_are_given(tmp
     def said_with(*flags: str) -> list[str]:
         fleet.said.clear()
         assert fleet.up([spec], options=SwarmOptions(flags=flags, epoch_timeout_s=60.0)).is_good, fleet.said
-        return [text for text in fleet.said if "its peer stays as it was started" in text]
+        return [text for text in fleet.said if "its peer keeps the flags that it was started with" in text]
 
     try:
         assert said_with("--total-steps", "1200") == []
         assert said_with("--total-steps", "1200") == []
         (said,) = said_with("--total-steps", "100")
-        assert said.startswith("pod-0: its peer stays as it was started, with --total-steps 1200, and not")
+        assert said.startswith(
+            "pod-0: its peer keeps the flags that it was started with: --total-steps 1200. "
+        )
         assert "`diloco pods down` first" in said
-        assert "with --total-steps 1200," in said_with()[0]
+        assert "started with: --total-steps 1200. " in said_with()[0]
     finally:
         assert fleet.down().is_good

@@ -69,7 +69,7 @@ def test_an_order_that_was_lost_is_looked_for_and_then_another_is_made_while_it_
     api.faults.append(Fault(LAUNCH, 502))
     outcome = fleet.up([one()], trains=False)
     # The same offer would have done; it is not tried twice in one command.
-    assert "no list shows a pod of it" in str(outcome.failures["pod-0"])
+    assert "no listing shows its pod" in str(outcome.failures["pod-0"])
     assert fleet.rows == [("pod-0", "deleting")] and api.num_launched == 0
     assert fleet.up([one()], trains=False).is_good
     assert fleet.rows == [("pod-0", "deleting"), ("pod-0", "synced")]
@@ -84,7 +84,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     monkeypatch.setattr(LambdaProvider, "interval_s", 0.0)
     api.late_s = 2.5
     api.faults.append(Fault(LAUNCH, 500, carried_out=True))
-    assert "no list shows a pod of it" in str(fleet.up([one()], trains=False).failures["pod-0"])
+    assert "no listing shows its pod" in str(fleet.up([one()], trains=False).failures["pod-0"])
     ledger, access = Ledger(fleet.ledger_path), Access(state_dir=tmp_path, environment=api.environment)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there, shown.may_cost) == ("pod-0", None, True)
@@ -125,7 +125,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again_but_an_order_is_not(fleet,
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\nb", "schlüssel"])
 def test_a_key_that_is_none_is_said_and_not_shown(key, tmp_path):
-    with pytest.raises(UserError, match=r"is not set|holds characters that no key has") as caught:
+    with pytest.raises(UserError, match=r"is not set|contains characters that no API key has") as caught:
         LambdaProvider({"LAMBDALABS_API_KEY": key}, tmp_path / "id_ed25519")
     assert not key.strip() or key not in str(caught.value)
 
@@ -164,4 +164,4 @@ def test_a_key_made_there_is_saved_for_its_owner_alone(api, tmp_path, monkeypatc
     assert "PRIVATE KEY" in path.read_text() and path.read_text() not in command.stdout
     assert [key["name"] for key in api.keys] == ["laptop"]
     again = Command([*argv, "--key-file", str(tmp_path / "other.pem")], tmp_path / "again")
-    assert again.wait() == 2 and "take another name" in " ".join(text_of_boxes(again.stderr))
+    assert again.wait() == 2 and "choose another name" in " ".join(text_of_boxes(again.stderr))

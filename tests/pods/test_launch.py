@@ -101,8 +101,8 @@ def test_a_single_node_without_gpus_trains_on_its_cpus_by_itself(tmp_path, monke
 WRONG = {
     "no such file": (["nowhere.toml"], {}, "cannot be read"),
     "YAML that is none": (["bad.yaml"], {}, "is not YAML"),
-    "what is no text": (["binary.toml"], {}, "is no text"),
-    "YAML of what no flag can be": (["odd.yaml"], {}, "holds what no flag can have"),
+    "what is no text": (["binary.toml"], {}, "is not a text file"),
+    "YAML of what no flag can be": (["odd.yaml"], {}, "has a value that no flag can have"),
     "a place for logs that is none": (["../config.toml"], {}, "cannot be made"),
     "no GPUs": (["config.toml"], {"BACKEND": "nccl"}, "set BACKEND=gloo"),
     "no GPUs on one of several nodes": (

@@ -168,7 +168,7 @@ def test_a_price_that_rose_after_it_was_agreed_to_is_not_paid_and_one_within_the
     assert "for 1.56 $/h in place of 1.20" in str(outcome.failures["pod-0"])
     assert (api.rented, fleet.states) == ({}, {})
     assert fleet.up([one(max_price=2.0)], trains=False).is_good
-    assert any("costs 1.56 $/h now, and not 1.20 as was offered" in text for text in fleet.said)
+    assert any("costs 1.56 $/h now, not 1.20 as offered" in text for text in fleet.said)
     ledger = Ledger(fleet.ledger_path)
     assert (ledger.rows()[0].offer.price_per_hour, total(fleet)[1]) == (
         pytest.approx(1.56),
@@ -253,7 +253,7 @@ def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
 def test_an_end_that_the_provider_does_not_confirm_is_said(fleet, api):
     api.ignores_end = True
     assert fleet.up([one(ttl_hours=2)], trains=False).is_good
-    assert any("does not confirm when it ends" in text for text in fleet.said)
+    assert any("does not confirm its rental end" in text for text in fleet.said)
 
 
 def test_an_end_that_is_confirmed_late_is_no_alarm(fleet, api):

@@ -166,7 +166,7 @@ def test_a_key_that_others_can_read_is_not_used(fleet, key):
 def test_a_key_that_the_machine_does_not_know_is_said(tmp_path, hosts):
     (tmp_path / "other").mkdir()
     path = inventory(tmp_path / "machines.toml", hosts, client_key(tmp_path / "other"))
-    with pytest.raises(UserError, match=r"does not let us in with the key"):
+    with pytest.raises(UserError, match=r"does not accept the key"):
         TestFleet(tmp_path, lambda: SshProvider(path)).up(SPECS)
 
 

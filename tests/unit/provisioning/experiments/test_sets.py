@@ -71,8 +71,8 @@ def test_every_value_reaches_the_trainers_resolved_configuration(name, trainer):
 
 def test_a_value_that_did_not_arrive_is_named():
     wanted = wanted_values(PRETRAIN, ExperimentConfig(name="x"), has_gpus=False)
-    assert differences(wanted, {**wanted, "lr": 4e-4}) == ["lr was to be 3e-06 and is 0.0004"]
-    assert "total_steps was to be 100 and is None" in differences(wanted, {})
+    assert differences(wanted, {**wanted, "lr": 4e-4}) == ["lr should be 3e-06 but is 0.0004"]
+    assert "total_steps should be 100 but is None" in differences(wanted, {})
 
 
 def test_changed_values_are_another_job_and_the_same_are_the_same():
@@ -179,7 +179,7 @@ def test_a_set_made_by_code_has_to_be_whole_too(tmp_path):
         "    placed = [Placed(pod='p1', config=ExperimentConfig(name='a'))]\n"
         "    return ExperimentSet(name='mine', pods=[PodSpec(name='p0')], experiments=placed)\n"
     )
-    with pytest.raises(UserError, match=r"a wants to run on p1, which is no pod of it"):
+    with pytest.raises(UserError, match=r"a is assigned to p1, which is not one of its pods"):
         load(str(path))
     path.write_text("def experiments():\n    return 3, 4\n")
     with pytest.raises(UserError, match=r"has to return"):

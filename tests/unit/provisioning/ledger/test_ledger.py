@@ -141,7 +141,7 @@ def test_a_full_disk_is_said_and_what_was_written_before_stays(tmp_path):
     ledger.remember("key", "value")
     (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
     ledger._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(UserError, match=r"cannot be written: database or disk is full\. Mend that"):
+    with pytest.raises(UserError, match=r"cannot be written: database or disk is full\. Fix that"):
         ledger.remember("key", "x" * 100_000)
     assert ledger.recall("key") == "value"
     ledger._db.execute("PRAGMA max_page_count = 100000")
