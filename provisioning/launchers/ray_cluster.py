@@ -27,7 +27,7 @@ RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
 PORT, DASHBOARD_PORT = 6379, 8265
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 2.0
-# No usage reports and import warnings, and all ranks' output: by default Ray hides lines that ranks have in common.
+# Turns off usage reports, import warnings, and the hiding of lines that several ranks print.
 ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 
 

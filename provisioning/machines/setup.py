@@ -99,7 +99,7 @@ async def set_up(
     num_gpus: int | None,
     with_environment: bool = True,
 ) -> None:
-    """Check disk and GPUs, send everything, make the environment: checks that fail early come first.
+    """Check disk and GPUs, send everything, make the environment. Steps that fail fast come first.
 
     `num_gpus`: number of GPUs that the pod must have; None: it trains on its CPUs. Raises MachineError or UserError.
     """

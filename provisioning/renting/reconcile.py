@@ -83,6 +83,9 @@ def decide(rows: Sequence[Row], observation: Observation, provider: Provider, *,
                 actions.append(Action(Do.FORGET, row, reason=what))
         elif row.is_in_doubt and not observation.silent and not is_new:
             actions += _about_order(row, provider, now)
+        elif row.state == State.PLANNED and row.ends_at is not None and now >= row.ends_at:
+            # A command died before it ordered this pod.
+            actions.append(Action(Do.FORGET, row, reason="its time is over, and it was never ordered"))
     return actions
 
 

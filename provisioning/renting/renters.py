@@ -117,7 +117,7 @@ class Renters(dict[str, Renter]):
         spec = row.spec
         limit = spec.max_price if spec.max_price is not None else row.offer.price_per_hour * MAX_PRICE_RATIO
         tried: set[str] = set()
-        for _ in range(_MAX_OFFERS):
+        while True:
             tried.add(row.offer.key)
             # A concurrent `settle` may have found the pod, or that there is none.
             current = self.ledger.current(row)
@@ -131,6 +131,8 @@ class Renters(dict[str, Renter]):
             current = self.ledger.current(row)
             if current and not current.is_in_doubt:
                 await self[current.provider].give_back(current)
+            if len(tried) == _MAX_OFFERS:
+                raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one because {reason}")
             left = [
                 offer
                 for offer in candidates(spec, offers, without=tried)
@@ -143,7 +145,6 @@ class Renters(dict[str, Renter]):
             )
             taken[left[0].key] += 1
             row = self._write_down(spec, left[0])
-        raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one because {reason}")
 
 
 async def _offers(asked: Sequence[Renter]) -> list[Offer]:

@@ -38,6 +38,13 @@ def test_where_ledger_and_provider_agree_there_is_nothing_to_do():
     assert decided([row(state=State.PLANNED, pod_id=None)], []) == []
 
 
+def test_a_planned_pod_that_was_never_ordered_is_forgotten_after_its_end_so_that_nobody_watches_it_forever():
+    planned = row(state=State.PLANNED, pod_id=None, ends_at=500.0)
+    assert decided([planned], [], now=499.0) == []
+    (action,) = decided([planned], [], now=500.0)
+    assert action.do == Do.FORGET and "never ordered" in action.reason
+
+
 def test_an_order_whose_answer_was_lost_is_found_by_its_label():
     waiting = row(state=State.CREATING, pod_id=None)
     assert decided([waiting], [pod()]) == [Action(Do.ADOPT, waiting, pod())]

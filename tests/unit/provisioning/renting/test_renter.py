@@ -130,3 +130,17 @@ def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_on
     assert (len(cheap.pods_made), len(dear.pods_made)) == (0, 1)
     assert [(found.provider, found.state) for found in both.rows] == [("dear", State.REACHABLE)]
     assert one.ledger.providers() == ["cheap", "dear"]
+
+
+def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):
+    provider, said = ListProvider(refuses=True), list[str]()
+    one = renter(tmp_path, provider)
+    both = Renters(one.ledger, lambda name, text: said.append(text), [one])
+    offers = [replace(OFFERS[0], id=str(number)) for number in range(9)]
+    failures = asyncio.run(both.apply(plan([PodSpec(name="pod-0", provider="list")], [], offers)))
+    assert str(failures["pod-0"]) == "4 offers failed in turn, the last one because it is gone"
+    assert len(provider.orders) == 4 and both.rows == []
+    assert [text.partition(" for ")[0] for text in said] == [
+        *(f"it is gone; the next offer is list/{number}" for number in (1, 2, 3)),
+        f"failed: {failures['pod-0']}",
+    ]
