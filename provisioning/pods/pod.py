@@ -51,7 +51,7 @@ class Order:
     ends_at: float | None = None
     """Unix time of the rental end; None: no end."""
     image: str | None = None
-    """Container image or template; None: the default of the provider's module."""
+    """Container image or template, for providers that take one; None: their default."""
     volume_id: str | None = None
     """Id of a volume at the provider, to attach; None: none."""
 

@@ -47,7 +47,7 @@ class PodSpec:
     max_price: Figure | None = None
     """Dollars per hour for the whole pod."""
     image: str | None = None
-    """Container image or template; None: the provider's default."""
+    """Container image or template, for providers that take one; None: their default."""
     spot: bool = False
     """Also accept machines that the provider may take back at any time."""
 

@@ -13,5 +13,5 @@ To add a cloud:
    It has to pass `pytest tests/pods/test_conformance.py --exhaustive -k NAME`.
 4. Add a row to the table in docs/tutorials/gpu-pods.md, and its name to README.md.
 
-tests/unit/provisioning/providers/test_registry.py fails while the third or fourth is missing.
+tests/unit/provisioning/providers/test_registry.py fails while step 3 or 4 is missing.
 """

@@ -28,7 +28,7 @@ def delay_s(attempt: int, retry_after_s: float | None, seed: float) -> float:
 async def repeated(
     request: Callable[[], Awaitable[T]], *, tell: Callable[[str], None] = lambda text: None
 ) -> T:
-    """The request's answer. The request is repeated while it raises Unavailable; raises the last one.
+    """The request's answer. It is sent up to MAX_ATTEMPTS times while it raises Unavailable; the last one is raised.
 
     `tell` gets one message, after the first failure.
     """

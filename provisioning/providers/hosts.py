@@ -172,7 +172,7 @@ def _pod(record: dict[str, Any], host: Host) -> Pod:
 
 def _create_script(label: str, record: str, num_pods: int) -> str:
     directory = shlex.quote(pod_directory(label))
-    # The lock prevents that two people take the last place; the rename makes the creation atomic.
+    # The lock keeps two people from taking the last place; the rename makes the creation atomic.
     return f"""
 umask 077
 (

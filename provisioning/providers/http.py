@@ -106,7 +106,7 @@ class HttpCloud(Cloud):
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
         """The decoded answer. `is_order`: the request may make a pod, so a lost answer raises OutcomeUnknown.
 
-        Raises ProviderError or a subclass, UserError, and NotFound if another request than an order gets a 404.
+        Raises ProviderError or a subclass, UserError, and NotFound for a 404, except for orders.
         """
         async with self._lock:
             begin_at = max(self._next_at, self._next_order_at if is_order else 0.0)

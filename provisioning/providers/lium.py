@@ -130,6 +130,7 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     import requests
     from lium.sdk import exceptions as lium_errors
 
+    lost = OutcomeUnknown if is_order else Unavailable
     try:
         return request()
     except lium_errors.LiumRentOutcomeUnknownError as error:
@@ -149,11 +150,9 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
         # The error's own text contains internals of an HTTP library.
         where = str(error.request.url) if error.request is not None else "its API"
         why = "no answer in time" if isinstance(error, requests.Timeout) else "no connection"
-        raise (OutcomeUnknown if is_order else Unavailable)(
-            f"Lium: {where} cannot be reached: {why}"
-        ) from error
+        raise lost(f"Lium: {where} cannot be reached: {why}") from error
     except (lium_errors.LiumServerError, requests.RequestException) as error:
-        raise (OutcomeUnknown if is_order else Unavailable)(f"Lium: {error}") from error
+        raise lost(f"Lium: {error}") from error
     except lium_errors.LiumNotFoundError as error:
         if is_order:
             raise NoCapacity(f"Lium: {error}") from error
