@@ -116,9 +116,7 @@ def _put(source: Path, url: str) -> None:
             there.put_file(str(path), target)
     except Exception as error:
         # fsspec's file systems raise exceptions of many libraries.
-        raise MachineError(
-            f"its results cannot be uploaded to {url}: {type(error).__name__}: {error}"
-        ) from error
+        raise MachineError(f"{url} does not accept its results: {type(error).__name__}: {error}") from error
 
 
 def _is_one_of(path: str, patterns: Sequence[str]) -> bool:

@@ -89,7 +89,7 @@ def specs_of(
         is_word = spec.name.replace("-", "").replace("_", "").isalnum() and spec.name.isascii()
         if not is_word or len(spec.name) > 40:
             raise UserError(
-                f'"{spec.name}" is not a valid name for a pod: use up to 40 letters, digits and dashes.'
+                f'"{spec.name}" is not a valid pod name: use up to 40 letters, digits and dashes.'
             )
     return specs
 

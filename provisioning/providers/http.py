@@ -211,11 +211,7 @@ class HttpCloud(Cloud):
             if is_order:
                 return NoCapacity(said)
             # A 404 without the API's message may be of a gateway, while the pod exists.
-            return (
-                NotFound(said)
-                if refusal.message
-                else Unavailable(f"{said}, in an answer that is not of its API")
-            )
+            return NotFound(said) if refusal.message else Unavailable(f"{said}, not answered by its API")
         if kind is ErrorKind.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

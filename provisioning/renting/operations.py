@@ -13,9 +13,10 @@ from provisioning.ledger.row import Row, State
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each
+from provisioning.renting.renter import Renter
 from provisioning.renting.renters import renters
 
-_FETCH_BEFORE_END_S = 300.0
+_FETCH_AHEAD_S = 300.0
 # The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
 PYTHON, WANTED = "python", "wanted"
@@ -68,9 +69,7 @@ async def down(
     `fetches`: see Account. `discard_results`: also give back pods whose results cannot be fetched.
     """
     async with renters(ledger, access, say, patience, fetches=fetches) as found:
-        unseen = await each(
-            found.values(), lambda one: one.record_strays(), name=lambda one: one.provider.name
-        )
+        unseen = await each(found.values(), Renter.record_strays, name=lambda one: one.provider.name)
         # The pods of the ledger are given back anyway, by their ids.
         for name, error in (unseen | found.failures).items():
             say(name, f"cannot be asked for further pods: {error}")
@@ -137,11 +136,9 @@ async def keep_time(
         for name, error in failures.items():
             say(name, f"failed: {error}")
         return interval_s
-    ending = [
-        row for row, seconds in ends_in_s if seconds <= _FETCH_BEFORE_END_S and row.label not in fetched
-    ]
+    ending = [row for row, seconds in ends_in_s if seconds <= _FETCH_AHEAD_S and row.label not in fetched]
     if ending:
         fetched |= {row.label for row in ending}
         await fetch_results(ledger, access, [row.name for row in ending], say)
-    left_s = (s if s <= _FETCH_BEFORE_END_S else s - _FETCH_BEFORE_END_S for _, s in ends_in_s)
+    left_s = (s if s <= _FETCH_AHEAD_S else s - _FETCH_AHEAD_S for _, s in ends_in_s)
     return min([interval_s, *left_s])

@@ -211,9 +211,8 @@ class Keeper:
         if text != self._said:
             self._said = text
             self.say("keeper", text)
-            self.ledger.remember(
-                LAST_ACTION, f"{time.strftime('%H:%M:%S', time.localtime(self.clock()))} {text}"
-            )
+            at = time.strftime("%H:%M:%S", time.localtime(self.clock()))
+            self.ledger.remember(LAST_ACTION, f"{at} {text}")
 
 
 async def watch(
