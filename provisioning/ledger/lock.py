@@ -36,13 +36,21 @@ def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), str(os.getpid()).encode())
-        yield
+        try:
+            yield
+        finally:
+            # Whoever takes the lock next must not be taken for this process.
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), 0)
 
 
 def holder(path: Path) -> int | None:
-    """The id of the process that holds the lock; None: nobody holds it."""
-    try:
-        with held(path):
-            return None
-    except Busy as busy:
-        return int(str(busy)) if str(busy).isdigit() else None
+    """The id of the process that holds the lock; None: nobody holds it. Raises OSError if the file cannot be read."""
+    with path.open(encoding="utf-8") as file:
+        try:
+            # A shared lock, so that two that ask at once do not take each other for the holder.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = file.read().strip()
+            return int(text) if text.isdigit() else None
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,11 @@ class Offer:
     """How many pods can be rented by this offer at once."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Data that the provider needs to rent it."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a price that nobody can have meant."""
+        if not _is_price(self.price_per_hour):
+            raise ValueError(f"{self.price_per_hour!r} is no price")
 
     @property
     def key(self) -> str:
@@ -79,6 +85,13 @@ class Pod:
     host_key: str = ""
     """The host key, as an OpenSSH public key; "": the provider does not know it."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError without an id: such a pod could never be deleted. An invalid price is unknown."""
+        if not self.id:
+            raise ValueError("a pod has no id")
+        if self.price_per_hour is not None and not _is_price(self.price_per_hour):
+            object.__setattr__(self, "price_per_hour", None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
@@ -87,6 +100,17 @@ class Listing:
     pods: Sequence[Pod]
     silent: Mapping[str, str] = field(default_factory=dict)
     """Machines that did not answer, whose pods are therefore missing, and why."""
+
+
+def id_in(value: object) -> str:
+    """An id in a provider's answer, as text. Raises ValueError if there is none: null is not the id "None"."""
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        raise ValueError(f"{value!r} is no id")
+    return str(value)
+
+
+def _is_price(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
 
 
 def listing(pods: Iterable[Pod | None]) -> Listing:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from provisioning.errors import Unavailable
+from provisioning.errors import ProviderError, ProvisioningError, Unavailable
 
 T = TypeVar("T")
 
@@ -26,19 +26,25 @@ def delay_s(attempt: int, retry_after_s: float | None, seed: float) -> float:
 
 
 async def repeated(
-    request: Callable[[], Awaitable[T]], *, tell: Callable[[str], None] = lambda text: None
+    request: Callable[[], Awaitable[T]],
+    *,
+    tell: Callable[[str], None] = lambda text: None,
+    unexpected: type[ProviderError] = ProviderError,
 ) -> T:
     """The request's answer. It is sent up to MAX_ATTEMPTS times while it raises Unavailable; the last one is raised.
 
-    `tell` gets one message, after the first failure.
+    `tell` gets one message, after the first failure. Other exceptions are raised as `unexpected`.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return await request()
-        except Unavailable as error:
-            if attempt == MAX_ATTEMPTS:
+        except ProvisioningError as error:
+            if not isinstance(error, Unavailable) or attempt == MAX_ATTEMPTS:
                 raise
             if attempt == 1:
                 tell(f"{error}; asking again for up to a minute")
             await asyncio.sleep(delay_s(attempt, error.retry_after_s, random.random()))
+        except Exception as error:
+            # Nothing that a provider answers may stop the others' pods from being given back.
+            raise unexpected(f"its answer has an unknown form ({type(error).__name__}: {error})") from error
     raise AssertionError("unreachable")

@@ -122,7 +122,7 @@ class HttpCloud(Cloud):
         """`read(answer)`. Raises ProviderError, for orders OutcomeUnknown, if the answer has an unknown form."""
         try:
             return read(answer)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        except Exception as error:
             kind = OutcomeUnknown if is_order else ProviderError
             raise kind(
                 f"{self.title}'s answer has an unknown form ({type(error).__name__}: {error})"
@@ -167,7 +167,7 @@ class HttpCloud(Cloud):
             raise lost(f"{self.title} gave no complete answer to {method} {path}: {why}") from error
         try:
             answer = json.loads(content) if content else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if status < 400:
                 raise lost(f"{self.title} gave an invalid answer to {method} {path}: {error}") from error
             answer = None
@@ -192,7 +192,7 @@ class HttpCloud(Cloud):
     def _trouble(self, status: int, answer: Any, retry_after: str, is_order: bool) -> Exception:
         try:
             refusal = self.refusal(status, answer)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        except Exception:  # noqa: BLE001 - an unknown form: the status alone decides
             refusal = Refusal("")
         said, kind = f"{self.title}: {refusal.message or status}", refusal.kind
         if kind is None or (kind is ErrorKind.NO_CAPACITY and not is_order):
@@ -205,7 +205,7 @@ class HttpCloud(Cloud):
             return Unavailable(said, float(retry_after) if retry_after.isdigit() else None)
         if kind is ErrorKind.NO_CAPACITY:
             return NoCapacity(said)
-        if status >= 500:
+        if status >= 500 or status == 408:
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
         if kind is ErrorKind.NOT_FOUND:
             if is_order:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, listing
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in, listing
 from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 _GONE = {"terminated"}
@@ -27,6 +27,7 @@ _KINDS = {
 
 class LambdaProvider(HttpCloud):
     name = "lambda"
+    takes = ("volume_id",)
     title = "Lambda"
     url = "https://cloud.lambda.ai/api/v1"
     key_env = "LAMBDALABS_API_KEY"
@@ -68,7 +69,7 @@ class LambdaProvider(HttpCloud):
         if order.volume_id:
             body["file_system_names"] = [order.volume_id]
         answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
-        return self.parsed(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
+        return self.parsed(lambda data: id_in(data["instance_ids"][0]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         answer = await self._request("GET", "/instances")
@@ -136,7 +137,7 @@ def _pod(found: Mapping[str, Any], user: str) -> Pod | None:
     status, kind = str(found.get("status", "")), found.get("instance_type") or {}
     price = kind.get("price_cents_per_hour")
     return Pod(
-        id=str(found["id"]),
+        id=id_in(found["id"]),
         label=str(found.get("name") or ""),
         is_ready=status == "active" and bool(found.get("ip")),
         failure=f"Lambda says that it is {status}" if status in {"unhealthy", *_LEAVING} else "",
@@ -151,6 +152,5 @@ def _pod(found: Mapping[str, Any], user: str) -> Pod | None:
 
 
 def _country(region: str) -> str | None:
-    """us-west-1: US. None if the name does not begin with two letters, as europe-central-1."""
-    head = region.partition("-")[0]
-    return head.upper() if len(head) == 2 else None
+    """us-west-1: US. None for other regions: their names begin with a continent's (europe-, me-, asia-)."""
+    return "US" if region.startswith("us-") else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in
 from provisioning.providers.cloud import Cloud, api_key
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class LiumProvider(Cloud):
     settle_s = 30.0
     doubt_s = 600.0
     keeps_time = True
+    takes = ("image", "volume_id")
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
         super().__init__(ssh_key)
@@ -87,7 +88,10 @@ class LiumProvider(Cloud):
             ),
             is_order=True,
         )
-        return str(created["id"] if isinstance(created, dict) else created.id)
+        try:
+            return id_in(created["id"] if isinstance(created, dict) else created.id)
+        except ValueError as error:
+            raise OutcomeUnknown(f"Lium's answer to the order names no pod: {error}") from error
 
     async def pods(self) -> Listing:
         return Listing(pods=await self._call(lambda: [_pod(info) for info in self._client.ps()]))
@@ -158,11 +162,11 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
             raise NoCapacity(f"Lium: {error}") from error
         raise _Gone(f"Lium: {error}", is_of_api=bool(error.code)) from error
     except (lium_errors.LiumError, ValueError) as error:
-        if getattr(error, "code", None) in (
-            "insufficient_balance",
-            "API_KEY_BUDGET_EXCEEDED",
-        ) or "402" in str(error):
+        codes = ("insufficient_balance", "API_KEY_BUDGET_EXCEEDED")
+        if getattr(error, "code", None) in codes or str(error).startswith("API error 402"):
             raise UserError(f"Lium: {error}. Nothing was rented.") from error
+        if is_order and str(error).startswith("API error 408"):
+            raise OutcomeUnknown(f"Lium: {error}") from error
         # The node was rented meanwhile, or does not rent out this number of its GPUs.
         raise (NoCapacity if is_order else ProviderError)(f"Lium: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
@@ -215,7 +219,7 @@ def _info(answer: Mapping[str, Any]) -> Any:
     count = answer.get("gpu_count")
     known = {
         "id": answer["id"],
-        "name": answer.get("pod_name", ""),
+        "name": answer.get("pod_name"),
         "status": answer.get("status", "unknown"),
         "ssh_cmd": answer.get("ssh_connect_cmd"),
         "ports": answer.get("ports_mapping") or {},
@@ -229,8 +233,8 @@ def _pod(info: Any) -> Pod:
     status = (info.status or "").upper()
     ports = sorted((int(inside), int(outside)) for inside, outside in (info.ports or {}).items())
     return Pod(
-        id=info.id,
-        label=info.name,
+        id=id_in(info.id),
+        label=info.name or "",
         is_ready=status == "RUNNING" and bool(info.ssh_cmd),
         failure=f"Lium says that it is {status}" if status in _FAILED else "",
         gpu_count=info.gpu_count,

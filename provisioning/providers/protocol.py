@@ -7,6 +7,7 @@ Every method may raise UserError, or ProviderError or one of its subclasses, whi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 
 from provisioning.machines.machine import Machine
 from provisioning.pods.pod import Listing, Offer, Order, Pod
@@ -27,6 +28,8 @@ class Provider(ABC):
     """For orders whose answer was lost: if all listings lack the pod for so many seconds, counted from the first one
     without it, the order made no pod.
     """
+    takes: Collection[str] = ()
+    """Which of the optional fields `image` and `volume_id` its orders carry."""
     keeps_time: bool = False
     """Whether the provider itself ends rentals on time; else a process on the operator's machine does (watcher.py)."""
     listens_on: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, listing
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in, listing
 from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
@@ -21,6 +21,7 @@ _FAILED = {"EXITED", "ERROR"}
 
 class RunPodProvider(HttpCloud):
     name = "runpod"
+    takes = ("image", "volume_id")
     title = "RunPod"
     url = "https://api.runpod.io/v2"
     key_env = "RUNPOD_API_KEY"
@@ -70,7 +71,7 @@ class RunPodProvider(HttpCloud):
         if order.volume_id:
             body["mounts"] = {"network": [{"volumeId": order.volume_id, "path": "/workspace"}]}
         answer = await self.request("POST", "/pods", body, is_order=True)
-        return self.parsed(lambda data: str(data["id"]), answer, is_order=True)
+        return self.parsed(lambda data: id_in(data["id"]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         answer = await self.request("GET", "/pods")
@@ -118,7 +119,7 @@ def _pod(found: Mapping[str, Any]) -> Pod | None:
         if port.get("type") == "tcp" and port.get("public")
     }
     return Pod(
-        id=str(found["id"]),
+        id=id_in(found["id"]),
         label=str(found.get("name") or ""),
         is_ready=status == "RUNNING" and bool(direct) and all(port in opened for port in PORTS),
         failure=f"RunPod says that it is {status}" if status in _FAILED else "",

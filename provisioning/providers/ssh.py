@@ -47,14 +47,15 @@ class SshProvider(HostsProvider):
         for host in self.hosts:
             key_at(Path(host.key))
         found = await asyncio.gather(*(self.connect(host) for host in self.hosts), return_exceptions=True)
+        silent = [result for result in found if isinstance(result, MachineError)]
         for result in found:
-            if isinstance(result, MachineError):
-                raise UserError(f"{result}. Nothing was changed.") from result
-            if isinstance(result, BaseException):
+            if isinstance(result, BaseException) and result not in silent:
                 raise result
+        if len(silent) == len(self.hosts):
+            raise UserError(f"{silent[0]}. Nothing was changed.") from silent[0]
 
     async def offers(self) -> list[Offer]:
-        free = await asyncio.gather(*(self.free_places(host) for host in self.hosts))
+        free = await asyncio.gather(*(self._places_now(host) for host in self.hosts))
         return [
             Offer(
                 id=host.name,
@@ -71,6 +72,13 @@ class SshProvider(HostsProvider):
             for host, places in zip(self.hosts, free, strict=True)
             if places > 0
         ]
+
+    async def _places_now(self, host: Host) -> int:
+        """None on a machine that does not answer."""
+        try:
+            return await self.free_places(host)
+        except MachineError:
+            return 0
 
     async def connect(self, host: Host) -> Machine:
         async with self._connecting[host.name]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in
 from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 IMAGE = "pytorch/pytorch:latest"
@@ -21,6 +21,7 @@ _FAILED = {"exited", "stopped", "offline"}
 
 class VastProvider(HttpCloud):
     name = "vast"
+    takes = ("image",)
     title = "Vast.ai"
     url = "https://console.vast.ai/api"
     key_env = "VAST_API_KEY"
@@ -71,7 +72,7 @@ class VastProvider(HttpCloud):
         }
         path = f"/v0/asks/{quote(str(order.offer.details['ask']), safe='')}/"
         answer = await self.request("PUT", path, body, is_order=True)
-        return self.parsed(lambda data: str(data["new_contract"]), answer, is_order=True)
+        return self.parsed(lambda data: id_in(data["new_contract"]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         found: list[Pod] = []
@@ -98,7 +99,7 @@ def _offer(found: Mapping[str, Any]) -> Offer:
     place = str(found.get("geolocation") or "")
     country = place.rpartition(",")[2].strip()
     return Offer(
-        id=str(found["id"]),
+        id=id_in(found["id"]),
         provider=VastProvider.name,
         gpu_type=str(found["gpu_name"]),
         gpu_count=int(found["num_gpus"]),
@@ -120,7 +121,7 @@ def _pod(found: Mapping[str, Any], user: str) -> Pod:
     }
     host = str(found.get("public_ipaddr") or "").strip()
     return Pod(
-        id=str(found["id"]),
+        id=id_in(found["id"]),
         label=str(found.get("label") or ""),
         is_ready=status == "running" and bool(host) and all(port in opened for port in (22, *PORTS)),
         failure=f"Vast.ai says that it is {status}" if status in _FAILED else "",

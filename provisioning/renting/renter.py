@@ -39,9 +39,8 @@ class Renter(Account):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.has_order_in_doubt = False
-        """Whether the answer to an order was lost, so that its pod may still appear."""
         self._settling = asyncio.Lock()
+        self._ordering = asyncio.Lock()
 
     async def until_reachable(self, row: Row) -> None:
         """Order the pod unless it is ordered, and wait until it answers. Raises NoCapacity if another offer may do."""
@@ -58,12 +57,15 @@ class Renter(Account):
             await self._read_back(row, await self.pod_of(row))
             return
         was_sent = row.state == State.CREATING
-        row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
-            # Only Unavailable is repeated: it says that the order was not carried out.
-            pod_id = await repeated(lambda: self.provider.create(row.order), tell=self.tell)
+            async with self._ordering:
+                # Only now: a command that ends before leaves no order in doubt that was never sent.
+                row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
+                # Only Unavailable is repeated: it says that the order was not carried out.
+                pod_id = await repeated(
+                    lambda: self.provider.create(row.order), tell=self.tell, unexpected=OutcomeUnknown
+                )
         except OutcomeUnknown as error:
-            self.has_order_in_doubt = True
             row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
             self.say(row.name, f"the answer to the order was lost ({error}); looking for its pod")
         except (ProviderError, UserError):
@@ -178,7 +180,7 @@ class Renter(Account):
         except UserError:
             # Delete the pod even if the disk is full. A later `settle` updates the ledger.
             if current.provider_id is not None:
-                await self.provider.destroy(current.provider_id)
+                await self._destroy(current.provider_id)
             raise
         if row.provider_id is not None:
             await self._end(row)
@@ -223,7 +225,7 @@ class Renter(Account):
         assert pod_id is not None and row.state == State.DELETING
         trouble: ProvisioningError = ProviderError("it is still there")
         try:
-            await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
+            await self._destroy(pod_id)
         except ProvisioningError as error:
             trouble = error
         try:
@@ -238,13 +240,18 @@ class Renter(Account):
     async def end_overdue(self, by: float) -> Failures:
         """Request the deletion of pods whose rental end was before `by`. Needs no lock: the ledger stays as it is."""
         rows = [row for row in self.rows if row.provider_id and row.ends_at is not None and row.ends_at < by]
-        return await each(rows, lambda row: self.provider.destroy(row.provider_id or ""))
+        return await each(rows, lambda row: self._destroy(row.provider_id or ""))
+
+    async def _destroy(self, pod_id: str) -> None:
+        await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
 
     def _dated(self, row: Row) -> Row:
-        """Set an order time in the future to now. It is from a clock that was ahead, and waits would take too long."""
+        """Move an order time in the future to now, and the rental end with it: both are from a clock that was ahead."""
         if row.asked_at <= self.clock():
             return row
-        return self.ledger.advance(row, row.state, asked_at=self.clock())
+        ahead_s = row.asked_at - self.clock()
+        ends_at = None if row.ends_at is None else row.ends_at - ahead_s
+        return self.ledger.advance(row, row.state, asked_at=self.clock(), ends_at=ends_at)
 
     def _settled_at(self, row: Row) -> float:
         return row.asked_at + self.provider.settle_s

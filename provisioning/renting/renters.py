@@ -65,33 +65,43 @@ class Renters(dict[str, Renter]):
         """The plan for these pods, after `settle`. Raises ProvisioningError."""
         names = providers_of(specs)
         asked = [self[name] for name in names]
+        for spec in specs:
+            for wish in (field for field in ("image", "volume_id") if getattr(spec, field) is not None):
+                if lacking := [name for name in spec.providers if wish not in self[name].provider.takes]:
+                    raise UserError(f"{lacking[0]} takes no --{wish.replace('_', '-')}; leave it out.")
         for renter in asked:
             await repeated(renter.provider.check, tell=renter.tell)
         for provider, failures in (await self.settle()).items():
             for name, error in failures.items():
-                if provider in names:
+                # A known pod or machine that is silent holds up no other one.
+                if provider == name and provider in names:
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
                 self.say(provider, f"cannot be asked for further pods: {name}: {error}")
         return plan(specs, self.rows, await _offers(asked))
 
-    async def apply(self, agreed: Plan, on_written: Callable[[], None] = lambda: None) -> Failures:
+    async def apply(self, agreed: Plan, watch: Callable[[], None] = lambda: None) -> Failures:
         """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
 
-        `on_written` is called after all orders are in the ledger, before the first is sent.
+        `watch` starts a watcher if the ledger needs one: it is called after all orders are in the ledger, before the
+        first is sent, and again if the answer to one was lost, however this ends.
         """
         failures = await self.give_back([removal.row for removal in agreed.destroy], failed=self.say)
         creations = [creation for creation in agreed.create if creation.spec.name not in failures]
         rows = [self._write_down(creation.spec, creation.offer) for creation in creations]
         taken = Counter(row.offer.key for row in rows)
-        on_written()
-        failures |= await each(
-            [*rows, *agreed.keep], lambda row: self._until_reachable(row, agreed.offers, taken), self.say
-        )
-        for renter in self.values():
-            if renter.has_order_in_doubt:
-                # The pod of an order that was given up may have appeared since.
-                failures = await renter.settle() | failures
-        return failures
+        watch()
+        try:
+            failures |= await each(
+                [*rows, *agreed.keep], lambda row: self._until_reachable(row, agreed.offers, taken), self.say
+            )
+            if failures or taken.total() > len(rows):
+                # An order that failed may have made a pod nevertheless, or its pod may have appeared since.
+                for name in {row.provider for row in self.rows}:
+                    failures = await self[name].settle() | failures
+            return failures
+        finally:
+            if any(row.is_in_doubt for row in self.rows):
+                watch()
 
     async def give_back(
         self,

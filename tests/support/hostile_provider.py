@@ -19,12 +19,19 @@ DELAYS_S = (0.0, 5.0, 59.0, 100.0, 700.0, 3000.0)
 """After an order, before its pod is known, and of a deletion: beyond SETTLE_S only where the answer was lost."""
 _ORDER = (
     *("late", "lost on its way", "its answer is lost", "it says no and does it", "two pods", "dearer"),
-    *("taken", "busy", "no"),
+    *("taken", "busy", "no", "done, and its answer makes no sense"),
 )
-TAKEN = _ORDER.index("taken")
-_LIST = ("empty", "half", "with what is gone", "twice", "a part is silent", "broken", "busy")
-_FIND = ("broken", "busy")
-_DESTROY = ("late", "not done", "it says yes and does not", "done, it says no")
+TAKEN, ORDER_LOST = _ORDER.index("taken"), _ORDER.index("lost on its way")
+DENIED_AND_DONE = _ORDER.index("it says no and does it")
+_LIST = (
+    *("empty", "half", "with what is gone", "twice", "a part is silent", "broken", "busy"),
+    *("its answer makes no sense", "no price makes sense"),
+)
+_FIND = ("broken", "busy", "its answer makes no sense")
+_DESTROY = (
+    *("late", "not done", "it says yes and does not", "done, it says no"),
+    "done, and its answer makes no sense",
+)
 NUM_FATES = math.lcm(len(_ORDER), len(_LIST), len(_FIND), len(_DESTROY))
 Fates = Mapping[int, tuple[int, float]]
 """A number that says which, and seconds for those that take time, by the number of the request."""
@@ -97,7 +104,10 @@ class HostileProvider:
                 raise Unavailable("too many requests")
             case "no":
                 raise ProviderError("no")
-        is_answered = fate not in ("its answer is lost", "it says no and does it")
+        is_answered = fate not in (
+            *("its answer is lost", "it says no and does it"),
+            "done, and its answer makes no sense",
+        )
         made = self._made(order, delay_s)
         if is_answered:
             made.known_at = min(made.known_at, self.clock() + SETTLE_S)
@@ -110,6 +120,8 @@ class HostileProvider:
         self._step()
         if is_answered:
             return made.id
+        if fate == "done, and its answer makes no sense":
+            raise RecursionError("nested too deeply")
         raise NoCapacity("taken, it says") if made.was_denied else OutcomeUnknown("the answer was lost")
 
     def _made(self, order: Order, delay_s: float) -> RealPod:
@@ -130,6 +142,10 @@ class HostileProvider:
                 raise ProviderError("500")
             case "busy":
                 raise Unavailable("502")
+            case "its answer makes no sense":
+                raise TypeError("a list, and not a number")
+            case "no price makes sense":
+                return Listing(pods=[self._shown(pod, price=math.nan) for pod in known])
             case "a part is silent":
                 return Listing(pods=[], silent={"a machine": "does not answer"})
         lists = {"empty": [], "half": known[::2], "with what is gone": once_known, "twice": known * 2}
@@ -141,6 +157,8 @@ class HostileProvider:
             raise ProviderError("500")
         if fate == "busy":
             raise Unavailable("502")
+        if fate == "its answer makes no sense":
+            raise OverflowError("no number of GPUs is infinite")
         known = [pod for pod in self.pods_made if pod.id == pod_id and pod.is_known(self.clock())]
         return self._shown(known[0]) if known else None
 
@@ -156,6 +174,8 @@ class HostileProvider:
         self._step()
         if fate == "done, it says no":
             raise ProviderError("500, but done")
+        if fate == "done, and its answer makes no sense":
+            raise KeyError("status")
 
     async def machine(self, pod: Pod, host_key: str) -> ReadyMachine:
         return ReadyMachine()
@@ -171,5 +191,6 @@ class HostileProvider:
         number, delay_s = self._fates[self._num_requests]
         return kinds[number % len(kinds)], delay_s
 
-    def _shown(self, pod: RealPod) -> Pod:
-        return Pod(id=pod.id, label=pod.label, is_ready=True, gpu_count=8, price_per_hour=pod.price)
+    def _shown(self, pod: RealPod, price: float | None = None) -> Pod:
+        price = pod.price if price is None else price
+        return Pod(id=pod.id, label=pod.label, is_ready=True, gpu_count=8, price_per_hour=price)

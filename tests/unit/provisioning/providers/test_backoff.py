@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioning.errors import Unavailable
+from provisioning.errors import OutcomeUnknown, ProviderError, Unavailable
 from provisioning.providers import backoff
 
 
@@ -29,6 +29,17 @@ def test_it_asks_again_until_there_is_an_answer(monkeypatch):
         return answer
 
     assert asyncio.run(backoff.repeated(request)) == 7
+
+
+@pytest.mark.parametrize("error", [RecursionError("deep"), OverflowError("inf"), KeyError("id")])
+def test_whatever_an_answer_raises_is_an_error_of_its_provider_and_of_an_order_a_lost_answer(error):
+    async def request():
+        raise error
+
+    with pytest.raises(ProviderError, match=type(error).__name__):
+        asyncio.run(backoff.repeated(request))
+    with pytest.raises(OutcomeUnknown):
+        asyncio.run(backoff.repeated(request, unexpected=OutcomeUnknown))
 
 
 def test_it_gives_up_with_the_last_reason(monkeypatch):

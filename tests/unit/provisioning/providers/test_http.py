@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.pods.pod import id_in
 from provisioning.providers.http import NotFound
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.runpod import RunPodProvider
@@ -23,7 +24,7 @@ def asked(monkeypatch, kind, status, body, *, is_order=False):
 
     def answer(request):
         headers.update(request.headers)
-        return httpx.Response(status, json=body)
+        return httpx.Response(status, **({"content": body} if isinstance(body, bytes) else {"json": body}))
 
     async def work():
         cloud = kind({kind.key_env: "secret"}, Path("key"))
@@ -88,6 +89,7 @@ CASES = {
     "runpod: wrong field": (RunPodProvider, 422, {"title": "Unprocessable"}, ProviderError, ProviderError),
     "of no known form": (RunPodProvider, 404, [], NoCapacity, Unavailable),
     "too fast": (LambdaProvider, 429, of_lambda("global/too-many-requests"), Unavailable, Unavailable),
+    "timed out": (RunPodProvider, 408, {}, OutcomeUnknown, Unavailable),
     "broken": (VastProvider, 502, of_vast("oops"), OutcomeUnknown, Unavailable),
     "unauthorized": (VastProvider, 401, of_vast("auth_error"), UserError, UserError),
 }
@@ -99,6 +101,23 @@ def test_an_error_answer_is_the_error_that_says_what_to_do(case, monkeypatch):
     for is_order, kind in ((True, of_order), (False, of_request)):
         error, _ = asked(monkeypatch, kind_of_cloud, status, body, is_order=is_order)
         assert type(error) is kind, error
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"id": 1', b"<html>"])
+def test_an_answer_that_cannot_be_read_is_a_lost_one(content, monkeypatch):
+    error, _ = asked(monkeypatch, RunPodProvider, 200, content, is_order=True)
+    assert type(error) is OutcomeUnknown, error
+
+
+@pytest.mark.parametrize(
+    "read", [lambda data: int(float("inf")), lambda data: data["id"], lambda data: id_in(None)]
+)
+def test_an_answer_of_an_unknown_form_says_nothing_of_an_order(read):
+    cloud = RunPodProvider({RunPodProvider.key_env: "secret"}, Path("key"))
+    with pytest.raises(OutcomeUnknown, match="unknown form"):
+        cloud.parsed(read, {}, is_order=True)
+    with pytest.raises(ProviderError, match="unknown form"):
+        cloud.parsed(read, {})
 
 
 class OtherHeader(VastProvider):

@@ -6,7 +6,9 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from provisioning.errors import NoCapacity
+import pytest
+
+from provisioning.errors import NoCapacity, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
 from provisioning.pods.pod import Listing, Offer, Order, Pod
@@ -15,7 +17,8 @@ from provisioning.renting.account import Patience
 from provisioning.renting.plan import plan
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
-from tests.support.hostile_provider import TAKEN, HostileProvider
+from tests.support.hostile_provider import DENIED_AND_DONE, ORDER_LOST, TAKEN, HostileProvider
+from tests.support.virtual_time import run_virtually
 
 
 @dataclass
@@ -29,6 +32,7 @@ class ListProvider:
     repeatable = False
     settle_s = doubt_s = 0.05
     keeps_time = False
+    takes = ()
 
     async def pods(self) -> Listing:
         await asyncio.sleep(0.001)
@@ -99,6 +103,85 @@ def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(tmp_path)
     asyncio.run(asyncio.wait_for(one.give_back(row), 10.0))
     assert (one.rows, provider.there) == ([], [])
     assert one.ledger.bills()[0].dollars(one.clock()) < 0.01
+
+
+def test_a_rental_is_no_longer_because_the_clock_was_ahead_when_it_was_ordered(tmp_path):
+    provider, day_s = ListProvider(), 86400.0
+    one = renter(tmp_path, provider)
+    ahead = one.clock() + day_s
+    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=ahead, ends_at=ahead + 3600)
+    row = one.ledger.advance(row, State.CREATING, asked_at=ahead)
+    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
+    one.ledger.set_pod(row, "id", 1.0)
+    asyncio.run(asyncio.wait_for(one.settle(), 10.0))
+    assert one.rows[0].ends_at == pytest.approx(one.clock() + 3600, abs=60)
+
+
+def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
+    """As with Lambda, which takes one order in twelve seconds."""
+
+    class SlowProvider(ListProvider):
+        async def create(self, order: Order) -> str:
+            self.orders.append(order)
+            await asyncio.sleep(3600)
+            return "id"
+
+    provider = SlowProvider()
+    one = renter(tmp_path, provider)
+    rows = [
+        one.ledger.add(PodSpec(name=f"pod-{n}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None)
+        for n in range(3)
+    ]
+
+    async def interrupted() -> None:
+        work = [asyncio.create_task(one.until_reachable(row)) for row in rows]
+        while not provider.orders:
+            await asyncio.sleep(0.001)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    asyncio.run(interrupted())
+    assert [row.state for row in one.rows] == [State.CREATING, State.PLANNED, State.PLANNED]
+
+
+def test_a_watcher_is_started_for_an_order_whose_answer_was_lost_and_pods_of_failed_orders_are_given_back(
+    tmp_path,
+):
+    lost = HostileProvider(repeatable=False)
+    lost.begin({1: (ORDER_LOST, 0.0)}, lambda: None)
+    denied = HostileProvider(repeatable=False)
+    denied.begin({1: (DENIED_AND_DONE, 0.0)}, lambda: None)
+    watched = list[bool]()
+    for directory, provider in (("lost", lost), ("denied", denied)):
+        (tmp_path / directory).mkdir()
+        clock = provider.clock
+
+        async def work(provider=provider, directory=directory) -> None:
+            provider.clock = asyncio.get_running_loop().time
+            one = renter(tmp_path / directory, provider)
+            one.clock = provider.clock
+            both = Renters(one.ledger, one.say, [one])
+            agreed = plan([PodSpec(name="pod-0", provider="hostile")], [], await provider.offers())
+            await both.apply(agreed, lambda: watched.append(any(row.is_in_doubt for row in both.rows)))
+
+        run_virtually(work(), now=1e6)
+        provider.clock = clock
+    assert watched == [False, True, False]
+    # The next offer was taken instead.
+    assert [pod.deleted_at is not None for pod in lost.pods_made] == [False]
+    assert [pod.deleted_at is not None for pod in denied.pods_made] == [True, False]
+
+
+@pytest.mark.parametrize("wish", ["image", "volume_id"])
+def test_what_a_provider_does_not_take_is_refused_before_anything_is_rented(wish, tmp_path):
+    provider = ListProvider()
+    one = renter(tmp_path, provider)
+    spec = replace(PodSpec(name="pod-0", provider="list"), **{wish: "x"})
+    flag = f"--{wish.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"list takes no {flag}; leave it out"):
+        asyncio.run(Renters(one.ledger, one.say, [one]).plan([spec]))
+    assert provider.orders == []
 
 
 def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(tmp_path, monkeypatch):
