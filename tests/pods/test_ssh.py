@@ -23,6 +23,8 @@ from provisioning.providers.ssh import SshProvider
 from provisioning.renting import operations
 from provisioning.renting.account import FETCH, RUN_DIR, Patience
 from provisioning.renting.operations import down
+from provisioning.renting.plan import Plan
+from provisioning.renting.renters import renters
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet
 from tests.support.pods_driver import source_of
@@ -137,6 +139,13 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     assert "cannot be reached" in by_name["pod-1"].peer and list(seen.silent) == ["machine1"]
     failures = asyncio.run(operations.reconcile(ledger, access, (), quiet, patience))
     assert sorted(failures) == ["machine1", "pod-1"]
+
+    async def planned() -> Plan:
+        async with renters(ledger, access, quiet, patience) as found:
+            return await found.plan(SPECS)
+
+    # Renting goes on, too: what is on the dead machine is kept, and no pod takes its place unasked.
+    assert [row.name for row in asyncio.run(planned()).keep] == ["pod-0", "pod-1"]
     ledger.remember(RUN_DIR, str(tmp_path / "home"))
     ledger.remember(FETCH, "logs")
     assert list(asyncio.run(operations.fetch_results(ledger, access, (), quiet))) == ["pod-1"]
