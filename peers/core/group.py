@@ -71,21 +71,16 @@ class Group:
         attempt: int,
         suspects: frozenset[str],
         last_suspects: frozenset[str],
-    ) -> tuple[dict[str, Entry], set[str]]:
+    ) -> tuple[set[str], set[str]]:
         """The peers that are ready to commit on this head, and those to wait for. `entry`: this peer's own work.
 
         Peers that made attempts fail are excluded from both if the rest is enough (`is_enough`). This tries to exclude,
         in this order: peers left out for strikes and all `suspects` of attempts on this head; only the former; only the
         suspects of the last attempt; nobody.
         """
-        head, epoch = self._parent.head, self._parent.plan.epoch
-        ready = {} if entry is None else {self._me: entry}
-        expected = {self._me} if is_training or entry is not None else set()
-        for peer_id, status in self._swarm.live_at(head).items():
-            if status.phase in _TAKING_PART:
-                expected.add(peer_id)
-                if status.work is not None and status.work.based_on <= epoch:
-                    ready[peer_id] = Entry(status.world_rank, status.work)
+        here, epoch = self._swarm.live_at(self._parent.head), self._parent.plan.epoch
+        expected = {peer_id for peer_id, status in here.items() if status.phase in _TAKING_PART}
+        ready = {p for p, s in here.items() if s.work is not None and s.work.based_on <= epoch} & expected
         for recent in self._recent:
             # Peers on a recent head are about to receive the last commit, or are applying it.
             expected |= {
@@ -94,14 +89,17 @@ class Group:
         if self._parent.is_genesis:
             # Founders that have not received the genesis yet.
             expected |= self._swarm.live_at("").keys() & self.roster
-        others = ready.keys() | expected
-        out = self._swarm.left_out(epoch) & (others - {self._me})
+        if entry is not None:
+            ready.add(self._me)
+        if is_training or entry is not None:
+            expected.add(self._me)
+        others = expected - {self._me}
+        out = self._swarm.left_out(epoch) & others
         if attempt > 0:
             # A newcomer that claims to be ready can make only the first attempt on a head fail.
-            out |= others - self.roster - {self._me}
+            out |= others - self.roster
         for excluded in (out | suspects, out, last_suspects):
-            rest = {peer_id: entry for peer_id, entry in ready.items() if peer_id not in excluded}
-            if self.is_enough(turn, rest):
+            if self.is_enough(turn, rest := ready - excluded):
                 return rest, expected - excluded
         return ready, expected
 
@@ -133,15 +131,23 @@ class Group:
 
     # Plans
 
-    def plan_of(self, attempt: int, ready: Mapping[str, Entry]) -> Plan:
-        """The plan that this peer proposes as the leader of this attempt."""
+    def plan_of(self, attempt: int, ready: Collection[str], entry: Entry | None) -> Plan:
+        """The plan that this peer proposes as the leader of this attempt. `entry`: its own work."""
+        here = self._swarm.live_at(self._parent.head)
+        entries = {
+            p: Entry(here[p].world_rank, work)
+            for p in sorted(ready)
+            if p in here and (work := here[p].work) is not None
+        }
+        if entry is not None:
+            entries[self._me] = entry
         return plan_of(
             self._parent,
             attempt,
-            ready,
+            entries,
             # Members may disagree on who is gone: after a failed attempt nobody is removed for that.
-            off=self._off(ready) if attempt == 0 else (),
-            data_width=self.data_width(ready),
+            off=self._off(entries) if attempt == 0 else (),
+            data_width=self.data_width(entries),
             settings=self._settings,
         )
 

@@ -163,7 +163,7 @@ class Round:
     def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
         """The peers that the next commit waits for."""
         ready, expected = self._ready_and_expected(Turn(now), entry, is_training=is_training)
-        return expected - ready.keys()
+        return expected - ready
 
     # Gathering
 
@@ -175,7 +175,7 @@ class Round:
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
         if len(ready) > self._num_ready:
             self._num_ready, self._last_ready_at = len(ready), turn.now
-        late = expected - ready.keys()
+        late = expected - ready
         if late and not turn.passed(self._quorum_at + self._grace_s(late)):
             self._leader_could_propose_at = None
             return False
@@ -184,7 +184,7 @@ class Round:
             if not turn.passed(self._not_before):
                 return False
             self._note_group(turn, late)
-            self._begin_to_lead(turn, ready)
+            self._begin_to_lead(turn, ready, entry)
             return True
         if not self._can_lead(leader):
             return self._skip_leader(ready)
@@ -238,7 +238,7 @@ class Round:
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
-    ) -> tuple[dict[str, Entry], set[str]]:
+    ) -> tuple[set[str], set[str]]:
         return self._group.ready_and_expected(
             turn,
             entry,
@@ -254,10 +254,10 @@ class Round:
 
     # Leading
 
-    def _begin_to_lead(self, turn: Turn, ready: Mapping[str, Entry]) -> None:
-        plan = self._group.plan_of(self.attempt, ready)
+    def _begin_to_lead(self, turn: Turn, ready: Collection[str], entry: Entry | None) -> None:
+        plan = self._group.plan_of(self.attempt, ready, entry)
         self._lead = Lead(plan, turn.now + self._timing.attempt_s)
-        for peer_id in ready:
+        for peer_id in sorted(ready):
             if peer_id != self._me:
                 turn.do(Send(peer_id, Propose(plan=plan)))
         if self._me in ready:
