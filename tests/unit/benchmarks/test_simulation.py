@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.record import Result
-from benchmarks.simulation import lab, published
+from benchmarks.simulation import lab, published, thousand
 from benchmarks.table import RESULTS
 from benchmarks.wan.cases import link
 from diloco.sim.cost.machine import IDEAL
+from diloco.sim.cost.swarm import simulate
 
 ONE_POINT = 1.01 * published.GRID[1] / published.GRID[0]
 """Of the grid of bandwidths."""
@@ -66,3 +68,14 @@ def test_two_of_intellect_1s_times_follow_from_the_third():
     assert set(ratios) == {"INTELLECT-1 USA and Europe", "INTELLECT-1 global"}
     for ratio in ratios.values():
         assert 0.75 < ratio < 1.25
+
+
+def test_unlike_peers_that_fail_train_most_of_the_time_and_never_wait_for_the_slowest():
+    """The scenario of a thousand, with as many as a test has time for; failures come from 1000 peers' rate."""
+    few = replace(thousand.scenario(40, num_epochs=6), mtbf_s=24 * 3600.0 / 25)
+    assert {round(peer.step_s) for peer in few.peers} <= set(range(8, 33))
+    figures = simulate(few)
+    assert figures.losses.peers_lost > 0
+    assert 0.6 < figures.utilisation < 1.0
+    metrics = {result.metric for result in thousand.results(figures, 1.0)}
+    assert {"utilisation", "processor time", "peers lost"} <= metrics
