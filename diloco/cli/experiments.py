@@ -162,16 +162,31 @@ def run(
                 failures.update(await rent(fleet, unfinished))
         if plan or deploy_only:
             return shouted(failures)
+        try:
+            is_good = await trained(fleet)
+        except Exception:
+            # Whatever keeps the results from being shown, the pods cost money.
+            shouted(await destroyed(fleet))
+            raise
+        failures.update(await destroyed(fleet))
+        return max(shouted(failures), 0 if is_good else 1)
+
+    async def trained(fleet: Fleet) -> bool:
+        """Run the experiments and print the results. Returns whether all succeeded."""
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
         results = await runs.run(fleet, found, of)
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
         else:
             print_results(results, of.result)
-        if destroy:
-            with ledger.locked(wait_s=_LOCK_WAIT_S):
-                failures.update(await fleet.renters.give_back())
-        return max(shouted(failures), 0 if all(result.ok for result in results) else 1)
+        return all(result.ok for result in results)
+
+    async def destroyed(fleet: Fleet) -> Mapping[str, Exception]:
+        """Give the pods back, if --destroy says so. Returns what went wrong."""
+        if not destroy:
+            return {}
+        with ledger.locked(wait_s=_LOCK_WAIT_S):
+            return await fleet.renters.give_back()
 
     async def run_all() -> int:
         async with opened_fleet(ledger, providers_of(found.pods), access(inventory), say, setup) as fleet:
@@ -196,11 +211,14 @@ def print_results(results: Sequence[Result], figure_of: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.cli.plain_table import add_plain_row
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
         table.add_column(column, overflow="fold")
     for result in results:
-        table.add_row(
+        add_plain_row(
+            table,
             result.name,
             result.pod,
             "done" if result.ok else f"failed: {result.trouble}",

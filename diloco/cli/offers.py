@@ -59,6 +59,8 @@ def print_offers(found: Sequence[Offer]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.cli.plain_table import add_plain_row
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
         is_text = column in ("type", "place", "offer")
@@ -71,7 +73,8 @@ def print_offers(found: Sequence[Offer]) -> None:
         )
     for one in found:
         place = ", ".join(filter(None, (one.city, one.country))) or "–"
-        table.add_row(
+        add_plain_row(
+            table,
             f"{one.price_per_hour:.2f}",
             str(one.gpu_count),
             f"{one.gpu_type}{' (spot)' if one.spot else ''}",

@@ -409,6 +409,8 @@ def print_status(seen: Overview) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.cli.plain_table import add_plain_row
+
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     # Figures are never cut; what is too wide for the terminal goes on in the next line.
     for column in ("pod", "state", "machine"):
@@ -418,7 +420,8 @@ def print_status(seen: Overview) -> None:
     table.add_column("peer", overflow="fold", min_width=8)
     for one in seen.pods:
         row = one.row
-        table.add_row(
+        add_plain_row(
+            table,
             row.name,
             row.state,
             f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",

@@ -180,6 +180,8 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.cli.plain_table import add_plain_row
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in _COLUMNS:
         is_figure = column in _COLUMNS[4:]
@@ -192,7 +194,8 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
         )
     for creation in agreed.create:
         offer, hours = creation.offer, creation.spec.ttl_hours
-        table.add_row(
+        add_plain_row(
+            table,
             "create",
             creation.spec.name,
             f"{offer.gpu_count} × {offer.gpu_type}",
@@ -203,11 +206,11 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
         )
     for row in agreed.keep:
         what = f"{row.offer.gpu_count} × {row.offer.gpu_type}"
-        table.add_row("keep", row.name, what, row.state, f"{row.offer.price_per_hour:.2f}", "", "")
+        add_plain_row(table, "keep", row.name, what, row.state, f"{row.offer.price_per_hour:.2f}", "", "")
     for removal in agreed.destroy:
-        table.add_row("destroy", removal.row.name, removal.reason, "", "", "", "")
+        add_plain_row(table, "destroy", removal.row.name, removal.reason, "", "", "", "")
     until = "–" if agreed.dollars_until_end is None else f"{agreed.dollars_until_end:.2f}"
-    table.add_row("", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until)
+    add_plain_row(table, "", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until)
     Console(stderr=to_stderr).print(table)
 
 

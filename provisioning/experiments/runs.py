@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from provisioning.swarm.fleet import Fleet
 
 _POLL_S = 2.0
 _MAX_FAILED_POLLS = 30
+_MAX_NUMBER = 1 << 63
 _KEY = "experiment:"
 RUNS = "experiments"
 
@@ -157,15 +159,28 @@ tail -n 12 {JOBS}/{job}/log 2>/dev/null; exit 0
     config, _, rest = text.partition("---metrics\n")
     metrics, _, log = rest.partition("---log\n")
     records = [record for line in metrics.splitlines() if (record := record_in(line))]
-    figures = [record[trainer.result] for record in records if trainer.result in record]
-    times = [float(record["time"]) for record in records if "time" in record]
+    figures, times = _numbers(records, trainer.result), _numbers(records, "time")
+    try:
+        resolved = _flat(tomllib.loads(config))
+    except tomllib.TOMLDecodeError as error:
+        raise MachineError(f"the trainer's config.toml is not TOML: {error}") from error
     return (
-        _flat(tomllib.loads(config)),
-        max((int(record.get("step", 0)) for record in records), default=0),
+        resolved,
+        max((int(step) for step in _numbers(records, "step") if math.isfinite(step)), default=0),
         figures[-1] if figures else None,
         max(times) - min(times) if times else 0.0,
         log.strip(),
     )
+
+
+def _numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """The values of this name. Does not trust the pod that they are numbers."""
+    values = (record.get(name) for record in records)
+    return [
+        float(value)
+        for value in values
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) < _MAX_NUMBER)
+    ]
 
 
 def _failed(placed: Placed, trainer: Trainer, trouble: str) -> Result:

@@ -1,0 +1,82 @@
+"""`diloco experiments` in this process, on pods of this machine whose Python is a stand-in that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import experiments
+from diloco.cli.app import FAILED, exit_code
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.paths import PODS
+from tests.support.pods_driver import source_of
+
+SET = """
+[[pods]]
+name = "one"
+provider = "local"
+
+[[experiments]]
+name = "first"
+"""
+FAILING = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+echo "[/data/nothing] is not a file"
+exit 3
+"""
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run(FILE, …)` runs a set of experiments with a Python that fails."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "python"
+    python.write_text(FAILING)
+    python.chmod(0o755)
+    (tmp_path / "set.toml").write_text(SET)
+    words = ["--trainer", "pretrain", "--python", str(python), "--source", str(source_of(tmp_path)), "--yes"]
+    return lambda name, *more: exit_code(["experiments", "run", name, *words, *more])
+
+
+def pods_of(directory: Path) -> dict[str, list[str]]:
+    """The names of the pods that are there, by state file."""
+    found = {}
+    for path in sorted((directory / "state/diloco/experiments").glob("*.sqlite")):
+        ledger = Ledger(path)
+        found[path.name] = [row.name for row in ledger.rows()]
+        ledger.close()
+    return found
+
+
+def test_pods_are_given_back_though_the_log_looks_like_markup(run, tmp_path, capsys):
+    assert run("set.toml", "--destroy") == FAILED
+    said = capsys.readouterr()
+    assert "[/data/nothing]" in said.out and "[/data/nothing] is not a file" in said.err
+    assert list(pods_of(tmp_path).values()) == [[]]
+    assert not (tmp_path / "state/diloco/local" / PODS).exists()
+    assert exit_code(["experiments", "status"]) == 0
+    assert "[/data/nothing]" in capsys.readouterr().out
+
+
+def test_pods_are_given_back_though_results_cannot_be_shown(run, tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("no terminal")
+
+    monkeypatch.setattr(experiments, "print_results", broken)
+    assert run("set.toml", "--destroy") == FAILED
+    assert list(pods_of(tmp_path).values()) == [[]]
+
+
+def test_a_configuration_and_figures_of_no_known_form_fail_the_experiment_alone(run, tmp_path, capsys):
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && exit 0\nmkdir -p "$4" && echo "= no TOML" >"$4/config.toml"\n'
+    )
+    assert run("set.toml", "--destroy", "--json") == FAILED
+    (result,) = json.loads(capsys.readouterr().out)["experiments"]
+    assert not result["ok"] and "config.toml is not TOML" in result["trouble"]
+    assert list(pods_of(tmp_path).values()) == [[]]
