@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
@@ -134,9 +135,10 @@ def run(
     )
     if provider is not None:
         found = _on_own_machines(found, provider)
-    ledger, of = opened(state_file or _default_state_file(name)), trainer_named(trainer)
+    ledger, of = opened(state_file or _state_file(name)), trainer_named(trainer)
     setup = replace(given.setup(), extras=of.extras)
     if not plan:
+        ledger.remember(runs.ORIGIN, _origin(name))
         remember_results(ledger, given, Path(name).stem)
 
     async def rent(fleet: Fleet, unfinished: set[str]) -> Mapping[str, Exception]:
@@ -244,8 +246,8 @@ def status(*names: str, as_json: AsJson = False, state_file: StateFile = None) -
     """
     from provisioning.experiments.runs import all_recorded
 
-    files = [state_file] if state_file else [_default_state_file(name) for name in names]
-    files = files or sorted(_default_state_file("any").parent.glob("*.sqlite"))
+    files = [state_file] if state_file else [_state_file(name) for name in names]
+    files = files or sorted(_state_file("any").parent.glob("*.sqlite"))
     results: list[Result] = []
     for file in files:
         ledger = opened_existing(file)
@@ -310,12 +312,38 @@ def destroy(
     """
     if not name and state_file is None:
         raise UserError("Say which: `diloco experiments destroy NAME`, or --state-file FILE.")
-    ledger = opened_existing(state_file or _default_state_file(name))
+    ledger = opened_existing(state_file or _state_file(name))
     words = fetched(fetch)
     return locked(ledger, lambda: given_back(ledger, access(inventory), (), words, yes=yes))
 
 
-def _default_state_file(name: str) -> Path:
+def _state_file(name: str) -> Path:
+    """Where the pods and results of a set are written down: by its name, and of a file also by its path."""
     from diloco.launch.swarm_config import state_dir
+    from provisioning.experiments.sets import BUILT_IN
 
-    return state_dir() / "experiments" / f"{Path(name).stem}.sqlite"
+    by_name = state_dir() / "experiments" / f"{Path(name).stem}.sqlite"
+    if name in BUILT_IN:
+        return by_name
+    origin = _origin(name)
+    by_path = by_name.with_stem(f"{by_name.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}")
+    # Earlier versions went by the name alone: their pods and results are not to be lost.
+    is_older = by_name.exists() and not by_path.exists() and by_name.stem not in BUILT_IN
+    return by_name if is_older and _written_origin(by_name) in ("", origin) else by_path
+
+
+def _origin(name: str) -> str:
+    """The name of a built-in set, or the whole path of a file."""
+    from provisioning.experiments.sets import BUILT_IN
+
+    return name if name in BUILT_IN else str(Path(name).resolve())
+
+
+def _written_origin(file: Path) -> str:
+    from provisioning.experiments.runs import ORIGIN
+
+    ledger = opened_existing(file)
+    try:
+        return ledger.recall(ORIGIN)
+    finally:
+        ledger.close()

@@ -30,6 +30,8 @@ _MAX_FAILED_POLLS = 30
 _MAX_NUMBER = 1 << 63
 _KEY = "experiment:"
 RUNS = "experiments"
+ORIGIN = "set"
+"""Key in the ledger: the built-in set, or the path of the file, whose pods and results it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import experiments
-from diloco.cli.app import FAILED, exit_code
+from diloco.cli.app import FAILED, USER_ERROR, exit_code
+from provisioning.experiments.runs import ORIGIN
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from tests.support.pods_driver import source_of
@@ -80,3 +81,37 @@ def test_a_configuration_and_figures_of_no_known_form_fail_the_experiment_alone(
     (result,) = json.loads(capsys.readouterr().out)["experiments"]
     assert not result["ok"] and "config.toml is not TOML" in result["trouble"]
     assert list(pods_of(tmp_path).values()) == [[]]
+
+
+def test_sets_of_two_files_of_one_name_keep_their_pods_apart(run, tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sweep.toml").write_text(SET.replace('"one"', f'"{name}"'))
+        assert run(f"{name}/sweep.toml", "--deploy-only") == 0
+    assert sorted(pods_of(tmp_path).values()) == [["a"], ["b"]]
+    # By whatever path one names it.
+    monkeypatch.chdir(tmp_path / "a")
+    assert exit_code(["experiments", "destroy", "../a/sweep.toml"]) == 0
+    assert sorted(pods_of(tmp_path).values()) == [[], ["b"]]
+    assert exit_code(["experiments", "destroy", "../b/sweep.toml"]) == 0
+
+
+def test_a_state_file_of_an_earlier_version_is_kept_for_the_set_that_uses_it(run, tmp_path):
+    old = tmp_path / "state/diloco/experiments/set.sqlite"
+    assert run("set.toml", "--deploy-only", "--state-file", str(old)) == 0
+    ledger = Ledger(old)
+    ledger.remember(ORIGIN, "")
+    ledger.close()
+    assert run("set.toml", "--deploy-only") == 0
+    assert pods_of(tmp_path) == {"set.sqlite": ["one"]}
+    # It is that set's now, and no other's of the same file name.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/set.toml").write_text(SET)
+    assert exit_code(["experiments", "destroy", "other/set.toml"]) == USER_ERROR
+    assert exit_code(["experiments", "destroy", "set.toml"]) == 0
+    assert pods_of(tmp_path) == {"set.sqlite": []}
+
+
+def test_a_built_in_set_and_a_file_of_its_name_are_two():
+    assert experiments._state_file("lr_sweep").name == "lr_sweep.sqlite"
+    assert experiments._state_file("lr_sweep.toml").name != "lr_sweep.sqlite"
