@@ -27,7 +27,7 @@ from diloco.cli.pods_flags import (
     locked,
     opened,
     opened_existing,
-    remember_results,
+    results_of,
     say,
 )
 from diloco.cli.pods_questions import interruption_told, shouted
@@ -137,9 +137,10 @@ def run(
         found = _on_own_machines(found, provider)
     ledger, of = opened(state_file or _state_file(name)), trainer_named(trainer)
     setup = replace(given.setup(), extras=of.extras)
+    to_fetch = results_of(ledger, given, Path(name).stem)
     if not plan:
         ledger.remember(runs.ORIGIN, _origin(name))
-        remember_results(ledger, given, Path(name).stem)
+        to_fetch.remember(ledger)
 
     async def rent(fleet: Fleet, unfinished: set[str]) -> Mapping[str, Exception]:
         """What went wrong. The caller holds the ledger's lock."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.pods_flags import (
-    GIVEN,
     AsJson,
     Fetch,
+    Given,
     Inventory,
     StateFile,
     access,
@@ -25,7 +25,7 @@ from diloco.cli.pods_flags import (
     fetched,
     locked,
     opened_existing,
-    remember_results,
+    results_of,
     run,
     say,
 )
@@ -213,10 +213,12 @@ def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, invent
         Pods; default: all.
     """
     from provisioning.renting import operations
+    from provisioning.renting.account import RUN_DIR
 
     ledger = opened_existing(state_file)
-    remember_results(ledger, GIVEN, "pods")
-    return run(_told(operations.fetch_results(ledger, access(inventory), names, say, fetched(fetch))))
+    to_fetch = results_of(ledger, Given(fetch=fetch), "pods")
+    ledger.remember(RUN_DIR, to_fetch.place)
+    return run(_told(operations.fetch_results(ledger, access(inventory), names, say, to_fetch.words)))
 
 
 @app.command

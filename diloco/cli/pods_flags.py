@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,8 +64,12 @@ def fetched(words: str | None) -> list[str] | None:
     """The words of --fetch. Raises UserError for one that is none."""
     from provisioning.machines.results import patterns_of
 
-    found = None if words is None else [word for word in words.split(",") if word]
-    patterns_of(found or [])
+    if words is None:
+        return None
+    found = [word for word in words.split(",") if word]
+    if not found:
+        raise UserError("--fetch is empty; to copy nothing, say --fetch none.")
+    patterns_of(found)
     return found
 
 
@@ -103,17 +107,37 @@ class Given:
 GIVEN = Given()
 
 
-def remember_results(ledger: Ledger, given: Given, name: str) -> None:
-    """Where what is made on these pods goes, and what of it, unless that is known from the command before this one."""
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What of the pods' results is copied, and where to."""
+
+    place: str
+    words: Sequence[str]
+
+    def remember(self, ledger: Ledger) -> None:
+        from provisioning.renting.account import FETCH, RUN_DIR
+
+        ledger.remember(RUN_DIR, self.place)
+        ledger.remember(FETCH, " ".join(self.words))
+
+
+def results_of(ledger: Ledger, given: Given, name: str) -> Results:
+    """As these flags say, or else as the command before this one said; `name` is part of a new directory's name.
+
+    Raises UserError if nothing can be written there: then nothing is to be rented, either.
+    """
     from diloco.train.run_dir import default_run_dir
-    from provisioning.machines.results import DEFAULT, is_url
+    from provisioning.machines.results import DEFAULT, check_place, is_url, patterns_of
     from provisioning.renting.account import FETCH, RUN_DIR
 
-    if given.run_dir is not None or not ledger.rows() or not ledger.recall(RUN_DIR):
+    words = fetched(given.fetch) or ledger.recall(FETCH).split() or DEFAULT
+    place = ledger.recall(RUN_DIR)
+    if given.run_dir is not None or not ledger.rows() or not place:
         place = given.run_dir or str(default_run_dir(name))
-        ledger.remember(RUN_DIR, place if is_url(place) else str(Path(place).absolute()))
-    if given.fetch is not None or not ledger.recall(FETCH):
-        ledger.remember(FETCH, " ".join(fetched(given.fetch) or DEFAULT))
+        place = place if is_url(place) else str(Path(place).absolute())
+    if patterns_of(words):
+        check_place(place)
+    return Results(place=place, words=words)
 
 
 def access(inventory: Path | None) -> Access:

@@ -20,7 +20,7 @@ from diloco.cli.pods_flags import (
     ensure_watcher,
     locked,
     opened,
-    remember_results,
+    results_of,
     run,
     say,
 )
@@ -118,6 +118,7 @@ def provision(
         return run(tell_offers(wanted, where, as_json=as_json))
     specs, setup = specs_of_flags(wanted), given.setup()
     check_peer_flags(peer_flags, setup)
+    to_fetch = results_of(ledger, given, run_id)
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
     async def attempt(fleet: Fleet) -> int:
@@ -129,7 +130,7 @@ def provision(
                 print(json.dumps({"plan": plan_json(agreed)}), flush=True)
             return 0
         await agreed_to(agreed, yes=yes)
-        remember_results(ledger, given, run_id)
+        to_fetch.remember(ledger)
         _keep(ledger, agreed, specs, None if deploy_only else care, fleet.setup, options)
         with interruption_told(ledger, "diloco pods down"):
             failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))

@@ -7,17 +7,21 @@ import contextlib
 import fnmatch
 import json
 import re
+import secrets
 import shlex
 import tempfile
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from provisioning.errors import MachineError, UserError
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _KINDS = {
     "logs": (f"{JOBS}/*/log", "runs/*/logs", "experiments/*/logs"),
@@ -43,7 +47,7 @@ class Fetched:
 
     def in_words(self, into: str) -> str:
         if not self.words:
-            return "it has no results to fetch"
+            return f"it has no {' or '.join(self.missing)}" if self.missing else "nothing of it is fetched"
         lacks = f", no {' or '.join(self.missing)}" if self.missing else ""
         said = f"its results are in {into}: {', '.join(self.words)}{lacks}"
         return f"its peer had not finished ({self.unfinished_at}); {said}" if self.unfinished_at else said
@@ -85,6 +89,9 @@ exit 0
     kinds = [word for word in words if word != NOTHING]
     if not paths:
         return Fetched(missing=kinds)
+    if is_url(into):
+        # Before everything is copied here.
+        _opened(into)
     with contextlib.ExitStack() as stack:
         try:
             temporary = tempfile.TemporaryDirectory(prefix="diloco-results-") if is_url(into) else None
@@ -104,12 +111,60 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def _put(source: Path, url: str) -> None:
-    """Upload all files in `source` to the same relative paths below `url`. Raises MachineError."""
+def check_place(place: str) -> None:
+    """Write and remove something in this directory or URL. Raises UserError if that fails.
+
+    Called before anything is rented: what is trained on a pod could not be fetched.
+    """
+    try:
+        if is_url(place):
+            there, root = _opened(place)
+            path = f"{root.rstrip('/')}/diloco-{secrets.token_hex(4)}"
+            there.makedirs(root, exist_ok=True)
+            there.pipe_file(path, b"written to see whether results can be kept here")
+            there.rm_file(path)
+        else:
+            _check_directory(Path(place))
+    except UserError:
+        raise
+    except Exception as error:
+        # fsspec's file systems raise exceptions of many libraries.
+        raise UserError(
+            f"No results can be written to {place}: {type(error).__name__}: {error}. Name another --run-dir."
+        ) from error
+
+
+def _check_directory(path: Path) -> None:
+    """Raises OSError. A directory that is not there yet is removed again."""
+    new = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    finally:
+        for one in new:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+
+
+def _opened(url: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of `url`, and the path there. Raises UserError."""
     import fsspec
 
     try:
-        there, root = fsspec.core.url_to_fs(url)
+        found: tuple[AbstractFileSystem, str] = fsspec.core.url_to_fs(url)
+        return found
+    except ImportError as error:
+        extra = "pip install 'diloco[s3]'" if url.startswith("s3") else "install the package that it names"
+        raise UserError(f"{url} needs a package that is not here ({error}): {extra}.") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{url} is no place for results: {error}. Name another --run-dir.") from error
+
+
+def _put(source: Path, url: str) -> None:
+    """Upload all files in `source` to the same relative paths below `url`. Raises UserError or MachineError."""
+    there, root = _opened(url)
+    try:
         for path in sorted(path for path in source.rglob("*") if path.is_file()):
             target = f"{root.rstrip('/')}/{path.relative_to(source).as_posix()}"
             there.makedirs(target.rpartition("/")[0], exist_ok=True)

@@ -169,7 +169,7 @@ def test_results_go_to_any_url_that_fsspec_knows_and_one_that_takes_none_keeps_t
     spec = PodSpec(name="pod-0", provider="local", gpu_type="cpu-1", gpu_count=None)
     assert fleet.up([spec], trains=False).is_good, fleet.said
     trained(tmp_path / "local", "weights")
-    assert "nowhere://results/pod-0 does not accept its results" in str(fleet.down().failures["pod-0"])
+    assert "nowhere://results/pod-0 is no place for results" in str(fleet.down().failures["pod-0"])
     fleet.run_dir = f"memory://{tmp_path.name}/run/"
     assert fleet.down().is_good, fleet.said
     root = f"/{tmp_path.name}/run/pod-0"
