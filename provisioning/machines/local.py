@@ -50,8 +50,12 @@ class LocalMachine:
 
         def copy() -> None:
             shutil.rmtree(fresh, ignore_errors=True)
-            shutil.copytree(source, fresh, ignore=shutil.ignore_patterns(*excluded), copy_function=copied)
-            shutil.rmtree(target, ignore_errors=True)
+            if source.is_dir():
+                shutil.copytree(source, fresh, ignore=shutil.ignore_patterns(*excluded), copy_function=copied)
+                shutil.rmtree(target, ignore_errors=True)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, fresh)
             fresh.rename(target)
 
         try:

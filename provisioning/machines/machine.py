@@ -66,7 +66,10 @@ class Machine(Protocol):
         ...
 
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
-        """Make the directory `into` equal to `source`. May be repeated. Raises MachineError or UserError."""
+        """Make `into` equal to `source`, a directory or a file, modes included.
+
+        May be repeated. Raises MachineError or UserError.
+        """
         ...
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:

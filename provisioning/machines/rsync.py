@@ -19,9 +19,11 @@ _MAX_TRIES = 3
 
 
 def mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
-    """Makes the remote directory `target` equal to `source`. `shell`: the ssh command line."""
+    """Makes the remote `target` equal to `source`, a directory or a file. `shell`: the ssh command line."""
     excludes = [f"--exclude={pattern}" for pattern in excluded]
-    return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", f"{source}/", target]
+    # Slashes mean what is in the directories. A file that is a link is sent as what it leads to.
+    paths = [f"{source}/", f"{target}/"] if source.is_dir() else [str(source.resolve()), target]
+    return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", *paths]
 
 
 def fetch_argv(source: str, into: Path, shell: str) -> list[str]:

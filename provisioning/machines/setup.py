@@ -119,7 +119,7 @@ async def set_up(
     if setup.secrets:
         await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
     for mount in setup.mounts:
-        await _put(machine, mount.source, f"{directory}/{mount.place}")
+        await machine.sync(mount.source, f"{directory}/{mount.place}", excluded=())
     if not with_environment:
         return
     if setup.python is not None:
@@ -141,16 +141,6 @@ async def _send_kernels(machine: Machine, source: Path, directory: str) -> None:
             archive.add(path, path.relative_to(source))
     # Failures do not matter: then the pod compiles its kernels.
     await machine.run(f"tar -x -z -k -f - -C {shlex.quote(directory)} 2>/dev/null", stdin=packed.getvalue())
-
-
-async def _put(machine: Machine, source: Path, place: str) -> None:
-    if source.is_dir():
-        await machine.sync(source, place, excluded=())
-        return
-    (await machine.run(f"mkdir -p {shlex.quote(str(PurePosixPath(place).parent))}")).checked(
-        f"making {place}"
-    )
-    await put_private(machine, place, source.read_bytes())
 
 
 async def put_private(machine: Machine, path: str, content: bytes) -> None:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
@@ -76,17 +76,18 @@ class SshMachine:
         return Answer(result.exit_status, _text(result.stdout), _text(result.stderr))
 
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
-        (await self.run(f"mkdir -p {shlex.quote(into)}")).checked(f"making {into}")
+        directory = into if source.is_dir() else str(PurePosixPath(into).parent)
+        (await self.run(f"mkdir -p {shlex.quote(directory)}")).checked(f"making {directory}")
         argv = mirror_argv(source, self._rsync_path(into), excluded, self._rsync_shell())
-        await run_rsync(argv, f"sending the code to {self.address}", str(self.address))
+        await run_rsync(argv, f"sending {source} to {self.address}", str(self.address))
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
-        argv = fetch_argv(self._rsync_path(directory), into, self._rsync_shell())
+        argv = fetch_argv(f"{self._rsync_path(directory)}/", into, self._rsync_shell())
         names = "".join(f"{path}\n" for path in paths).encode()
         await run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
 
-    def _rsync_path(self, directory: str) -> str:
-        return f"{self.address.user}@{self.address.host}:{directory}/"
+    def _rsync_path(self, path: str) -> str:
+        return f"{self.address.user}@{self.address.host}:{path}"
 
     def _rsync_shell(self) -> str:
         """Raises UserError if rsync is not installed here."""
@@ -140,9 +141,10 @@ class SshMachine:
                 )
             except asyncssh.HostKeyNotVerifiable as error:
                 raise HostKeyChanged(
-                    f"{self.address} shows another host key than the pinned one; nothing was sent to it. If the "
-                    "machine was reinstalled, run `diloco pods down` and start again; otherwise somebody may be "
-                    "intercepting the connection."
+                    f"{self.address} shows another host key than the pinned one; nothing was sent to it. Unless the "
+                    "machine was reinstalled, somebody may be intercepting the connection. If it was: a rented one is "
+                    "given back by `diloco pods down`; of one of yours, correct the host key, in the inventory's "
+                    "host_key or else in ~/.ssh/known_hosts."
                 ) from error
             except asyncssh.PermissionDenied as error:
                 raise MachineError(f"{self.address} does not accept the key {key}") from error
