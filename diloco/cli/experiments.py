@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from diloco.cli.plan_table import plan_json, print_plan, tell_unmoved_ends
 from diloco.cli.pods import given_back
 from diloco.cli.pods_flags import (
     GIVEN,
@@ -29,9 +29,10 @@ from diloco.cli.pods_flags import (
     opened_existing,
     results_of,
     say,
+    typed,
 )
 from diloco.cli.pods_questions import interruption_told, shouted
-from diloco.cli.provision import agreed_to, plan_json, print_plan
+from diloco.cli.provision import agreed_to
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite, whole
 from provisioning.providers.registry import LISTED
@@ -149,6 +150,7 @@ def run(
         names = unfinished | there if unfinished else {spec.name for spec in found.pods}
         agreed = await fleet.renters.plan([spec for spec in found.pods if spec.name in names])
         print_plan(agreed, to_stderr=as_json)
+        tell_unmoved_ends(agreed, ledger)
         if plan:
             if as_json:
                 print(json.dumps({"plan": plan_json(agreed)}), flush=True)
@@ -193,8 +195,7 @@ def run(
 
     async def run_all() -> int:
         async with opened_fleet(ledger, providers_of(found.pods), access(inventory), say, setup) as fleet:
-            give_back = f"diloco experiments destroy --state-file {shlex.quote(str(ledger.path))}"
-            with interruption_told(ledger, give_back):
+            with interruption_told(ledger, typed("diloco experiments destroy", ledger)):
                 return await work(fleet)
 
     return locked(ledger, run_all, for_jobs=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -47,10 +48,22 @@ def say(name: str, text: str) -> None:
 
 
 def opened(state_file: Path | None) -> Ledger:
-    from diloco.launch.swarm_config import state_dir
     from provisioning.ledger.ledger import Ledger
 
-    return Ledger((state_file or state_dir() / "pods.sqlite").expanduser().absolute())
+    return Ledger((state_file or _default_state_file()).expanduser().absolute())
+
+
+def _default_state_file() -> Path:
+    from diloco.launch.swarm_config import state_dir
+
+    return state_dir() / "pods.sqlite"
+
+
+def typed(command: str, ledger: Ledger) -> str:
+    """The command as it is to be typed for the pods of this state file."""
+    if ledger.path == _default_state_file().absolute():
+        return command
+    return f"{command} --state-file {shlex.quote(str(ledger.path))}"
 
 
 def opened_existing(state_file: Path | None) -> Ledger:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.plan_table import plan_json, print_plan, tell_unmoved_ends
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -23,6 +24,7 @@ from diloco.cli.pods_flags import (
     results_of,
     run,
     say,
+    typed,
 )
 from diloco.cli.pods_questions import confirmed, interruption_told, shouted
 from diloco.cli.wanted_pods import Amount, WantedPods, specs_of_flags
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 
 DEFAULTS = HvConfig()
 _RETRY_S = 30.0
-_COLUMNS = ("", "pod", "what", "place", "$/h", "hours", "$")
 
 app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
 
@@ -125,6 +126,7 @@ def provision(
         """Raises NoCapacity and NoOffer where not all pods can be had and that is to be waited for."""
         agreed = await fleet.renters.plan(specs)
         print_plan(agreed, to_stderr=as_json)
+        tell_unmoved_ends(agreed, ledger)
         if plan:
             if as_json:
                 print(json.dumps({"plan": plan_json(agreed)}), flush=True)
@@ -132,7 +134,7 @@ def provision(
         await agreed_to(agreed, yes=yes)
         to_fetch.remember(ledger)
         _keep(ledger, agreed, specs, None if deploy_only else care, fleet.setup, options)
-        with interruption_told(ledger, "diloco pods down"):
+        with interruption_told(ledger, typed("diloco pods down", ledger)):
             failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:
@@ -155,64 +157,6 @@ def provision(
                 await asyncio.sleep(_RETRY_S)
 
     return locked(ledger, bring_up)
-
-
-def plan_json(agreed: Plan) -> dict[str, Any]:
-    return {
-        "create": [
-            {
-                "name": creation.spec.name,
-                "offer": creation.offer.id,
-                "gpu_type": creation.offer.gpu_type,
-                "gpu_count": creation.offer.gpu_count,
-                "price_per_hour": creation.offer.price_per_hour,
-            }
-            for creation in agreed.create
-        ],
-        "keep": [row.name for row in agreed.keep],
-        "destroy": [{"name": removal.row.name, "reason": removal.reason} for removal in agreed.destroy],
-        "price_per_hour": agreed.dollars_per_hour,
-        "price_until_end": agreed.dollars_until_end,
-    }
-
-
-def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
-    """A table with prices per hour and in total."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.cli.plain_table import add_plain_row
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in _COLUMNS:
-        is_figure = column in _COLUMNS[4:]
-        # Figures are never cut; what is too wide for the terminal goes on in the next line.
-        table.add_column(
-            column,
-            overflow="fold",
-            min_width=8 if is_figure else None,
-            justify="right" if is_figure else "left",
-        )
-    for creation in agreed.create:
-        offer, hours = creation.offer, creation.spec.ttl_hours
-        add_plain_row(
-            table,
-            "create",
-            creation.spec.name,
-            f"{offer.gpu_count} × {offer.gpu_type}",
-            ", ".join(filter(None, (offer.city, offer.country))) or "–",
-            f"{offer.price_per_hour:.2f}",
-            "–" if hours is None else f"{hours:g}",
-            "–" if hours is None else f"{hours * offer.price_per_hour:.2f}",
-        )
-    for row in agreed.keep:
-        what = f"{row.offer.gpu_count} × {row.offer.gpu_type}"
-        add_plain_row(table, "keep", row.name, what, row.state, f"{row.offer.price_per_hour:.2f}", "", "")
-    for removal in agreed.destroy:
-        add_plain_row(table, "destroy", removal.row.name, removal.reason, "", "", "", "")
-    until = "–" if agreed.dollars_until_end is None else f"{agreed.dollars_until_end:.2f}"
-    add_plain_row(table, "", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until)
-    Console(stderr=to_stderr).print(table)
 
 
 async def agreed_to(agreed: Plan, *, yes: bool) -> None:
@@ -273,11 +217,12 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, *, as_json: bool) ->
             print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
     if not shouted(failures):
         if not as_json:
-            hint = "`diloco pods status` shows what they do; `diloco pods down` gives them back."
+            show, give_back = typed("diloco pods status", ledger), typed("diloco pods down", ledger)
+            hint = f"`{show}` shows what they do; `{give_back}` gives them back."
             print(hint, file=sys.stderr, flush=True)
         return 0
     print(
-        "The same command goes on from here; `diloco pods down` gives everything back.",
+        f"The same command goes on from here; `{typed('diloco pods down', ledger)}` gives everything back.",
         file=sys.stderr,
         flush=True,
     )

@@ -8,8 +8,8 @@ import pytest
 
 from diloco.cli.experiments import print_results
 from diloco.cli.offers import print_offers
+from diloco.cli.plan_table import print_plan
 from diloco.cli.pods import print_status
-from diloco.cli.provision import print_plan
 from provisioning.experiments.runs import Result
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Offer
