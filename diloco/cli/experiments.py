@@ -33,8 +33,9 @@ from diloco.cli.pods_flags import (
 )
 from diloco.cli.pods_questions import interruption_told, shouted
 from diloco.cli.provision import agreed_to
+from diloco.cli.wanted_pods import Hours
 from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, whole
+from diloco.options.checks import at_least, finite, not_empty, whole
 from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 def run(
     name: str,
     *trainer_flags: Words,
-    provider: Annotated[str | None, Parameter(help=f"Where to rent instead: {LISTED}; or several.")] = None,
+    provider: Annotated[
+        str | None, Parameter(help=f"Where to rent instead: {LISTED}; or several.", validator=not_empty)
+    ] = None,
     trainer: str = "grpo",
     model_id: str | None = None,
     dataset: str | None = None,
@@ -63,7 +66,7 @@ def run(
     batch_size: Number = None,
     grad_accum_steps: Number = None,
     max_price: Annotated[float | None, Parameter(validator=(at_least(0), finite))] = None,
-    ttl_hours: Annotated[float | None, Parameter(validator=(at_least(0.01), finite))] = None,
+    ttl_hours: Hours = None,
     plan: Switch = False,
     deploy_only: Switch = False,
     no_deploy: Off = False,

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
 
+_MANY = 100
+"""What stands for the number in offers of providers that do not say it."""
+
 
 async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> int:
     """Print what the providers offer that fits these flags; those that are not given exclude nothing."""
@@ -81,7 +84,7 @@ def print_offers(found: Sequence[Offer]) -> None:
             "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
             "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
             place,
-            str(one.num_available),
+            "" if one.num_available == _MANY else str(one.num_available),
             one.key,
         )
     Console().print(table if found else "nothing that fits is offered now")

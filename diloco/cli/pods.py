@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.other_state_files import tell_other_state_files
 from diloco.cli.pods_flags import (
     AsJson,
     Fetch,
@@ -28,12 +29,14 @@ from diloco.cli.pods_flags import (
     results_of,
     run,
     say,
+    typed,
 )
 from diloco.cli.pods_questions import confirmed, shouted
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 from peers.monitor.figures import short_figure
+from provisioning.providers.registry import NAMES
 
 if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
@@ -72,7 +75,10 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
             print(f"last done by itself: {kept}", flush=True)
         return 0
 
-    return run(look())
+    code = run(look())
+    if state_file is None:
+        tell_other_state_files("diloco pods status")
+    return code
 
 
 @app.command
@@ -194,9 +200,18 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
     from provisioning.renting import operations
 
     ledger = opened_existing(state_file)
+    rows = ledger.named(names)
+    endless = [row.name for row in rows if row.ends_at is None]
+    said = f"no end to extend: {', '.join(endless)}"
+    if endless and (names or len(endless) == len(rows)):
+        give_back = typed(f"diloco pods down {' '.join(endless)}", ledger)
+        raise UserError(f"There is {said}. What has no end stays until `{give_back}`.")
+    if endless:
+        say("–", said)
 
     async def work() -> int:
-        failures = await operations.extend(ledger, access(inventory), names, hours, say)
+        ending = [row.name for row in rows if row.ends_at is not None]
+        failures = await operations.extend(ledger, access(inventory), ending, hours, say)
         ensure_watcher(ledger)
         return shouted(failures)
 
@@ -246,20 +261,26 @@ def down(
     from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
-    _say_if_empty(ledger)
     words, wanted = fetched(fetch), ledger.recall(WANTED)
+    was_empty = not ledger.rows()
     no_longer_wanted(ledger, names)
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
     try:
-        return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+        code = locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
     except Busy:
         ledger.remember(WANTED, wanted)
         raise
     finally:
         # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
         ensure_watcher(ledger)
+    # Only now: a provider may have had a pod that is not in the file.
+    if was_empty:
+        _say_if_empty(ledger)
+    if state_file is None and not names:
+        tell_other_state_files("diloco pods down")
+    return code
 
 
 def _say_if_empty(ledger: Ledger) -> None:
@@ -348,6 +369,9 @@ def reconcile(
     from provisioning.renting import operations, watcher
     from provisioning.swarm import keeper
 
+    for name in provider:
+        if name not in NAMES:
+            raise UserError(f'--provider "{name}" is not one of {", ".join(NAMES)}.')
     ledger = opened_existing(state_file)
     if not watch:
 

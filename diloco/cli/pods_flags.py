@@ -39,7 +39,7 @@ Fetch = Annotated[
     ),
 ]
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON object on stdout.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON on stdout.")]
 
 
 def say(name: str, text: str) -> None:

@@ -10,13 +10,14 @@ from cyclopts import Parameter
 
 from diloco.cli.pods_flags import Words
 from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, whole
+from diloco.options.checks import at_least, finite, not_empty, whole
 from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
     from provisioning.pods.spec import PodSpec
 
 Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
+Hours = Annotated[float | None, Parameter(validator=(at_least(0.01), finite))]
 Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
 
 
@@ -28,7 +29,9 @@ class WantedPods:
     """Number of pods."""
     file: Path | None = None
     """Instead: a TOML file with [[pods]]."""
-    provider: Annotated[str, Parameter(help=f"{LISTED}; or several: lium,runpod.")] = "local"
+    provider: Annotated[str, Parameter(help=f"{LISTED}; or several: lium,runpod.", validator=not_empty)] = (
+        "local"
+    )
     gpu_type: Words = ()
     """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
     gpu_count: Number = None
@@ -37,7 +40,7 @@ class WantedPods:
     """Two letters, such as NL."""
     volume_id: str | None = None
     """A volume of the provider's to attach."""
-    ttl_hours: Amount = None
+    ttl_hours: Hours = None
     """Hours after which pods are given back by themselves."""
     min_upload_mbps: Amount = None
     """Upload bandwidth that an offer must have."""

@@ -59,6 +59,11 @@ def finite(_type: Any, value: float | None) -> None:
         raise ValueError("It must be a finite number.")
 
 
+def not_empty(_type: Any, value: str | None) -> None:
+    if value is not None and not value.replace(",", "").strip():
+        raise ValueError("It has no value; leave it out, or check the variable that it comes from.")
+
+
 def safe_name(_type: Any, value: str) -> None:
     """Validates a name that is used in file names: no slash, no leading dot."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", value):

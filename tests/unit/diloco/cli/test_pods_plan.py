@@ -42,6 +42,13 @@ def test_prices_are_whole_on_a_terminal_of_80_columns(monkeypatch, capsys):
     assert "1234.56" in shown and "950" in shown and max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_number_that_a_provider_does_not_say_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    print_offers([replace(OFFER, num_available=7), replace(OFFER, id="x", num_available=100)])
+    _, counted, uncounted = capsys.readouterr().out.splitlines()
+    assert " 7 " in counted and " 100 " not in uncounted
+
+
 def kept(tmp_path, monkeypatch, *, asked_hours, wanted_hours, extended_hours=0):
     """A plan that keeps one pod for 2 $/h, ordered an hour ago, and the ledger that has it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from diloco.cli.app import USER_ERROR, exit_code
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row, State
+from provisioning.machines.paths import PODS
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec
 
 WITHOUT = [
     "pods down --state-file typo.sqlite",
@@ -30,3 +38,81 @@ def test_that_there_are_no_pods_is_said(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert exit_code(command.split()) == 0
     assert f"there are no pods in {tmp_path}" in capsys.readouterr().err
+
+
+def planned(path, name: str, *, ends_at: float | None = None) -> tuple[Ledger, Row]:
+    """A pod of this machine, in a state file that may be new."""
+    ledger = Ledger(path)
+    offer = Offer(id="cpu-1", provider="local", gpu_type="cpu-1", gpu_count=1, price_per_hour=2.5)
+    return ledger, ledger.add(PodSpec(name=name, provider="local"), offer, now=0.0, ends_at=ends_at)
+
+
+def test_other_state_files_with_pods_are_named_with_what_to_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    sets = tmp_path / "diloco/experiments"
+    with_pod, row = planned(sets / "lr_sweep.sqlite", "lr-sweep-0")
+    with_pod.set_pod(with_pod.advance(row, State.CREATING), "machine/label", None)
+    planned(sets / "only-planned.sqlite", "x")
+    Ledger(sets / "empty.sqlite")
+    (sets / "broken.sqlite").write_text("no database at all")
+    watched: list[Path] = []
+    monkeypatch.setattr("diloco.cli.other_state_files.ensure_watcher", lambda one: watched.append(one.path))
+    for command in ("pods status", "pods down"):
+        assert exit_code(command.split()) == 0
+        said = capsys.readouterr().err
+        file = sets / "lr_sweep.sqlite"
+        assert f"{file} holds lr-sweep-0, 2.50 $/h: `diloco {command} --state-file {file}`" in said
+        assert "only-planned" not in said and "empty" not in said
+        assert "broken.sqlite cannot be used" in said
+    assert watched == [sets / "lr_sweep.sqlite"] * 2
+    assert exit_code(["pods", "status", "--state-file", str(sets / "empty.sqlite")]) == 0
+    assert "lr_sweep" not in capsys.readouterr().err
+
+
+def test_a_pod_without_an_end_does_not_keep_others_from_being_extended(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = tmp_path / "pods.sqlite"
+    words = ["--hours", "1", "--state-file", str(path)]
+    planned(path, "endless")
+    assert exit_code(["pods", "extend", *words]) == USER_ERROR
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    give_back = f"diloco pods down endless --state-file {path}"
+    assert f"no end to extend: endless. What has no end stays until `{give_back}`" in said
+    ledger, _ = planned(path, "ending", ends_at=4e9)
+    monkeypatch.setattr("diloco.cli.pods.ensure_watcher", lambda _: None)
+    assert exit_code(["pods", "extend", *words]) == 0
+    assert {row.name: row.ends_at for row in ledger.rows()} == {"endless": None, "ending": 4e9 + 3600}
+    assert "no end to extend: endless" in capsys.readouterr().err
+    assert exit_code(["pods", "extend", "ending", "endless", *words]) == USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("pods reconcile --provider foo", '--provider "foo" is not one of local, ssh, lium'),
+        ("pods down --fetch=", "--fetch is empty"),
+        ("pods fetch --fetch=,", "--fetch is empty"),
+        ("provision --pods 1 --provider=", "It has no value"),
+        ("provision --offers --provider=,", "It has no value"),
+        ("experiments run lr_sweep --provider=", "It has no value"),
+        ("provision --pods 1 --ttl-hours 0", 'Invalid value "0.0" for --ttl-hours'),
+    ],
+)
+def test_a_value_that_says_nothing_is_refused(command, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert exit_code(command.split()) == USER_ERROR
+    assert said in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_that_there_are_no_pods_is_said_after_what_providers_had(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ledger, row = planned(tmp_path / "diloco/pods.sqlite", "pod-0")
+    # A local pod that this file ordered and lost track of.
+    directory = tmp_path / "diloco/local" / PODS / row.label
+    directory.mkdir(parents=True)
+    (directory / "pod.json").write_text(json.dumps({"label": row.label}))
+    ledger.forget(row, now=1.0)
+    assert exit_code(["pods", "down"]) == 0
+    said = capsys.readouterr().err
+    assert said.index("given back") < said.index("there are no pods in")
+    assert not directory.exists()
