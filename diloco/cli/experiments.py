@@ -20,7 +20,6 @@ from diloco.cli.pods_flags import (
     Fetch,
     Given,
     Inventory,
-    StateFile,
     access,
     ensure_watcher,
     fetched,
@@ -48,6 +47,14 @@ app = App(name="experiments", help="Run many trainings over rented pods.")
 Switch = Annotated[bool, Parameter(negative="")]
 Off = Annotated[bool, Parameter(negative="")]
 Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
+SetStateFile = Annotated[
+    Path | None,
+    Parameter(
+        name="--state-file",
+        help="File that records the set's pods and results; default: one for each set, below "
+        "$XDG_STATE_HOME/diloco/experiments.",
+    ),
+]
 _LOCK_WAIT_S = 60.0
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
@@ -76,7 +83,7 @@ def run(
     yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
     as_json: AsJson = False,
     given: Annotated[Given, Parameter(name="*", group="To the pods and back")] = GIVEN,
-    state_file: StateFile = None,
+    state_file: SetStateFile = None,
     inventory: Inventory = None,
 ) -> int:
     """Rent the pods of a set of experiments, run the experiments, and report the results.
@@ -186,7 +193,7 @@ def run(
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
         else:
-            print_results(results, of.result)
+            print_results({_shown(_origin(name)): results}, of.result)
         return all(result.ok for result in results)
 
     async def destroyed(fleet: Fleet) -> Mapping[str, Exception]:
@@ -213,19 +220,21 @@ def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
     return replace(found, pods=[replace(spec, **loose) for spec in found.pods])
 
 
-def print_results(results: Sequence[Result], figure_of: str) -> None:
-    """A table, and below it what went wrong, whole."""
+def print_results(results_of: Mapping[str, Sequence[Result]], figure_of: str) -> None:
+    """A table of the results by set, and below it what went wrong, whole."""
     from rich.console import Console
     from rich.table import Table
 
     from diloco.cli.plain_table import add_plain_row
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
+    results = [(name, result) for name, results in results_of.items() for result in results]
+    for column in ("set", "experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
         table.add_column(column, overflow="fold")
-    for result in results:
+    for name, result in results:
         add_plain_row(
             table,
+            name,
             result.name,
             result.pod,
             "done" if result.ok else f"failed: {result.trouble}",
@@ -235,33 +244,50 @@ def print_results(results: Sequence[Result], figure_of: str) -> None:
             f"{result.seconds:.0f}",
         )
     Console().print(table if results else "no experiment has ended yet")
-    for result in results:
+    for _, result in results:
         if not result.ok:
             print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)
 
 
 @app.command
-def status(*names: str, as_json: AsJson = False, state_file: StateFile = None) -> int:
-    """Show the results of all sets so far in one table.
+def status(
+    *names: str, plot: Path | None = None, as_json: AsJson = False, state_file: SetStateFile = None
+) -> int:
+    """Show the results of all sets so far in one table, and plot them.
 
     Parameters
     ----------
     names: str
         The sets, as they were given to `run`; default: all that were ever run here. Or say --state-file.
+    plot: Path
+        File for a plot of the results of all these sets (png, svg, pdf).
     """
-    from provisioning.experiments.runs import all_recorded
+    from provisioning.experiments.runs import ORIGIN, all_recorded
 
+    if plot is not None:
+        from diloco.options.plot_file import check_drawable
+
+        check_drawable(plot)
     files = [state_file] if state_file else [_state_file(name) for name in names]
     files = files or sorted(_state_file("any").parent.glob("*.sqlite"))
-    results: list[Result] = []
+    results_of: dict[str, list[Result]] = {}
     for file in files:
         ledger = opened_existing(file)
-        results += all_recorded(ledger)
+        # Files of earlier versions do not say whose they are.
+        results_of[ledger.recall(ORIGIN) or file.stem] = all_recorded(ledger)
         ledger.close()
     if as_json:
-        print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
+        found = [
+            {"set": name, **asdict(result)} for name, results in results_of.items() for result in results
+        ]
+        print(json.dumps({"experiments": found}), flush=True)
     else:
-        print_results(results, "figure")
+        print_results({_shown(name): results for name, results in results_of.items()}, "figure")
+    if plot is not None:
+        from diloco.launch.experiments_plot import draw_results
+
+        draw_results({_shown(name): results for name, results in results_of.items()}, plot)
+        print(f"plot: {plot}", file=sys.stderr, flush=True)
     return 0
 
 
@@ -303,7 +329,7 @@ def destroy(
     *,
     yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
     fetch: Fetch = None,
-    state_file: StateFile = None,
+    state_file: SetStateFile = None,
     inventory: Inventory = None,
 ) -> int:
     """Copy the results of a set's pods to the run directory, then give the pods back.
@@ -342,6 +368,12 @@ def _origin(name: str) -> str:
     from provisioning.experiments.sets import BUILT_IN
 
     return name if name in BUILT_IN else str(Path(name).resolve())
+
+
+def _shown(origin: str) -> str:
+    """The name of a set for people: its path from here, where it is below."""
+    path, here = Path(origin), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else origin
 
 
 def _written_origin(file: Path) -> str:

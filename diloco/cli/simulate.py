@@ -168,7 +168,7 @@ def simulate(
         One JSON object on stdout.
     """
     if plot is not None:
-        from diloco.sim.command.plot import check_drawable
+        from diloco.options.plot_file import check_drawable
 
         check_drawable(plot)
     specs, notes = _specs(pods)

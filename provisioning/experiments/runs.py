@@ -47,7 +47,9 @@ class Result:
     """The experiment's values in the trainer's resolved configuration."""
     step: int = 0
     figure: float | None = None
-    """Last value of the trainer's main metric, loss or reward; None: there is none."""
+    """Last value of the trainer's main metric; None: there is none."""
+    metric: str = ""
+    """loss or reward; empty in results of earlier versions."""
     seconds: float = 0.0
 
 
@@ -126,6 +128,7 @@ async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> 
         resolved={name: resolved.get(name) for name in wanted},
         step=step,
         figure=figure,
+        metric=trainer.result,
         seconds=seconds,
     )
 

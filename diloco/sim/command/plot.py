@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.errors import UserError
+from diloco.options.plot_file import write_plot
 from diloco.sim.cost.scenario import Scenario
 from diloco.sim.cost.swarm import simulate
 from peers.core.schedule import Schedule
@@ -60,22 +59,8 @@ def on_links(scenario: Scenario, factor: float) -> Scenario:
     return replace(scenario, peers=peers, num_epochs=_EPOCHS, mtbf_s=float("inf"))
 
 
-def check_drawable(path: Path) -> None:
-    """Raise UserError if `draw` could not write the file. Called before the curves are computed."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if (kind := _kind_of(path)) not in kinds:
-        raise UserError(f"--plot {path}: {kind} is none of the formats {', '.join(sorted(kinds))}")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no directory {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"--plot {path}: no file can be written there; name another")
-
-
 def draw(curves: Mapping[str, Curve], here_mbps: float, title: str, path: Path) -> None:
     """Write the plot in the format of the path's suffix. Raises UserError if it cannot be written."""
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -92,20 +77,7 @@ def draw(curves: Mapping[str, Curve], here_mbps: float, title: str, path: Path) 
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    partial = path.with_name(f"{path.name}.partial")
-    kind = _kind_of(path)
-    try:
-        # Text as text makes small files; a fixed hash salt makes ids, and so the files, reproducible.
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "diloco"}):
-            picture.savefig(partial, format=kind, metadata={"Date": None} if kind == "svg" else None)
-        partial.replace(path)
-    except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"--plot {path} cannot be written: {error}") from error
-
-
-def _kind_of(path: Path) -> str:
-    return path.suffix.lstrip(".").lower() or "png"
+    write_plot(picture, path)
 
 
 def here_mbps(scenario: Scenario) -> float:

@@ -10,7 +10,8 @@ import pytest
 
 from diloco.cli import experiments
 from diloco.cli.app import FAILED, USER_ERROR, exit_code
-from provisioning.experiments.runs import ORIGIN
+from diloco.launch.experiments_plot import draw_results
+from provisioning.experiments.runs import ORIGIN, Result
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from tests.support.pods_driver import source_of
@@ -27,6 +28,10 @@ FAILING = """#!/bin/sh
 [ "$1" = -c ] && exit 0
 echo "[/data/nothing] is not a file"
 exit 3
+"""
+TRAINED = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+mkdir -p "$4" && echo '{"kind": "step", "step": 7, "loss": 2.5, "time": 1.0}' >"$4/metrics.jsonl"
 """
 Run = Callable[..., int]
 
@@ -81,6 +86,50 @@ def test_a_configuration_and_figures_of_no_known_form_fail_the_experiment_alone(
     (result,) = json.loads(capsys.readouterr().out)["experiments"]
     assert not result["ok"] and "config.toml is not TOML" in result["trouble"]
     assert list(pods_of(tmp_path).values()) == [[]]
+
+
+def test_the_results_of_all_sets_are_in_one_table_and_one_plot_that_name_the_sets(run, tmp_path, capsys):
+    (tmp_path / "python").write_text(TRAINED)
+    (tmp_path / "more.toml").write_text(SET.replace("first", "other"))
+    for name in ("set.toml", "more.toml"):
+        assert run(name, "--destroy") == FAILED
+    capsys.readouterr()
+    picture = tmp_path / "results.svg"
+    assert exit_code(["experiments", "status", "--plot", str(picture)]) == 0
+    told = capsys.readouterr()
+    rows = [line.split()[:2] for line in told.out.splitlines()]
+    assert ["set.toml", "first"] in rows and ["more.toml", "other"] in rows and "2.5000" in told.out
+    drawn = picture.read_text()
+    for text in ("set.toml", "more.toml", "first (failed)", "other (failed)", "loss", "2.5"):
+        assert f">{text}</text>" in drawn
+    assert exit_code(["experiments", "status", "set.toml", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["experiments"]
+    wanted = {"set": str(tmp_path / "set.toml"), "name": "first", "metric": "loss", "figure": 2.5}
+    assert wanted.items() <= result.items()
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for path, said in (("x.xyz", "none of the formats"), ("x.png", "no experiment has a result yet")):
+        assert exit_code(["experiments", "status", "--plot", str(tmp_path / path)]) == USER_ERROR
+        assert said in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_metric_has_a_panel_and_what_is_no_number_no_bar(tmp_path):
+    def result(name: str, metric: str, figure: float | None) -> Result:
+        return Result(name=name, pod="p", job="j", ok=True, figure=figure, metric=metric)
+
+    results = [
+        result("a", "loss", 3.0),
+        result("b", "reward", 0.5),
+        result("c", "loss", float("nan")),
+        result("d", "loss", None),
+    ]
+    draw_results({"for $5 and $6": results}, tmp_path / "x.svg")
+    drawn = (tmp_path / "x.svg").read_text()
+    assert all(f">{text}</text>" in drawn for text in ("loss", "reward", "a", "b", "for $5 and $6"))
+    assert ">c</text>" not in drawn and ">d</text>" not in drawn
 
 
 def test_sets_of_two_files_of_one_name_keep_their_pods_apart(run, tmp_path, monkeypatch):
