@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from diloco.cli.experiment_files import SetStateFile, origin_of, shown, state_file_of
 from diloco.cli.plan_table import plan_json, print_plan, tell_unmoved_ends
 from diloco.cli.pods import given_back
 from diloco.cli.pods_flags import (
@@ -47,14 +47,6 @@ app = App(name="experiments", help="Run many trainings over rented pods.")
 Switch = Annotated[bool, Parameter(negative="")]
 Off = Annotated[bool, Parameter(negative="")]
 Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
-SetStateFile = Annotated[
-    Path | None,
-    Parameter(
-        name="--state-file",
-        help="File that records the set's pods and results; default: one for each set, below "
-        "$XDG_STATE_HOME/diloco/experiments.",
-    ),
-]
 _LOCK_WAIT_S = 60.0
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
@@ -146,11 +138,11 @@ def run(
     )
     if provider is not None:
         found = _on_own_machines(found, provider)
-    ledger, of = opened(state_file or _state_file(name)), trainer_named(trainer)
+    ledger, of = opened(state_file or state_file_of(name)), trainer_named(trainer)
     setup = replace(given.setup(), extras=of.extras)
     to_fetch = results_of(ledger, given, Path(name).stem)
     if not plan:
-        ledger.remember(runs.ORIGIN, _origin(name))
+        ledger.remember(runs.ORIGIN, origin_of(name))
         to_fetch.remember(ledger)
 
     async def rent(fleet: Fleet, unfinished: set[str]) -> Mapping[str, Exception]:
@@ -193,7 +185,7 @@ def run(
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
         else:
-            print_results({_shown(_origin(name)): results}, of.result)
+            print_results({shown(origin_of(name)): results}, of.result)
         return all(result.ok for result in results)
 
     async def destroyed(fleet: Fleet) -> Mapping[str, Exception]:
@@ -220,7 +212,7 @@ def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
     return replace(found, pods=[replace(spec, **loose) for spec in found.pods])
 
 
-def print_results(results_of: Mapping[str, Sequence[Result]], figure_of: str) -> None:
+def print_results(by_set: Mapping[str, Sequence[Result]], figure_of: str) -> None:
     """A table of the results by set, and below it what went wrong, whole."""
     from rich.console import Console
     from rich.table import Table
@@ -228,7 +220,7 @@ def print_results(results_of: Mapping[str, Sequence[Result]], figure_of: str) ->
     from diloco.cli.plain_table import add_plain_row
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    results = [(name, result) for name, results in results_of.items() for result in results]
+    results = [(name, result) for name, results in by_set.items() for result in results]
     for column in ("set", "experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
         table.add_column(column, overflow="fold")
     for name, result in results:
@@ -268,25 +260,23 @@ def status(
         from diloco.options.plot_file import check_drawable
 
         check_drawable(plot)
-    files = [state_file] if state_file else [_state_file(name) for name in names]
-    files = files or sorted(_state_file("any").parent.glob("*.sqlite"))
-    results_of: dict[str, list[Result]] = {}
+    files = [state_file] if state_file else [state_file_of(name) for name in names]
+    files = files or sorted(state_file_of("any").parent.glob("*.sqlite"))
+    by_set: dict[str, list[Result]] = {}
     for file in files:
         ledger = opened_existing(file)
         # Files of earlier versions do not say whose they are.
-        results_of[ledger.recall(ORIGIN) or file.stem] = all_recorded(ledger)
+        by_set.setdefault(ledger.recall(ORIGIN) or file.stem, []).extend(all_recorded(ledger))
         ledger.close()
     if as_json:
-        found = [
-            {"set": name, **asdict(result)} for name, results in results_of.items() for result in results
-        ]
+        found = [{"set": name, **asdict(result)} for name, results in by_set.items() for result in results]
         print(json.dumps({"experiments": found}), flush=True)
     else:
-        print_results({_shown(name): results for name, results in results_of.items()}, "figure")
+        print_results({shown(name): results for name, results in by_set.items()}, "figure")
     if plot is not None:
         from diloco.launch.experiments_plot import draw_results
 
-        draw_results({_shown(name): results for name, results in results_of.items()}, plot)
+        draw_results({shown(name): results for name, results in by_set.items()}, plot)
         print(f"plot: {plot}", file=sys.stderr, flush=True)
     return 0
 
@@ -343,44 +333,6 @@ def destroy(
     """
     if not name and state_file is None:
         raise UserError("Say which: `diloco experiments destroy NAME`, or --state-file FILE.")
-    ledger = opened_existing(state_file or _state_file(name))
+    ledger = opened_existing(state_file or state_file_of(name))
     words = fetched(fetch)
     return locked(ledger, lambda: given_back(ledger, access(inventory), (), words, yes=yes))
-
-
-def _state_file(name: str) -> Path:
-    """Where the pods and results of a set are written down: by its name, and of a file also by its path."""
-    from diloco.launch.swarm_config import state_dir
-    from provisioning.experiments.sets import BUILT_IN
-
-    by_name = state_dir() / "experiments" / f"{Path(name).stem}.sqlite"
-    if name in BUILT_IN:
-        return by_name
-    origin = _origin(name)
-    by_path = by_name.with_stem(f"{by_name.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}")
-    # Earlier versions went by the name alone: their pods and results are not to be lost.
-    is_older = by_name.exists() and not by_path.exists() and by_name.stem not in BUILT_IN
-    return by_name if is_older and _written_origin(by_name) in ("", origin) else by_path
-
-
-def _origin(name: str) -> str:
-    """The name of a built-in set, or the whole path of a file."""
-    from provisioning.experiments.sets import BUILT_IN
-
-    return name if name in BUILT_IN else str(Path(name).resolve())
-
-
-def _shown(origin: str) -> str:
-    """The name of a set for people: its path from here, where it is below."""
-    path, here = Path(origin), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else origin
-
-
-def _written_origin(file: Path) -> str:
-    from provisioning.experiments.runs import ORIGIN
-
-    ledger = opened_existing(file)
-    try:
-        return ledger.recall(ORIGIN)
-    finally:
-        ledger.close()

@@ -19,7 +19,7 @@ _WIDTH_INCHES, _INCHES_PER_BAR, _INCHES_BESIDE = 8.0, 0.3, 1.2
 _DPI = 120
 
 
-def draw_results(results_of: Mapping[str, Sequence[Result]], path: Path) -> None:
+def draw_results(by_set: Mapping[str, Sequence[Result]], path: Path) -> None:
     """Write a plot with a bar for each experiment that has a figure, coloured by set; one panel for each metric.
 
     Raises UserError if there is nothing to draw, or the file cannot be written.
@@ -29,7 +29,7 @@ def draw_results(results_of: Mapping[str, Sequence[Result]], path: Path) -> None
 
     drawn = [
         (name, result)
-        for name, results in results_of.items()
+        for name, results in by_set.items()
         for result in results
         if result.figure is not None and math.isfinite(result.figure)
     ]
@@ -41,7 +41,7 @@ def draw_results(results_of: Mapping[str, Sequence[Result]], path: Path) -> None
     picture = Figure(figsize=(_WIDTH_INCHES, sum(heights)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(picture)
     all_axes = picture.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
-    colours = {name: f"C{index % 10}" for index, name in enumerate(results_of)}
+    colours = {name: f"C{index % 10}" for index, name in enumerate(by_set)}
     for axes, metric, panel in zip(all_axes, metrics, panels, strict=True):
         _draw_panel(axes, metric, panel, colours)
     write_plot(picture, path)

@@ -10,6 +10,7 @@ import pytest
 
 from diloco.cli import experiments
 from diloco.cli.app import FAILED, USER_ERROR, exit_code
+from diloco.cli.experiment_files import state_file_of
 from diloco.launch.experiments_plot import draw_results
 from provisioning.experiments.runs import ORIGIN, Result
 from provisioning.ledger.ledger import Ledger
@@ -162,5 +163,5 @@ def test_a_state_file_of_an_earlier_version_is_kept_for_the_set_that_uses_it(run
 
 
 def test_a_built_in_set_and_a_file_of_its_name_are_two():
-    assert experiments._state_file("lr_sweep").name == "lr_sweep.sqlite"
-    assert experiments._state_file("lr_sweep.toml").name != "lr_sweep.sqlite"
+    assert state_file_of("lr_sweep").name == "lr_sweep.sqlite"
+    assert state_file_of("lr_sweep.toml").name != "lr_sweep.sqlite"
