@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
 
-_MANY = 100
-"""What stands for the number in offers of providers that do not say it."""
-
 
 async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> int:
     """Print what the providers offer that fits these flags; those that are not given exclude nothing."""
+    from provisioning.errors import ProviderError
     from provisioning.pods.spec import PodSpec
     from provisioning.providers.backoff import repeated
     from provisioning.providers.registry import open_provider
@@ -41,13 +39,19 @@ async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> in
         for gpu_type in wanted.gpu_types or (None,)
     ]
     there: list[Offer] = []
+    failures: list[ProviderError] = []
     for name in specs[0].providers:
         provider = open_provider(name, where)
         try:
             # Without the check before renting: looking needs no SSH key, and no money.
             there += await repeated(provider.offers, tell=functools.partial(say, name))
+        except ProviderError as error:
+            failures.append(error)
+            say(name, f"offers nothing now: {error}")
         finally:
             await provider.close()
+    if len(failures) == len(specs[0].providers):
+        raise failures[0]
     found = [one for one in there if any(not objections(spec, one) for spec in specs)]
     found.sort(key=lambda one: (one.price_per_hour, one.key))
     if as_json:
@@ -63,6 +67,7 @@ def print_offers(found: Sequence[Offer]) -> None:
     from rich.table import Table
 
     from diloco.cli.plain_table import add_plain_row
+    from provisioning.pods.pod import MANY
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
@@ -84,7 +89,7 @@ def print_offers(found: Sequence[Offer]) -> None:
             "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
             "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
             place,
-            "" if one.num_available == _MANY else str(one.num_available),
+            "" if one.num_available == MANY else str(one.num_available),
             one.key,
         )
     Console().print(table if found else "nothing that fits is offered now")

@@ -13,6 +13,9 @@ from provisioning.pods.spec import PodSpec as PodSpec
 PORTS = (30001, 30002, 30003)
 """TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. From outside, the numbers may differ."""
 
+MANY = 100
+"""How many pods an offer is good for whose provider does not say it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
@@ -39,7 +42,7 @@ class Offer:
     def __post_init__(self) -> None:
         """Raises ValueError for a price that nobody can have meant."""
         if not _is_price(self.price_per_hour):
-            raise ValueError(f"{self.price_per_hour!r} is no price")
+            raise ValueError(f"price_per_hour cannot be {self.price_per_hour!r:.80}")
 
     @property
     def key(self) -> str:
@@ -109,8 +112,8 @@ def id_in(value: object) -> str:
     return str(value)
 
 
-def _is_price(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
+def _is_price(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
 
 
 def listing(pods: Iterable[Pod | None]) -> Listing:

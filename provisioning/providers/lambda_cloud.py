@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in, listing
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
 from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 _GONE = {"terminated"}
@@ -122,8 +122,7 @@ def _offers(data: Mapping[str, Any]) -> list[Offer]:
             price_per_hour=found["instance_type"]["price_cents_per_hour"] / 100,
             country=_country(region["name"]),
             city=region.get("description"),
-            # The API does not say how many there are.
-            num_available=100,
+            num_available=MANY,
             details={"type": name, "region": region["name"]},
         )
         for name, found in data.items()

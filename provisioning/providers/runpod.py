@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in, listing
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
 from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
@@ -93,8 +93,7 @@ def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
             price_per_hour=float(kind["price"][which]) * count,
             country=_country(place["id"]),
             city=place.get("name"),
-            # The API does not say how many there are.
-            num_available=100,
+            num_available=MANY,
             details={"gpu": kind["id"], "cloud": cloud, "data_center": place["id"]},
         )
         for place in listed
