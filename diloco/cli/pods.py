@@ -71,7 +71,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
         print_status(seen)
-        if kept := ledger.recall(LAST_ACTION):
+        if found and (kept := ledger.recall(LAST_ACTION)):
             print(f"last done by itself: {kept}", flush=True)
         return 0
 
@@ -466,10 +466,9 @@ def print_status(seen: Overview) -> None:
     rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
     print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
     if (per_billion := seen.dollars_per_billion_tokens) is not None:
-        # Pods that are gone cost money, too, and what they trained is in the others' weights.
         print(
-            f"{seen.dollars:.2f} $ spent on all pods so far, {short_figure(seen.tokens)} tokens trained by those that "
-            f"are there: {per_billion:.2f} $ per billion tokens",
+            f"{seen.dollars:.2f} $ spent on all pods of the state file so far; those that answer have trained "
+            f"{short_figure(seen.tokens)} tokens: {per_billion:.2f} $ per billion tokens",
             flush=True,
         )
 

@@ -82,7 +82,13 @@ class Overview:
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
-        return self.dollars / self.tokens * 1e9 if self.tokens else None
+        """Of the pods that answer: what others have trained is unknown, so their cost is left out, too."""
+        dollars = sum(one.dollars for one in self._answering)
+        return dollars / self.tokens * 1e9 if self.tokens else None
+
+    @property
+    def _answering(self) -> list[Status]:
+        return [one for one in self.pods if one.progress]
 
 
 async def overview(ledger: Ledger, access: Access) -> Overview:
@@ -119,6 +125,8 @@ async def _at_one(renter: Renter) -> Overview:
 async def _of_row(renter: Renter, row: Row, pod: Pod | None, observation: Observation) -> Status:
     if pod is None:
         if row.provider_id in observation.gone:
+            if renter.clock() < row.asked_at + renter.provider.settle_s:
+                return _unseen(row, f"it is so new that {renter.provider.name} may not know it yet")
             return Status(row, False, "gone, according to its provider")
         return _unseen(row, observation.unknown.get(row.provider_id or "", "not listed"))
     if row.state not in _HAS_ANSWERED:

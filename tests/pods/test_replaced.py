@@ -13,7 +13,7 @@ from diloco.train.metrics_file import Tail
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import MARK, PODS
 from tests.support.commands import Command, check_gone, model_directory, wait_until
-from tests.support.pods_commands import DOWN, PROVISION, argv_of, tiny_training
+from tests.support.pods_commands import DOWN, PROVISION, STATUS, argv_of, tiny_training
 
 pytestmark = pytest.mark.pods
 
@@ -90,6 +90,9 @@ def test_a_swarm_that_has_ended_gives_itself_back_once_its_results_are_here(tmp_
     log = tmp_path / "here/state/diloco/pods.sqlite.watch.log"
     wait_until(lambda: not labels(tmp_path), f"the end of both pods ({log})", TIMEOUT_S)
     check_gone(commands[-1])
+    commands.append(Command(argv_of(STATUS), tmp_path / "here"))
+    assert commands[-1].wait(TIMEOUT_S) == 0
+    assert commands[-1].stdout == "there are no pods\n"
     homes = sorted((tmp_path / "here/runs").glob("*/pod-*/runs/peer"))
     assert [home.parts[-3] for home in homes] == ["pod-0", "pod-1"]
     for home in homes:

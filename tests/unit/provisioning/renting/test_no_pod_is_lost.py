@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,11 +22,13 @@ from provisioning.ledger.row import Row
 from provisioning.machines.setup import Setup
 from provisioning.pods.pod import Order, name_in_label
 from provisioning.pods.spec import PodSpec
+from provisioning.providers.registry import Access
 from provisioning.renting.account import Patience
 from provisioning.renting.reconcile import Observation
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
 from provisioning.swarm.fleet import Fleet
+from provisioning.swarm.status import overview
 from tests.support.hostile_provider import (
     DELAYS_S,
     DOUBT_S,
@@ -96,13 +99,7 @@ class World:
         clock = asyncio.get_running_loop().time
         self.provider.clock = clock
         self.provider.before_order = lambda order: self.check_not_rented_twice(ledger, order)
-        renter = Renter(
-            ledger=ledger,
-            provider=self.provider,  # type: ignore[arg-type]
-            say=lambda name, text: None,
-            patience=PATIENCE,
-            clock=clock,
-        )
+        renter = self._renter(ledger)
         fleet = Fleet(Renters(ledger, renter.say, [renter]), Setup(source=self.path.parent))
         match what:
             case "provision":
@@ -113,6 +110,45 @@ class World:
                 await fleet.renters.give_back()
             case "reconcile":
                 await renter.settle()
+
+    def _renter(self, ledger: Ledger) -> Renter:
+        return Renter(
+            ledger=ledger,
+            provider=self.provider,  # type: ignore[arg-type]
+            say=lambda name, text: None,
+            patience=PATIENCE,
+            clock=asyncio.get_running_loop().time,
+        )
+
+    def check_overview(self, fates: Fates) -> None:
+        """`pods status` shows every living pod as one that may cost.
+
+        With `fates`, a pod without a row may be missing: the provider may leave it out of its listing.
+        """
+        ledger = Ledger(self.path)
+        self.provider.begin(fates, lambda: None)
+
+        @asynccontextmanager
+        async def opened(*_: object) -> AsyncIterator[Renters]:
+            renter = self._renter(ledger)
+            yield Renters(ledger, renter.say, [renter])
+
+        async def look() -> None:
+            self.provider.clock = asyncio.get_running_loop().time
+            seen = await overview(ledger, Access(state_dir=self.path.parent, environment={}))
+            for pod in self.living:
+                known = self.provider._shown(pod)
+                shown = [one for one in seen.pods if one.row.is_pod(known)]
+                is_listed = pod.is_known(self.provider.clock()) and not fates
+                if is_listed or any(row.is_pod(known) for row in ledger.rows()):
+                    assert any(one.may_cost for one in shown), f"{pod} lives, and is shown as {shown}"
+
+        with mock.patch("provisioning.swarm.status.renters", opened):
+            result, _ = run_virtually(look(), now=self.now)
+        ledger.close()
+        self.provider.clock = lambda: self.now
+        if result is not None:
+            raise result
 
     def check_not_rented_twice(self, ledger: Ledger, order: Order) -> None:
         """While a pod of its name is known and lives, no other is ordered."""
@@ -184,6 +220,8 @@ def test_every_pod_ever_made_is_deleted_or_shown(tmp_path_factory, commands, rep
     for what, num_pods, steps_left, fates, pause_s in commands:
         world.run(what, num_pods, steps_left, fates)
         world.check()
+        world.check_overview({})
+        world.check_overview(fates)
         world.now += pause_s
     # From here on the provider behaves.
     world.now += max(DELAYS_S)

@@ -16,9 +16,9 @@ ROW = Row(
 )
 
 
-def test_a_billion_tokens_cost_what_all_pods_cost_for_what_those_that_are_there_have_trained():
+def test_a_billion_tokens_cost_what_the_pods_cost_that_say_what_they_have_trained():
     looks = [PeerProgress(JobState(True, None), tokens=tokens) for tokens in (1_500_000_000, 500_000_000)]
     pods = [Status(ROW, True, "trains", look, dollars=2.0) for look in looks]
-    seen = Overview([*pods, Status(ROW, None, "not known")], {}, dollars=7.0)
-    assert (seen.tokens, seen.dollars_per_billion_tokens) == (2_000_000_000, 3.5)
+    seen = Overview([*pods, Status(ROW, None, "not known", dollars=3.0)], {}, dollars=900.0)
+    assert (seen.tokens, seen.dollars_per_billion_tokens) == (2_000_000_000, 2.0)
     assert Overview(pods[:0], {}, dollars=7.0).dollars_per_billion_tokens is None
