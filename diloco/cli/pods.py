@@ -55,8 +55,8 @@ Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
-    from provisioning.swarm.keeper import LAST_ACTION
     from provisioning.swarm.status import overview
+    from provisioning.swarm.wanted import LAST_ACTION
 
     ledger = opened_existing(state_file)
     # This machine may have been off since it was started.
@@ -258,7 +258,7 @@ def down(
     from provisioning.errors import Busy
     from provisioning.renting import watcher
     from provisioning.renting.operations import WANTED
-    from provisioning.swarm.keeper import no_longer_wanted
+    from provisioning.swarm.wanted import no_longer_wanted
 
     ledger = opened_existing(state_file)
     words, wanted = fetched(fetch), ledger.recall(WANTED)

@@ -182,10 +182,11 @@ def ensure_watcher(ledger: Ledger) -> None:
 
     from provisioning.renting import watcher
     from provisioning.renting.operations import needs_watcher, watcher_lacks_key
+    from provisioning.swarm.keeper import keeper_lacks_secret
 
     if not needs_watcher(ledger):
         return
-    if watcher_lacks_key(ledger, access(None)):
+    if watcher_lacks_key(ledger, access(None)) or keeper_lacks_secret(ledger, os.environ):
         watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.

@@ -2,25 +2,25 @@
 
 It replaces pods that died, and gives back all pods after the run has ended and its results are fetched. The request is
 stored in the ledger, so that a new keeper can take over after a crash.
+
+Giving pods back needs no secrets, only the providers' keys. Silence of all pods at once is no death: this machine's own
+network may be down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-
-import msgspec
 
 from provisioning.errors import Busy, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
-from provisioning.machines.setup import Setup, secrets_of
-from provisioning.pods.spec import PodSpec, providers_of
+from provisioning.machines.setup import secrets_of
+from provisioning.pods.spec import providers_of
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
 from provisioning.renting.account import Say
@@ -30,75 +30,22 @@ from provisioning.renting.operations import UNWATCHED, WANTED, down, needs_watch
 from provisioning.renting.renters import renters
 from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
-from provisioning.swarm.swarm import SwarmOptions
+from provisioning.swarm.wanted import LAST_ACTION, RUN_BEGAN, Wanted
 
 _INTERVAL_S = 15.0
 _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
-_EPOCH_TIMEOUT_S = 900.0
-LAST_ACTION = "kept"
-"""Key in the ledger: the keeper's last action, as text for the user."""
+_AFTER_SETUP = (State.RUNNING, State.DELETING)
+# The command that holds the lock may be extending the rental.
+_OVERDUE_S = 60.0
+_NONE_ANSWERS = "no pod answers: this machine's own network may be down, so none is replaced for that"
+UNSET = "unset"
+"""Key in the ledger: secrets of the requested swarm that the keeper's environment lacks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The requested swarm."""
-
-    specs: Sequence[PodSpec]
-    """The requested pods, each with a price limit."""
-    replaces: bool
-    stops_when_idle: bool
-    budget: float | None = None
-    """Once all pods of the ledger have cost so many dollars, none is replaced any more; None: no limit."""
-    setup: Setup
-    options: SwarmOptions
-    ends_at: Mapping[str, float | None] = field(default_factory=dict)
-    """Rental ends (Unix time) by pod name. A replacement gets the end of the pod that it replaces."""
-
-    def write(self, ledger: Ledger) -> None:
-        """Store this in the ledger, with the names of secrets but not their values."""
-        names = dict.fromkeys(self.setup.secrets or (), "")
-        text = msgspec.json.encode(replace(self, setup=replace(self.setup, secrets=names)), enc_hook=str)
-        ledger.remember(WANTED, text.decode())
-
-    @classmethod
-    def read(cls, ledger: Ledger, environment: Mapping[str, str]) -> Wanted | None:
-        """The stored swarm, with secrets from the environment; None: there is none.
-
-        Raises UserError if a secret is not in the environment any more, or another version has stored it.
-        """
-        text = ledger.recall(WANTED)
-        if not text:
-            return None
-        try:
-            found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
-        except msgspec.ValidationError as error:
-            raise UserError(
-                f"the stored swarm is of another version: {error}; run `diloco provision` again"
-            ) from error
-        return replace(
-            found,
-            setup=replace(found.setup, secrets=secrets_of(environment, list(found.setup.secrets or ()))),
-            options=replace(found.options, epoch_timeout_s=_EPOCH_TIMEOUT_S),
-        )
-
-    def at(self, now: float, rows_end_at: Mapping[str, float | None]) -> Wanted:
-        """The same without pods whose rental end has passed, and with the remaining hours of the others."""
-        ends_at = {**self.ends_at, **rows_end_at}
-        left = [spec for spec in self.specs if (end := ends_at.get(spec.name)) is None or end > now]
-        specs = [
-            spec if (end := ends_at.get(spec.name)) is None else replace(spec, ttl_hours=(end - now) / 3600)
-            for spec in left
-        ]
-        return replace(self, specs=specs, ends_at={spec.name: ends_at.get(spec.name) for spec in left})
-
-
-def no_longer_wanted(ledger: Ledger, names: Sequence[str]) -> None:
-    """Remove these pods, or all if `names` is empty, from the stored swarm, so that they are not replaced."""
-    text = ledger.recall(WANTED)
-    found = json.loads(text) if text else {"specs": []}
-    found["specs"] = [spec for spec in found["specs"] if names and spec["name"] not in names]
-    ledger.remember(WANTED, json.dumps(found) if found["specs"] else "")
+def keeper_lacks_secret(ledger: Ledger, environment: Mapping[str, str]) -> bool:
+    """Whether `environment` has a secret that the keeper needs in order to replace pods, but does not have."""
+    return bool(ledger.recall(WANTED)) and any(map(environment.get, ledger.recall(UNSET).split()))
 
 
 class Fate(StrEnum):
@@ -109,7 +56,7 @@ class Fate(StrEnum):
 
 
 def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
-    """The fate of a pod, and the reason. `silent_s`: seconds since the pod last answered."""
+    """The fate of a pod, and the reason. `silent_s`: for how many seconds it has been silent while others answered."""
     if status.row.state != State.RUNNING:
         return Fate.LIVES, ""
     if status.is_there is False:
@@ -117,13 +64,26 @@ def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
     if status.failure:
         return Fate.DIED, status.failure
     if status.progress is None:
-        return (Fate.DIED, f"silent for {silent_s:.0f} s") if silent_s > _SILENT_S else (Fate.LIVES, "")
+        if silent_s <= _SILENT_S:
+            return Fate.LIVES, ""
+        if status.is_there is None:
+            return Fate.LIVES, "silent, but not replaced: it is unknown whether it still runs"
+        return Fate.DIED, f"silent for {silent_s:.0f} s while others answered"
     job = status.progress.job
     if job.is_running:
         return Fate.LIVES, ""
     if job.code is None:
         return Fate.DIED, "all its processes were killed"
     return Fate.ENDED, f"its peer ended with {job.code}"
+
+
+def _is_over(fates: Collection[tuple[Status, Fate, str]], *, is_final: bool) -> bool:
+    """Whether no peer runs and none will: one has finished, or nothing is replaced (`is_final`) or being set up."""
+    peers = [(one, found) for one, found, _ in fates if one.row.state == State.RUNNING]
+    if any(found is Fate.LIVES for _, found in peers):
+        return False
+    has_finished = any(one.progress and one.progress.has_finished for one, _ in peers)
+    return has_finished or (is_final and all(one.row.state in _AFTER_SETUP for one, _, _ in fates))
 
 
 @dataclass
@@ -136,59 +96,108 @@ class Keeper:
     clock: Callable[[], float] = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self._silent_s: dict[str, float] = {}
+        self._silent_s: dict[tuple[str, bool | None], float] = {}
         self._looked_at = self.clock()
-        self._said = ""
+        self._told, self._told_before = set[str](), set[str]()
 
     async def tick(self) -> None:
         """Check all pods once, and stop or repair the swarm if necessary. Raises ProvisioningError."""
-        wanted = Wanted.read(self.ledger, self.access.environment)
+        self._told_before, self._told = self._told, set()
+        seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
+        # Read after that: a command may have changed it meanwhile.
+        wanted = Wanted.read(self.ledger)
         if wanted is None:
             return
-        seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
-        now = self.clock()
-        # Limited: pods were not silent while this machine slept.
-        passed_s, self._looked_at = min(now - self._looked_at, _MAX_GAP_S), now
-        wanted = wanted.at(now, {one.row.name: one.row.ends_at for one in seen})
-        fates = {one.row.name: (one, *fate(one, self._silence_s(one, passed_s))) for one in seen}
-        if wanted.stops_when_idle and fates and all(found is Fate.ENDED for _, found, _ in fates.values()):
-            await self._stop()
+        wanted = wanted.at(self.clock(), {one.row.name: one.row.ends_at for one in seen})
+        if not (wanted.specs or seen):
+            # The time of all pods is over.
+            self.ledger.remember(WANTED, "")
+            return
+        obstacle = self._obstacle(wanted)
+        fates = self._fates(seen)
+        if wanted.stops_when_idle and _is_over(fates.values(), is_final=bool(obstacle)):
+            await self._stop(wanted)
             return
         dead = {name: (one, why) for name, (one, found, why) in fates.items() if found is Fate.DIED}
         missing = [spec.name for spec in wanted.specs if spec.name not in fates]
-        unfinished = [one.row.name for one, _, _ in fates.values() if one.row.state != State.RUNNING]
+        unfinished = [one.row.name for one in seen if one.row.state != State.RUNNING]
         if wanted.replaces and (dead or missing or unfinished):
             with self.ledger.locked():
                 wanted.write(self.ledger)
-                await self._restore(wanted, dead)
+                await self._restore(wanted, dead, obstacle)
 
-    async def _stop(self) -> None:
-        self.tell("the run has ended: fetching its results, and giving its pods back")
+    def _obstacle(self, wanted: Wanted) -> str:
+        """Why no pod is replaced; empty: pods that died are."""
+        unset = [name for name in wanted.setup.secrets or () if not self.access.environment.get(name)]
+        with contextlib.suppress(UserError):
+            self.ledger.remember(UNSET, " ".join(unset))
+        if not wanted.replaces:
+            return "--replace was not given"
+        began_at, now = float(self.ledger.recall(RUN_BEGAN) or 0.0), self.clock()
+        spent = sum(row.dollars(now) for row in self.ledger.bills() if row.asked_at >= began_at)
+        if wanted.budget is not None and spent >= wanted.budget:
+            return f"{spent:.2f} $ are spent, and the budget is {wanted.budget:.2f}"
+        if unset:
+            return (
+                f"this process has no {', '.join(unset)}; run `diloco pods status` where that variable is set"
+            )
+        return ""
+
+    def _fates(self, seen: Sequence[Status]) -> dict[str, tuple[Status, Fate, str]]:
+        now = self.clock()
+        # Limited: pods were not silent while this machine slept.
+        passed_s, self._looked_at = min(now - self._looked_at, _MAX_GAP_S), now
+        silent = [
+            one
+            for one in seen
+            if one.row.state == State.RUNNING and one.progress is None and fate(one, 0.0)[0] is Fate.LIVES
+        ]
+        if any(one.progress for one in seen):
+            if _NONE_ANSWERS in self._told_before:
+                self.tell("pods answer again")
+        elif silent:
+            self.tell(_NONE_ANSWERS)
+            passed_s = 0.0
+        # While a provider does not answer, its machines are not asked: that is another silence.
+        keys = [(one.row.label, one.is_there) for one in silent]
+        self._silent_s = {key: self._silent_s.get(key, -passed_s) + passed_s for key in keys}
+        fates = {
+            one.row.name: (one, *fate(one, self._silent_s.get((one.row.label, one.is_there), 0.0)))
+            for one in seen
+        }
+        for name, (_, found, why) in fates.items():
+            if why and found is Fate.LIVES:
+                self.tell(f"{name} is {why}")
+        return fates
+
+    async def _stop(self, wanted: Wanted) -> None:
         with self.ledger.locked():
+            self.tell("the run has ended: fetching its results, and giving its pods back")
+            with contextlib.suppress(UserError):
+                # Also if not all of them can be given back now.
+                replace(wanted, replaces=False).write(self.ledger)
             failures = await down(self.ledger, self.access, (), self.say)
         for name, error in failures.items():
             self.tell(f"{name} is not given back: {error}")
         if not failures:
             self.ledger.remember(WANTED, "")
 
-    async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]]) -> None:
-        now = self.clock()
-        spent = sum(row.dollars(now) for row in self.ledger.bills())
-        if wanted.budget is not None and spent >= wanted.budget:
-            self.tell(f"{spent:.2f} $ are spent, and the budget is {wanted.budget:.2f}: nothing is replaced")
-            return
+    async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]], obstacle: str) -> None:
         for name, (_, why) in dead.items():
-            self.tell(f"{name} has died: {why}; it is replaced")
-        async with opened_fleet(
-            self.ledger, providers_of(wanted.specs), self.access, self.say, wanted.setup
-        ) as fleet:
-            failures = await fleet.renters.give_back(
-                [one.row for one, _ in dead.values()], discard_results=True
-            )
-            failures = failures or await self._brought_up(fleet, wanted)
+            self.tell(f"{name} has died: {why}; it is {'given back' if obstacle else 'replaced'}")
+        async with renters(self.ledger, self.access, self.say) as found:
+            failures = await found.give_back([one.row for one, _ in dead.values()], discard_results=True)
+        if not failures and not obstacle:
+            secrets = secrets_of(self.access.environment, list(wanted.setup.secrets or ()))
+            setup = replace(wanted.setup, secrets=secrets)
+            providers = providers_of(wanted.specs)
+            async with opened_fleet(self.ledger, providers, self.access, self.say, setup) as fleet:
+                failures = await self._brought_up(fleet, wanted)
         for name, error in failures.items():
             self.tell(f"{name} is not up yet: {error}")
-        if not failures:
+        if obstacle:
+            self.tell(f"nothing is replaced: {obstacle}")
+        elif not failures:
             self.tell(f"all {len(wanted.specs)} pods train")
 
     async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Failures:
@@ -199,47 +208,73 @@ class Keeper:
             )
         return await fleet.train(await fleet.set_up(await fleet.renters.apply(agreed)), wanted.options)
 
-    def _silence_s(self, one: Status, passed_s: float) -> float:
-        label = one.row.label
-        if one.progress is not None or one.is_there is not True:
-            self._silent_s.pop(label, None)
-            return 0.0
-        self._silent_s[label] = self._silent_s.get(label, -passed_s) + passed_s
-        return self._silent_s[label]
-
     def tell(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+        """Log this, and remember it for `pods status`, unless the last `tick` or this one has told it already."""
+        is_new = text not in self._told | self._told_before
+        self._told.add(text)
+        if is_new:
             self.say("keeper", text)
             at = time.strftime("%H:%M:%S", time.localtime(self.clock()))
-            self.ledger.remember(LAST_ACTION, f"{at} {text}")
+            # A full disk must not keep pods from being given back.
+            with contextlib.suppress(UserError):
+                self.ledger.remember(LAST_ACTION, f"{at} {text}")
 
 
 async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`."""
+    """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`.
+
+    No error ends it: pods would outlive their rental end.
+    """
 
     def quietly(name: str, text: str) -> None:
         # If the disk is full, pods are given back without a log.
         with contextlib.suppress(OSError):
             say(name, text)
 
-    async with renters(ledger, access, quietly) as found:
-        ledger.remember(UNWATCHED, " ".join(found.failures))
     keeper, fetched = Keeper(ledger, access, quietly), set[str]()
-    while not stop() and needs_watcher(ledger):
+
+    async def once() -> float:
+        """Returns the seconds until the next call."""
+        wait_s = await operations.keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
+        if ledger.recall(WANTED):
+            wait_s = min(wait_s, _INTERVAL_S)
+            await keeper.tick()
+        return wait_s
+
+    with contextlib.suppress(UserError):
+        async with renters(ledger, access, quietly) as found:
+            ledger.remember(UNWATCHED, " ".join(found.failures))
+    while not stop() and _is_needed(ledger):
         wait_s = interval_s
         try:
-            wait_s = await operations.keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
-            if ledger.recall(WANTED):
-                wait_s = min(wait_s, _INTERVAL_S)
-                await keeper.tick()
+            wait_s = await once()
         except Busy:
             # Another command changes the pods now.
             pass
-        except (ProvisioningError, OSError) as error:
-            with contextlib.suppress(UserError):
-                keeper.tell(f"not done yet: {error}")
-        if needs_watcher(ledger):
+        except Exception as error:  # noqa: BLE001 - such as an answer that a provider was never known to give
+            is_expected = isinstance(error, ProvisioningError | OSError)
+            keeper.tell(f"not done yet: {'' if is_expected else f'{type(error).__name__}: '}{error}")
+            if not is_expected:
+                await _end_overdue(ledger, access, quietly, keeper.clock() - _OVERDUE_S)
+        if _is_needed(ledger):
             await asyncio.sleep(wait_s)
+
+
+def _is_needed(ledger: Ledger) -> bool:
+    try:
+        return needs_watcher(ledger)
+    except UserError:
+        # The file cannot be read now: it may name pods.
+        return True
+
+
+async def _end_overdue(ledger: Ledger, access: Access, say: Say, by: float) -> None:
+    """Request the deletion of pods whose rental end was before `by`, whatever their providers answer."""
+    # The caller has told what is wrong, and calls this again.
+    with contextlib.suppress(Exception):
+        async with renters(ledger, access, say) as found:
+            for renter in found.values():
+                with contextlib.suppress(Exception):
+                    await renter.end_overdue(by)

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
-from provisioning.pods.pod import Offer
+from provisioning.pods.pod import Listing, Offer
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.operations import WANTED
 from provisioning.swarm import keeper
-from provisioning.swarm.keeper import Fate, Wanted, fate, no_longer_wanted
+from provisioning.swarm.keeper import Fate, fate, keeper_lacks_secret
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
+from provisioning.swarm.wanted import RUN_BEGAN, Wanted, begin_run, no_longer_wanted
 
 SPECS = [PodSpec(name=f"pod-{index}", provider="lium,lambda", max_price=3.0) for index in range(2)]
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
 
 
-def row(state: State = State.RUNNING) -> Row:
+def row(state: State = State.RUNNING, name: str = "pod-0", label: str = "l") -> Row:
     return Row(
-        **{"name": "pod-0", "label": "l", "state": state},
+        **{"name": name, "label": label, "state": state},
         **{"provider_id": "id", "spec": SPECS[0], "offer": OFFER, "asked_at": 0.0, "ends_at": None},
     )
 
@@ -50,7 +53,7 @@ def looked(*, is_running: bool = False, code: int | None = None) -> PeerProgress
         # A connection that is lost for a while is no death, nor is a provider that does not answer.
         (Status(row(), True, ""), 60.0, Fate.LIVES),
         (Status(row(), True, ""), 301.0, Fate.DIED),
-        (Status(row(), None, ""), 0.0, Fate.LIVES),
+        (Status(row(), None, ""), 301.0, Fate.LIVES),
         (Status(row(State.SYNCED), True, "", looked()), 0.0, Fate.LIVES),
     ],
     ids=[
@@ -70,32 +73,244 @@ def test_a_pod_is_dead_when_something_says_so_of_it(status, silent_s, is_so):
     assert fate(status, silent_s)[0] is is_so
 
 
-def test_a_night_in_which_this_machine_slept_is_no_silence_of_its_pods(tmp_path, monkeypatch):
-    ledger, now, replaced = Ledger(tmp_path / "pods.sqlite"), [0.0], []
-    wanted().write(ledger)
+@dataclass
+class Watched:
+    """A keeper that sees `seen`, and only writes down what it would do."""
 
-    async def silent(*_: object) -> Overview:
-        return Overview([Status(row(), True, "")], {})
+    ledger: Ledger
+    keeper: keeper.Keeper = field(init=False)
+    seen: list[Status] = field(default_factory=list)
+    now: float = 0.0
+    done: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
-    async def restore(_: Wanted, dead: Mapping[str, object]) -> None:
-        replaced.extend(dead)
+    def __post_init__(self) -> None:
+        access = Access(state_dir=self.ledger.path.parent, environment={"MINE": "open sesame"})
+        self.keeper = keeper.Keeper(
+            self.ledger, access, lambda name, text: self.told.append(text), clock=lambda: self.now
+        )
 
-    monkeypatch.setattr(keeper, "overview", silent)
-    access = Access(state_dir=tmp_path, environment={"MINE": "open sesame"})
-    one = keeper.Keeper(ledger, access, lambda name, text: None, clock=lambda: now[0])
-    monkeypatch.setattr(one, "_restore", restore)
+    def look(self, *seen: Status, passed_s: float = 15.0) -> list[str]:
+        """What is done at the next look."""
+        self.seen, self.now, before = list(seen), self.now + passed_s, len(self.done)
+        asyncio.run(self.keeper.tick())
+        return self.done[before:]
 
-    def look(passed_s: float) -> list[str]:
-        now[0] += passed_s
-        asyncio.run(one.tick())
-        return replaced
 
-    assert look(15.0) == []
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    found = Watched(Ledger(tmp_path / "pods.sqlite"))
+
+    async def look(*_: object) -> Overview:
+        return Overview(found.seen, {})
+
+    async def restore(wanted: Wanted, dead: Mapping[str, object], obstacle: str) -> None:
+        found.done += [f"{'gives back' if obstacle else 'replaces'} {name}" for name in dead]
+
+    async def stop(wanted: Wanted) -> None:
+        found.done.append("stops")
+
+    monkeypatch.setattr(keeper, "overview", look)
+    monkeypatch.setattr(found.keeper, "_restore", restore)
+    monkeypatch.setattr(found.keeper, "_stop", stop)
+    yield found
+    found.ledger.close()
+
+
+RUNS, FINISHED, FAILED, KILLED = looked(is_running=True), looked(code=0), looked(code=1), looked()
+
+
+def first(progress: PeerProgress | None = None, **changes: Any) -> Status:
+    return Status(row(**changes), True, "", progress)
+
+
+def second(progress: PeerProgress | None = None, **changes: Any) -> Status:
+    return first(progress, name="pod-1", label="l1", **changes)
+
+
+def test_a_night_in_which_this_machine_slept_is_no_silence_of_its_pods(watched):
+    wanted().write(watched.ledger)
+    silent = (first(), second(RUNS))
+    assert watched.look(*silent) == []
     # The lid was closed, and the network is not up yet.
-    assert look(8 * 3600.0) == []
+    assert watched.look(*silent, passed_s=8 * 3600.0) == []
     for _ in range(15):
-        assert look(15.0) == []
-    assert look(15.0) == ["pod-0"]
+        assert watched.look(*silent) == []
+    assert watched.look(*silent) == ["replaces pod-0"]
+
+
+def test_no_pod_is_replaced_while_none_answers(watched):
+    wanted().write(watched.ledger)
+    for _ in range(40):
+        assert watched.look(first(), second()) == []
+    assert watched.told == [
+        "no pod answers: this machine's own network may be down, so none is replaced for that"
+    ]
+    # The network is there again, and so far one connection.
+    assert watched.look(first(), second(RUNS)) == []
+    assert watched.told[1:] == ["pods answer again"]
+    assert watched.look(first(RUNS), second(RUNS)) == []
+    # What the provider says counts, whoever answers.
+    assert watched.look(first(), replace(second(), failure="preempted")) == ["replaces pod-1"]
+    assert watched.look(first(), replace(second(), is_there=False)) == ["replaces pod-1"]
+
+
+def test_a_machine_of_which_nobody_knows_is_not_replaced(watched):
+    wanted().write(watched.ledger)
+    for _ in range(40):
+        assert watched.look(replace(first(), is_there=None), second(RUNS)) == []
+    assert watched.told == ["pod-0 is silent, but not replaced: it is unknown whether it still runs"]
+    # Its provider answers again: it has not been asked yet.
+    assert watched.look(first(), second(RUNS)) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "replaces", "done"),
+    [
+        ([first(FINISHED), second(FINISHED)], False, ["stops"]),
+        ([first(FINISHED), second(KILLED)], False, ["stops"]),
+        ([first(FAILED), second(KILLED)], False, ["stops"]),
+        ([first(KILLED), second(KILLED)], False, ["stops"]),
+        ([first(FINISHED), second(state=State.DELETING)], False, ["stops"]),
+        ([first(RUNS), second(KILLED)], False, []),
+        ([first(FINISHED), second()], False, []),
+        ([first(state=State.SYNCED), second(KILLED)], False, []),
+        ([first(FINISHED), second(KILLED)], True, ["stops"]),
+        ([first(FAILED), second(KILLED)], True, ["replaces pod-1"]),
+        ([first(RUNS), second(KILLED)], True, ["replaces pod-1"]),
+    ],
+)
+def test_pods_are_given_back_once_no_peer_runs_and_none_will(watched, seen, replaces, done):
+    replace(wanted(), replaces=replaces, stops_when_idle=True).write(watched.ledger)
+    assert watched.look(*seen) == done
+
+
+def test_the_budget_is_for_the_pods_of_this_run(watched):
+    ledger = watched.ledger
+    replace(wanted(), stops_when_idle=True).write(ledger)
+
+    def rent(began_at: float, ended_at: float) -> None:
+        rented = ledger.advance(ledger.add(SPECS[0], OFFER, now=began_at, ends_at=None), State.CREATING)
+        ledger.forget(ledger.set_pod(rented, f"id{began_at}", None), now=ended_at)
+
+    rent(0.0, 20 * 3600.0)
+    ledger.remember(RUN_BEGAN, str(21 * 3600.0))
+    rent(22 * 3600.0, 41 * 3600.0)
+    watched.now = 50 * 3600.0
+    assert watched.look(first(KILLED), second(RUNS)) == ["replaces pod-0"]
+    rent(41 * 3600.0, 42 * 3600.0)
+    assert watched.look(first(KILLED), second(RUNS)) == ["gives back pod-0"]
+    assert watched.look(first(FAILED), second(KILLED)) == ["stops"]
+
+
+def test_a_run_begins_where_there_are_no_pods(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    begin_run(ledger)
+    began = ledger.recall(RUN_BEGAN)
+    assert float(began) > 0
+    ledger.add(SPECS[0], OFFER, now=0.0, ends_at=None)
+    begin_run(ledger)
+    assert ledger.recall(RUN_BEGAN) == began
+    ledger.close()
+
+
+def test_without_its_secrets_a_keeper_gives_back_and_says_why_it_replaces_nothing(watched, monkeypatch):
+    ledger, returned = watched.ledger, []
+    watched.keeper.access = replace(watched.keeper.access, environment={})
+    replace(wanted(), stops_when_idle=True).write(ledger)
+
+    @asynccontextmanager
+    async def opened(*_: object) -> AsyncIterator[Returning]:
+        yield Returning(returned)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(keeper, "overview", lambda *_: asyncio.sleep(0, Overview(watched.seen, {})))
+    monkeypatch.setattr(keeper, "renters", opened)
+    assert not keeper_lacks_secret(ledger, {"MINE": "x"})
+    watched.look(first(KILLED), second(RUNS))
+    assert returned == ["pod-0"]
+    assert watched.told == [
+        "pod-0 has died: all its processes were killed; it is given back",
+        "nothing is replaced: this process has no MINE; run `diloco pods status` where that variable is set",
+    ]
+    assert keeper_lacks_secret(ledger, {"MINE": "x"}) and not keeper_lacks_secret(ledger, {})
+
+    monkeypatch.setattr(keeper, "down", lambda *_: asyncio.sleep(0, {}))
+    watched.look(first(FINISHED))
+    assert watched.told[2:] == ["the run has ended: fetching its results, and giving its pods back"]
+    assert ledger.recall(WANTED) == ""
+
+
+@dataclass
+class Returning:
+    """Renters that only write down what is given back."""
+
+    returned: list[str]
+
+    async def give_back(self, rows: Sequence[Row], **_: object) -> dict[str, Exception]:
+        self.returned += [one.name for one in rows]
+        return {}
+
+
+def test_nothing_is_wanted_once_the_time_of_all_pods_is_over(watched):
+    replace(wanted(), ends_at={"pod-0": 100.0, "pod-1": 100.0}).write(watched.ledger)
+    watched.look(first(RUNS), second(RUNS), passed_s=99.0)
+    assert watched.ledger.recall(WANTED)
+    assert watched.look() == []
+    assert watched.ledger.recall(WANTED) == ""
+
+
+@dataclass
+class Odd:
+    """A provider with an answer that nobody ever thought of."""
+
+    name: str
+    error: Exception | None
+    destroyed: list[str]
+    settle_s = doubt_s = 0.0
+    repeatable = keeps_time = False
+
+    async def pods(self) -> Listing:
+        if self.error:
+            raise self.error
+        return Listing(pods=[])
+
+    async def find(self, pod_id: str) -> None:
+        return None
+
+    async def destroy(self, pod_id: str) -> None:
+        self.destroyed.append(pod_id)
+        if self.error:
+            raise self.error
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [RecursionError("too deep"), OverflowError("infinity"), KeyError("x")])
+def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_over(
+    tmp_path, monkeypatch, error
+):
+    ledger, destroyed, told = Ledger(tmp_path / "pods.sqlite"), [], []
+    for name, provider in (("odd", "lium"), ("other", "lambda")):
+        spec, offer = PodSpec(name=name, provider=provider), replace(OFFER, provider=provider)
+        rented = ledger.advance(ledger.add(spec, offer, now=0.0, ends_at=1000.0), State.CREATING)
+        ledger.set_pod(rented, f"{name}-id", None)
+    monkeypatch.setattr(
+        "provisioning.renting.renters.open_provider",
+        lambda name, access: Odd(name, error if name == "lium" else None, destroyed),
+    )
+    watching = keeper.watch(
+        ledger,
+        Access(state_dir=tmp_path, environment={}),
+        lambda name, text: told.append(text),
+        interval_s=0.0,
+        stop=lambda: destroyed.count("odd-id") >= 3,
+    )
+    asyncio.run(watching)
+    assert [text for text in told if "not done" in text] == [f"not done yet: {type(error).__name__}: {error}"]
+    # Its provider says that the other one is gone.
+    assert [one.name for one in ledger.rows()] == ["odd"]
     ledger.close()
 
 
@@ -119,13 +334,11 @@ def test_what_is_wanted_is_read_as_it_was_written_and_no_secret_is_in_the_file(t
     ledger = Ledger(tmp_path / "pods.sqlite")
     wanted().write(ledger)
     assert "open sesame" not in ledger.recall(WANTED)
-    found = Wanted.read(ledger, {"MINE": "open sesame"})
+    found = Wanted.read(ledger)
     assert found is not None
     assert (found.specs, found.replaces, found.budget) == (SPECS, True, 40.0)
-    assert found.setup == wanted().setup
+    assert found.setup == replace(wanted().setup, secrets={"MINE": ""})
     assert (found.options.run_id, found.options.flags) == ("r", ["--path-model", "150m"])
-    with pytest.raises(UserError, match="--secret MINE"):
-        Wanted.read(ledger, {})
     ledger.close()
 
 
@@ -141,7 +354,7 @@ def test_pods_that_somebody_gives_back_are_not_replaced(tmp_path):
     ledger = Ledger(tmp_path / "pods.sqlite")
     wanted().write(ledger)
     no_longer_wanted(ledger, ["pod-1"])
-    found = Wanted.read(ledger, {"MINE": "x"})
+    found = Wanted.read(ledger)
     assert found is not None and [spec.name for spec in found.specs] == ["pod-0"]
     no_longer_wanted(ledger, [])
     assert ledger.recall(WANTED) == ""
