@@ -37,8 +37,8 @@ async def _typed_line() -> str:
 
 
 @contextlib.contextmanager
-def interruption_told(ledger: Ledger, give_back: str) -> Iterator[None]:
-    """On an interruption inside, tell which pods stay and how to give them back."""
+def interruption_told(ledger: Ledger, give_back: str, also: str = "") -> Iterator[None]:
+    """On an interruption inside, tell which pods stay and how to give them back, and `also`."""
     try:
         yield
     except asyncio.CancelledError:
@@ -47,7 +47,7 @@ def interruption_told(ledger: Ledger, give_back: str) -> Iterator[None]:
         if rows:
             print(
                 f"Interrupted: {len(rows)} pods stay, {rate:.2f} $/h. The same command goes on from here; "
-                f"`{give_back}` gives them back.",
+                f"`{give_back}` gives them back.{also}",
                 file=sys.stderr,
                 flush=True,
             )

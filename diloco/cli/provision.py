@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = HvConfig()
 _RETRY_S = 30.0
+_NOT_REPLACED = " Until the command has succeeded, no pod is replaced."
 
 app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
 
@@ -54,9 +55,9 @@ class Care:
     """What is done about the pods while nobody looks, by a process in the background on this machine."""
 
     replace: Switch = False
-    """Replace pods that die or are taken back, by the next offer that fits; their peers join again."""
+    """Once all pods train, replace those that die or are taken back; their peers join again."""
     budget: Amount = None
-    """Dollars for all pods together, beyond which no pod is replaced."""
+    """Dollars for all pods of this run, that is since there were none, beyond which no pod is replaced."""
     idle_stop: bool | None = None
     """Give all pods back once the run has ended and its results are fetched; default: where they cost money."""
     retry_until_up: Switch = False
@@ -111,6 +112,7 @@ def provision(
     from provisioning.pods.spec import providers_of
     from provisioning.swarm.fleet import opened_fleet
     from provisioning.swarm.swarm import SwarmOptions
+    from provisioning.swarm.wanted import begin_run
 
     ledger, where = opened(state_file), access(inventory)
     if offers:
@@ -133,8 +135,12 @@ def provision(
             return 0
         await agreed_to(agreed, yes=yes)
         to_fetch.remember(ledger)
-        _keep(ledger, agreed, specs, None if deploy_only else care, fleet.setup, options)
-        with interruption_told(ledger, typed("diloco pods down", ledger)):
+        begin_run(ledger)
+        # It replaces pods only after this command has succeeded: it would rent more than the user has seen.
+        _keep(
+            ledger, agreed, specs, None if deploy_only else replace(care, replace=False), fleet.setup, options
+        )
+        with interruption_told(ledger, typed("diloco pods down", ledger), _NOT_REPLACED if care.replace else ""):
             failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:
@@ -142,7 +148,10 @@ def provision(
             failures = await fleet.set_up(failures)
             if not deploy_only:
                 failures = await fleet.train(failures, options)
-        return _told(ledger, agreed, failures, as_json=as_json)
+            if not deploy_only and not failures:
+                _keep(ledger, agreed, specs, care, fleet.setup, options)
+                ensure_watcher(ledger)
+        return _told(ledger, agreed, failures, care, as_json=as_json)
 
     async def bring_up() -> int:
         providers = providers_of(specs)
@@ -177,7 +186,7 @@ def _keep(
     """Write down the swarm that is to be kept from now on, for whoever keeps it; None: nothing is kept."""
     from provisioning.renting.operations import WANTED
     from provisioning.renting.renters import MAX_PRICE_RATIO
-    from provisioning.swarm.keeper import Wanted
+    from provisioning.swarm.wanted import Wanted
 
     prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
     prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
@@ -195,10 +204,11 @@ def _keep(
         budget=care.budget,
         setup=setup,
         options=options,
+        ends_at={row.name: row.ends_at for row in ledger.rows()},
     ).write(ledger)
 
 
-def _told(ledger: Ledger, agreed: Plan, failures: Failures, *, as_json: bool) -> int:
+def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_json: bool) -> int:
     rows = ledger.rows()
     if as_json:
         pods = [
@@ -221,8 +231,9 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, *, as_json: bool) ->
             hint = f"`{show}` shows what they do; `{give_back}` gives them back."
             print(hint, file=sys.stderr, flush=True)
         return 0
+    also = _NOT_REPLACED if care.replace else ""
     print(
-        f"The same command goes on from here; `{typed('diloco pods down', ledger)}` gives everything back.",
+        f"The same command goes on from here; `{typed('diloco pods down', ledger)}` gives everything back.{also}",
         file=sys.stderr,
         flush=True,
     )

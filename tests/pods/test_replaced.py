@@ -12,6 +12,7 @@ import pytest
 from diloco.train.metrics_file import Tail
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import MARK, PODS
+from provisioning.swarm.wanted import Wanted
 from tests.support.commands import Command, check_gone, model_directory, wait_until
 from tests.support.pods_commands import DOWN, PROVISION, STATUS, argv_of, tiny_training
 
@@ -79,6 +80,25 @@ def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bit
     assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
     # What the dead pod had made came home, and what its successor made beside it.
     assert len(list((tmp_path / "here/runs").glob(f"*/{dies}*/runs/peer/metrics.jsonl"))) == 2
+
+
+@pytest.mark.parametrize("how", ["fails", "is interrupted"])
+def test_no_pod_is_replaced_after_a_command_that_did_not_succeed(tmp_path, commands, how):
+    flags = tiny_training(model_directory(tmp_path / "model"))
+    limit = 0.1 if how == "fails" else 600
+    start = argv_of("diloco provision --pods 1 --replace --idle-stop --epoch-timeout", limit, "--", *flags)
+    commands.append(Command(start, tmp_path / "here"))
+    if how == "is interrupted":
+        wait_until(lambda: labels(tmp_path), "a pod", TIMEOUT_S)
+        commands[0].interrupt()
+    assert commands[0].wait(TIMEOUT_S) == (1 if how == "fails" else 130)
+    assert "Until the command has succeeded, no pod is replaced." in commands[0].stderr
+    ledger = Ledger(tmp_path / "here/state/diloco/pods.sqlite")
+    wanted = Wanted.read(ledger)
+    ledger.close()
+    assert wanted is not None and (wanted.replaces, wanted.stops_when_idle) == (False, True)
+    commands.append(Command(argv_of(DOWN), tmp_path / "here"))
+    assert commands[1].wait(TIMEOUT_S) == 0
 
 
 def test_a_swarm_that_has_ended_gives_itself_back_once_its_results_are_here(tmp_path, commands):
