@@ -123,4 +123,4 @@ def test_the_status_has_its_figures_and_the_use_whole_on_a_terminal_of_80_column
     print_status(Overview([pod], {}, dollars=123.45))
     shown = capsys.readouterr().out
     assert all(word in shown for word in (" 12.34 ", " 123.45 ", " 12345 ", " 85k ", "CPU 100 %", "finished"))
-    assert "85k tokens trained" in shown and "e+" not in shown
+    assert "trained 85k tokens" in shown and "e+" not in shown
