@@ -109,9 +109,11 @@ class Keeper:
         if wanted is None:
             return
         wanted = wanted.at(self.clock(), {one.row.name: one.row.ends_at for one in seen})
-        if not (wanted.specs or seen):
-            # The time of all pods is over.
-            self.ledger.remember(WANTED, "")
+        if not seen and not (wanted.replaces and wanted.specs):
+            # None was ever rented, or the time of all is over.
+            with self.ledger.locked():
+                if not self.ledger.rows():
+                    self.ledger.remember(WANTED, "")
             return
         obstacle = self._obstacle(wanted)
         fates = self._fates(seen)

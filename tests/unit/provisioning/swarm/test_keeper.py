@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from provisioning.errors import Busy
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState
@@ -255,6 +256,15 @@ class Returning:
 def test_nothing_is_wanted_once_the_time_of_all_pods_is_over(watched):
     replace(wanted(), ends_at={"pod-0": 100.0, "pod-1": 100.0}).write(watched.ledger)
     watched.look(first(RUNS), second(RUNS), passed_s=99.0)
+    assert watched.ledger.recall(WANTED)
+    assert watched.look() == []
+    assert watched.ledger.recall(WANTED) == ""
+
+
+def test_nothing_is_wanted_where_a_command_has_rented_nothing(watched):
+    replace(wanted(), replaces=False, stops_when_idle=True).write(watched.ledger)
+    with watched.ledger.locked(), pytest.raises(Busy):
+        watched.look()
     assert watched.ledger.recall(WANTED)
     assert watched.look() == []
     assert watched.ledger.recall(WANTED) == ""
