@@ -387,7 +387,8 @@ def reconcile(
         return 0
 
     try:
-        with held(watcher.lock_path(ledger.path)):
+        # Whoever asks for the watcher's process holds the lock for a moment, too.
+        with held(watcher.lock_path(ledger.path), wait_s=1.0):
             return run(forever())
     except Busy:
         # There is one already.

@@ -140,7 +140,9 @@ def provision(
         _keep(
             ledger, agreed, specs, None if deploy_only else replace(care, replace=False), fleet.setup, options
         )
-        with interruption_told(ledger, typed("diloco pods down", ledger), _NOT_REPLACED if care.replace else ""):
+        with interruption_told(
+            ledger, typed("diloco pods down", ledger), _NOT_REPLACED if care.replace else ""
+        ):
             failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:

@@ -112,6 +112,15 @@ def needs_watcher(ledger: Ledger) -> bool:
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
 
 
+async def end_overdue(ledger: Ledger, access: Access, say: Say, now: float) -> Failures:
+    """Request the deletion of pods whose time is well over, by their ids. Needs no lock. Returns the errors by pod."""
+    failures: Failures = {}
+    async with renters(ledger, access, say) as found:
+        for renter in found.values():
+            failures |= await renter.end_overdue(now - _OVERDUE_S)
+    return failures
+
+
 async def keep_time(
     ledger: Ledger, access: Access, say: Say, fetched: set[str], interval_s: float, clock: Callable[[], float]
 ) -> float:
@@ -130,9 +139,7 @@ async def keep_time(
             # Another command holds the lock, perhaps for hours, or the disk is full. Overdue pods are deleted below.
             failures = {}
         if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):
-            async with renters(ledger, access, say) as found:
-                for renter in found.values():
-                    failures |= await renter.end_overdue(now - _OVERDUE_S)
+            failures |= await end_overdue(ledger, access, say, now)
         for name, error in failures.items():
             say(name, f"failed: {error}")
         return interval_s

@@ -36,8 +36,6 @@ _INTERVAL_S = 15.0
 _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
 _AFTER_SETUP = (State.RUNNING, State.DELETING)
-# The command that holds the lock may be extending the rental.
-_OVERDUE_S = 60.0
 _NONE_ANSWERS = "no pod answers: this machine's own network may be down, so none is replaced for that"
 UNSET = "unset"
 """Key in the ledger: secrets of the requested swarm that the keeper's environment lacks."""
@@ -259,7 +257,8 @@ async def watch(
             is_expected = isinstance(error, ProvisioningError | OSError)
             keeper.tell(f"not done yet: {'' if is_expected else f'{type(error).__name__}: '}{error}")
             if not is_expected:
-                await _end_overdue(ledger, access, quietly, keeper.clock() - _OVERDUE_S)
+                with contextlib.suppress(Exception):
+                    await operations.end_overdue(ledger, access, quietly, keeper.clock())
         if _is_needed(ledger):
             await asyncio.sleep(wait_s)
 
@@ -270,13 +269,3 @@ def _is_needed(ledger: Ledger) -> bool:
     except UserError:
         # The file cannot be read now: it may name pods.
         return True
-
-
-async def _end_overdue(ledger: Ledger, access: Access, say: Say, by: float) -> None:
-    """Request the deletion of pods whose rental end was before `by`, whatever their providers answer."""
-    # The caller has told what is wrong, and calls this again.
-    with contextlib.suppress(Exception):
-        async with renters(ledger, access, say) as found:
-            for renter in found.values():
-                with contextlib.suppress(Exception):
-                    await renter.end_overdue(by)

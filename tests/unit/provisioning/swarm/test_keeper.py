@@ -318,7 +318,7 @@ def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_o
         stop=lambda: destroyed.count("odd-id") >= 3,
     )
     asyncio.run(watching)
-    assert [text for text in told if "not done" in text] == [f"not done yet: {type(error).__name__}: {error}"]
+    assert any(f"unknown form ({type(error).__name__}: {error})" in text for text in told)
     # Its provider says that the other one is gone.
     assert [one.name for one in ledger.rows()] == ["odd"]
     ledger.close()
