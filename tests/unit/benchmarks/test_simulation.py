@@ -71,7 +71,7 @@ def test_two_of_intellect_1s_times_follow_from_the_third():
 
 
 def test_unlike_peers_that_fail_train_most_of_the_time_and_never_wait_for_the_slowest():
-    """The scenario of a thousand, with as many as a test has time for; failures come from 1000 peers' rate."""
+    """The scenario of a thousand, with as many as a test has time for, and as many losses."""
     few = replace(thousand.scenario(40, num_epochs=6), mtbf_s=24 * 3600.0 / 25)
     assert {round(peer.step_s) for peer in few.peers} <= set(range(8, 33))
     figures = simulate(few)
