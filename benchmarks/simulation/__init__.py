@@ -8,5 +8,5 @@ lab         4 real peers behind links of three bandwidths, with rounds that bloc
 published   Results that others have reported, predicted from their descriptions of models, peers and links, and from
             stated assumptions (published.py). Their results are not used as input except where that is stated.
 scale       The CPU time to simulate 256 peers on this machine.
-thousand    1000 unlike peers train 10B weights and fail once a day each (thousand.py). Takes an hour, so only if named.
+thousand    1000 unlike peers train 10B weights and fail once a day each (thousand.py). Only if named: half an hour.
 """

@@ -23,7 +23,7 @@ _CORES = 8
 _SEED = 1
 
 
-def scenario(num_peers: int = NUM_PEERS, num_epochs: int = 16) -> Scenario:
+def scenario(num_peers: int = NUM_PEERS, num_epochs: int = 8) -> Scenario:
     rng = random.Random(_SEED)
     machine = machine_of(_CORES, "int4")
     peers = []

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
-from peers.timing import BEAT_S, START_S, STREAMS_S, heartbeat_s, status_s
+from peers.timing import BEAT_S, STALL_S, START_S, STREAMS_S, heartbeat_s, status_s
 
 SILENT_BEATS = 6
 """Missed heartbeats after which a peer counts as lost: a busy machine misses two or three."""
@@ -107,8 +107,8 @@ class Timing:
 
     @property
     def reaction_s(self) -> float:
-        """How long a healthy peer may take to react to a message."""
-        return max(2 * self.beat_s, ROUND_TRIPS * self.round_trip_s)
+        """How long a healthy peer may take to react to a message: longer among many, since a leader sends to each."""
+        return max(min(2 * self.status_s, STALL_S), ROUND_TRIPS * self.round_trip_s)
 
     @property
     def usual_round_s(self) -> float:

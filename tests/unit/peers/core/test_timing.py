@@ -20,7 +20,7 @@ from peers.core.timing import (
     STREAMS_S,
     Timing,
 )
-from peers.timing import BEAT_PEERS, FULL_MESH
+from peers.timing import BEAT_PEERS, FULL_MESH, STALL_S
 from tests.unit.peers.core.pump import with_settings
 
 
@@ -61,6 +61,7 @@ def test_however_many_peers_there_are_each_has_few_channels_and_a_loss_is_notice
     timing.num_peers = 1000
     assert timing.silence_s == at_full_mesh <= 12.0
     assert timing.status_s == 1000 / BEAT_PEERS * BEAT_S
+    assert timing.reaction_s == STALL_S < timing.status_s
 
 
 def test_far_peers_are_given_round_trips():
