@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,10 +71,13 @@ class Renters(dict[str, Renter]):
                     raise UserError(f"{lacking[0]} takes no --{wish.replace('_', '-')}; leave it out.")
         for renter in asked:
             await repeated(renter.provider.check, tell=renter.tell)
-        for provider, failures in (await self.settle()).items():
+        settled = await self.settle()
+        # Such an order must not be sent again before its pod has been looked for everywhere.
+        in_doubt = {row.provider for row in self.rows if row.is_in_doubt and not _is_repeatable(self, row)}
+        for provider, failures in settled.items():
             for name, error in failures.items():
-                # A known pod or machine that is silent holds up no other one.
-                if provider == name and provider in names:
+                # Otherwise a known pod or machine that is silent holds up no other one.
+                if provider in names and (provider == name or provider in in_doubt):
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
                 self.say(provider, f"cannot be asked for further pods: {name}: {error}")
         return plan(specs, self.rows, await _offers(asked))
@@ -155,6 +158,11 @@ class Renters(dict[str, Renter]):
             )
             taken[left[0].key] += 1
             row = self._write_down(spec, left[0])
+
+
+def _is_repeatable(found: Mapping[str, Renter], row: Row) -> bool:
+    renter = found.get(row.provider)
+    return renter is not None and renter.provider.repeatable
 
 
 async def _offers(asked: Sequence[Renter]) -> list[Offer]:

@@ -23,7 +23,7 @@ _ORDER = (
 )
 TAKEN, ORDER_LOST = _ORDER.index("taken"), _ORDER.index("lost on its way")
 DENIED_AND_DONE = _ORDER.index("it says no and does it")
-_LIST = (
+LISTS = (
     *("empty", "half", "with what is gone", "twice", "a part is silent", "broken", "busy"),
     *("its answer makes no sense", "no price makes sense"),
 )
@@ -32,7 +32,7 @@ _DESTROY = (
     *("late", "not done", "it says yes and does not", "done, it says no"),
     "done, and its answer makes no sense",
 )
-NUM_FATES = math.lcm(len(_ORDER), len(_LIST), len(_FIND), len(_DESTROY))
+NUM_FATES = math.lcm(len(_ORDER), len(LISTS), len(_FIND), len(_DESTROY))
 Fates = Mapping[int, tuple[int, float]]
 """A number that says which, and seconds for those that take time, by the number of the request."""
 TWIN = "b"
@@ -134,7 +134,7 @@ class HostileProvider:
         return pod
 
     async def pods(self) -> Listing:
-        fate, _ = self._next(_LIST)
+        fate, _ = self._next(LISTS)
         once_known = [pod for pod in self.pods_made if pod.known_at <= self.clock()]
         known = [pod for pod in once_known if pod.lives(self.clock())]
         match fate:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from provisioning.errors import ProvisioningError
@@ -32,6 +32,7 @@ from provisioning.swarm.status import overview
 from tests.support.hostile_provider import (
     DELAYS_S,
     DOUBT_S,
+    LISTS,
     NUM_FATES,
     SETTLE_S,
     TWIN,
@@ -212,8 +213,20 @@ commands = st.lists(
 )
 
 
+PART_IS_SILENT = (LISTS.index("a part is silent"), 0.0)
+
+
 @settings(max_examples=NUM_SCHEDULES)
 @given(commands, st.booleans())
+# A command dies after its order, and the next one cannot look everywhere for the pod.
+@example(
+    [
+        ("provision", 1, None, {}, 1.0),
+        ("provision", 2, 6, {}, 1.0),
+        ("provision", 2, None, {1: PART_IS_SILENT}, 1.0),
+    ],
+    False,
+)
 def test_every_pod_ever_made_is_deleted_or_shown(tmp_path_factory, commands, repeatable):
     world = World(tmp_path_factory.mktemp("ledger") / "pods.sqlite")
     world.provider = HostileProvider(repeatable=repeatable)
