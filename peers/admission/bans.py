@@ -90,6 +90,6 @@ async def serve(dht: Dht, run_id: str, gate: Gate) -> None:
     async def handle(_peer_id: str, sock: socket.socket) -> None:
         with Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES) as channel:
             gate.learn((await channel.read(_BANS, PROBE_S)).signed)
-            await channel.send(Bans(signed=gate.bans_blob), PROBE_S)
+            await channel.send_last(Bans(signed=gate.bans_blob), PROBE_S)
 
     await dht.transport.serve(bans_protocol(run_id), handle)

@@ -90,7 +90,7 @@ class Issuer:
                 nonce = secrets.token_bytes(NONCE_BYTES)
                 await channel.send(Nonce(nonce=nonce), ANSWER_S)
                 said = await channel.read(_PROOF, ANSWER_S)
-                await channel.send(self._answer(peer_id, nonce, said.proof), ANSWER_S)
+                await channel.send_last(self._answer(peer_id, nonce, said.proof), ANSWER_S)
             finally:
                 self._num_asking -= 1
 

@@ -46,7 +46,7 @@ class Registrar:
                 try:
                     self._gate.check(peer_id, asked.token, "coordinator")
                 except Refused as error:
-                    await channel.send(Refusal(why=error.why), ANSWER_S)
+                    await channel.send_last(Refusal(why=error.why), ANSWER_S)
                     return
                 await channel.send(await self.assign(peer_id, asked.wanted), ANSWER_S)
 

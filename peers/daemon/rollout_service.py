@@ -41,7 +41,7 @@ from peers.protocol.rollouts import (
     rollout_protocol,
     verified,
 )
-from peers.timing import ANSWER_S, FORGET_S, OFTEN_S, PROBE_S, STALL_S
+from peers.timing import ANSWER_S, FORGET_S, PROBE_S, STALL_S
 
 MAX_STREAMS = 128
 """Of all rollout peers together: each of them has two."""
@@ -163,13 +163,11 @@ class RolloutService:
         try:
             self._gate.check(peer_id, hello.token, "rollouts")
         except Refused as error:
-            await channel.send(Refusal(why=error.why), ANSWER_S)
-            await channel.let_the_other_close(OFTEN_S)
+            await channel.send_last(Refusal(why=error.why), ANSWER_S)
             return False
         is_left_out = peer_id in self.queue.left_out
         if self.queue.terms is None or is_left_out or len(self._streams) >= MAX_STREAMS:
-            await channel.send(NoPolicy(), ANSWER_S)
-            await channel.let_the_other_close(OFTEN_S)
+            await channel.send_last(NoPolicy(), ANSWER_S)
             return False
         number = self.queue.sender(peer_id).next_number
         welcome = Welcome(

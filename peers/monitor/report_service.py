@@ -78,7 +78,7 @@ class ReportService:
     async def _is_admitted(self, observer_id: str, channel: Channel) -> bool:
         await channel.read(_HELLO, ANSWER_S)
         if len(self._observers) >= MAX_OBSERVERS:
-            await channel.send(Busy(), ANSWER_S)
+            await channel.send_last(Busy(), ANSWER_S)
             return False
         if self._secret is None:
             return True
@@ -88,7 +88,7 @@ class ReportService:
         expected = proof_of(self._secret, self._run_id, observer_id, self._peer_id, nonce)
         if secrets.compare_digest(proof, expected) and not self._is_banned(observer_id):
             return True
-        await channel.send(Refusal(why=Why.WRONG_SECRET), ANSWER_S)
+        await channel.send_last(Refusal(why=Why.WRONG_SECRET), ANSWER_S)
         return False
 
     async def _tell(self, channel: Channel) -> None:

@@ -18,6 +18,7 @@ from peers.errors import PeerSilent, PeerUnreachable, ProtocolError
 from peers.net import socket_io
 from peers.net.transport import StreamTransport
 from peers.protocol.wire import Struct, decode, encode
+from peers.timing import OFTEN_S
 
 MAX_MESSAGE_BYTES = 1 << 20
 T = TypeVar("T")
@@ -128,8 +129,13 @@ class Channel:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    async def let_the_other_close(self, timeout_s: float) -> None:
-        """Wait until the other end closes, for at most this long; ignore what it sends.
+    async def send_last(self, message: Struct, timeout_s: float) -> None:
+        """`send`, then `let_the_other_close`."""
+        await self.send(message, timeout_s)
+        await self.let_the_other_close()
+
+    async def let_the_other_close(self, timeout_s: float = OFTEN_S) -> None:
+        """Wait until the other end closes, for at most this long; ignore what it sends. Then this end may close.
 
         If p2pd sees this end close first, it may reset the stream before the other end has read what was sent last.
         """

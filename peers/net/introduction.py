@@ -16,12 +16,10 @@ from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Introduction
 from peers.protocol.records import Spoken
 from peers.protocol.refusal import Refusal, Why
-from peers.timing import ANSWER_S, RETRY_S
+from peers.timing import ANSWER_S
 
 log = logging.getLogger(__name__)
 
-_LAST_WORD_S = RETRY_S
-"""For a refused peer to read the reason before this end closes."""
 _INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
 
 
@@ -61,8 +59,7 @@ class Introductions:
         """Tell a refused peer the reason, and a banned one the signed ban list."""
         try:
             await self._tell_bans(channel)
-            await channel.send(Refusal(why=why), timeout_s=ANSWER_S)
-            await channel.let_the_other_close(_LAST_WORD_S)
+            await channel.send_last(Refusal(why=why), ANSWER_S)
         except PeerUnreachable as error:
             log.debug("a refused peer did not hear why: %s", error)
         finally:

@@ -70,12 +70,12 @@ class Reachability:
                 try:
                     self._gate.check(peer_id, hello.token, "door for questions")
                 except Refused as error:
-                    await channel.send(Refusal(why=error.why), ANSWER_S)
+                    await channel.send_last(Refusal(why=error.why), ANSWER_S)
                     return
                 caller = caller_of(await self._transport.addresses_of(peer_id))
                 source = source_of(caller.host) if caller else "a third peer"
                 if self._num_asking > MAX_AT_ONCE or not self._conversations.take(source, time.monotonic()):
-                    await channel.send(reach.Busy(), ANSWER_S)
+                    await channel.send_last(reach.Busy(), ANSWER_S)
                     return
                 host = caller.host if caller else ""
                 await channel.send(reach.Here(host=host, time=time.time()), ANSWER_S)

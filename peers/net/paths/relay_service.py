@@ -83,7 +83,7 @@ class RelayService:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
         to = (await channel.read(_WANT, PROBE_S)).to
         if reason := await self._why_not(caller, to):
-            await channel.send(No(reason=reason), PROBE_S)
+            await channel.send_last(No(reason=reason), PROBE_S)
             channel.close()
             return
         pair = caller, to

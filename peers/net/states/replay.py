@@ -164,10 +164,11 @@ async def serve_commits(commit_log: CommitLog, wanted: WantCommits, channel: Cha
     """The donor's side, after the request."""
     commits = commit_log.between(wanted.since, wanted.until)[:MAX_COMMITS]
     if not commits or commits[-1].head != wanted.until:
-        await channel.send(Unavailable(), STALL_S)
+        await channel.send_last(Unavailable(), STALL_S)
         return
     await channel.send(Commits(count=len(commits)), STALL_S)
     await channel.read(_GO, COMMIT_S)
     for commit in commits:
         for payload in commit.payloads:
             await channel.send_bytes(payload.data, STALL_S)
+    await channel.let_the_other_close()

@@ -105,7 +105,7 @@ class StateServer:
             head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
-            await channel.send(Unavailable(head=head), STALL_S)
+            await channel.send_last(Unavailable(head=head), STALL_S)
             return
         with snapshot:
             async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):

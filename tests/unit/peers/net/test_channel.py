@@ -116,8 +116,7 @@ def test_the_last_word_is_out_before_this_end_closes_and_nobody_holds_that_up(do
     async def scenario():
         ours, theirs = socket.socketpair()
         channel, other = Channel(ours), Channel(theirs)
-        await channel.send(A())
-        waiting = asyncio.create_task(channel.let_the_other_close(0.05 if does == "says nothing" else 20.0))
+        waiting = asyncio.create_task(channel.send_last(A(), 20.0))
         assert await other.read(EITHER) == A()
         if does == "closes":
             other.close()
