@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.chaos.plan import Fault, draw
 from benchmarks.record import Result, parser, report
-from diloco.sim.runtime import VirtualPeer
+from diloco.sim.peer import VirtualPeer
 from diloco.sim.swarm import VirtualSwarm, settings_for
 from diloco.sim.world import Durations
 from peers.core.peer import Peer

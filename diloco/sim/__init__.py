@@ -6,7 +6,8 @@
     worker            trains, hands over its work, continues
     reduction         how the reduction of an attempt ends, at each member
     download          how a state is fetched from its donors
-    process, runtime  carry out the effects of one Peer
+    runtime           carries out the effects of one Peer; the simulation of costs (cost/) uses it, too
+    peer              one peer's process, with its state, worker and machine
     swarm             all peers, and the faults that tests name
     faults            random faults, drawn from a seed
     liars, forgers    Byzantine members

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from diloco.sim.runtime import VirtualPeer
+from diloco.sim.peer import VirtualPeer
 from diloco.sim.swarm import VirtualSwarm, peer_id_of
 from peers.core import effects
 
@@ -195,11 +195,7 @@ KINDS: dict[str, Begin] = {
 def is_over(swarm: VirtualSwarm) -> bool:
     """Whether all injected faults are over."""
     everybody = {peer_id_of(rank) for rank in range(swarm.num_peers)}
-    return (
-        everybody == set(swarm.world.peers)
-        and not swarm.world.network.cuts
-        and not any(map(_ails, swarm.honest))
-    )
+    return everybody == set(swarm.live) and not swarm.world.network.cuts and not any(map(_ails, swarm.honest))
 
 
 def _ails(peer: VirtualPeer) -> bool:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from diloco.sim.clock import Clock
+from diloco.sim.runtime import Machine
 from diloco.sim.truth import Truth, split_between
-from diloco.sim.values import Pieces, State
+from diloco.sim.values import Pieces, Reduced, State
+from diloco.sim.worker import Handed
 from peers.core.effects import Answer
 from peers.protocol.certificates import Certificate, Plan, Verify
 from peers.protocol.messages import Certificates, Message, Vote
-
-if TYPE_CHECKING:
-    from diloco.sim.runtime import VirtualPeer
 
 LEAST_OUTAGE_S = 2.0
 """A peer that could not be heard for this long may have been taken for lost."""
@@ -30,10 +29,31 @@ class InvariantViolated(AssertionError):
     pass
 
 
-class Invariants:
-    """Checks honest peers; `liars` may do anything."""
+class Checked(Protocol):
+    """A virtual peer, as the checks see it."""
 
-    def __init__(self, clock: Clock, truth: Truth, verify: Verify, liars: Collection[str]) -> None:
+    peer_id: str
+    is_honest: bool
+    machine: Machine
+    pledges: dict[str, int]
+    state: State | None
+    fetched_state: State | None
+    in_hand: Handed | None
+    outcome: Reduced | None
+
+
+class Invariants:
+    """Checks honest peers; `liars` may do anything. `peers`: the live ones, by peer id."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        truth: Truth,
+        verify: Verify,
+        liars: Collection[str],
+        peers: Mapping[str, Checked],
+    ) -> None:
+        self._peers = peers
         self._clock, self._truth, self._verify, self._liars = clock, truth, verify, frozenset(liars)
         self._signed: dict[tuple[str, str, int], tuple[str, str, str]] = {}
         self._began_to_reduce: dict[str, float] = {}
@@ -45,11 +65,11 @@ class Invariants:
 
     # No honest peer signs twice
 
-    def sends(self, peer: VirtualPeer, message: Message) -> None:
+    def sends(self, peer: Checked, message: Message) -> None:
         if isinstance(message, Vote):
             digests = (message.plan, message.anchor, message.momentum)
             self._signs(peer, message.head, message.attempt, digests)
-            if peer.disk.pledges.get(message.head, -1) < message.attempt:
+            if peer.pledges.get(message.head, -1) < message.attempt:
                 self.violated(f"{peer.peer_id} votes without having pledged")
         elif isinstance(message, Certificates):
             self._truth.knows(message.certificates)
@@ -63,13 +83,13 @@ class Invariants:
                     head = GENESIS if certificate.is_genesis else plan.parent
                     self._signs(peer, head, plan.attempt, (plan.digest, body.anchor, body.momentum))
 
-    def _signs(self, peer: VirtualPeer, head: str, attempt: int, digests: tuple[str, str, str]) -> None:
+    def _signs(self, peer: Checked, head: str, attempt: int, digests: tuple[str, str, str]) -> None:
         if self._signed.setdefault((peer.peer_id, head, attempt), digests) != digests:
             self.violated(f"{peer.peer_id} signs twice at attempt {attempt} on {head[:6]}")
 
     # Epoch, state and head move together
 
-    def after_event(self, peer: VirtualPeer) -> None:
+    def after_event(self, peer: Checked) -> None:
         if not peer.is_honest:
             return
         machine, state = peer.machine, peer.state
@@ -82,7 +102,7 @@ class Invariants:
 
     # What is reduced, committed and told to workers
 
-    def begins_to_reduce(self, peer: VirtualPeer, plan: Plan) -> None:
+    def begins_to_reduce(self, peer: Checked, plan: Plan) -> None:
         if not peer.is_honest:
             return
         self._began_to_reduce[peer.peer_id] = self._clock.now
@@ -94,7 +114,7 @@ class Invariants:
         elif peer.in_hand.base != head:
             self.violated(f"{peer.peer_id} reduces work based on {peer.in_hand.base[:6]} at {head[:6]}")
 
-    def applies(self, peer: VirtualPeer, certificate: Certificate) -> None:
+    def applies(self, peer: Checked, certificate: Certificate) -> None:
         self._truth.knows((certificate,))
         if not peer.is_honest:
             return
@@ -111,10 +131,10 @@ class Invariants:
         if not self._has_majority(certificate) and (others := self._who_takes_part(me, certificate)):
             self.violated(f"{me} commits {certificate.head[:6]} by a minority, though it hears {others}")
 
-    def rebases(self, peer: VirtualPeer) -> None:
+    def rebases(self, peer: Checked) -> None:
         self._check_work_is_not_in(peer, "rebases")
 
-    def answers(self, peer: VirtualPeer, answer: Answer) -> None:
+    def answers(self, peer: Checked, answer: Answer) -> None:
         if not peer.is_honest:
             return
         state, handed, me = peer.state, peer.in_hand, peer.peer_id
@@ -131,7 +151,7 @@ class Invariants:
         if missing := sorted(pieces - state.pieces):
             self.violated(f"{me} tells its worker that its work is in {state.head[:6]}: {missing} are not")
 
-    def _check_work_is_not_in(self, peer: VirtualPeer, what: str) -> None:
+    def _check_work_is_not_in(self, peer: Checked, what: str) -> None:
         if not peer.is_honest or peer.in_hand is None or peer.state is None:
             return
         if twice := sorted(peer.in_hand.pieces & peer.state.pieces):
@@ -139,7 +159,7 @@ class Invariants:
 
     # Whose state is adopted
 
-    def adopts(self, peer: VirtualPeer, certificate: Certificate) -> None:
+    def adopts(self, peer: Checked, certificate: Certificate) -> None:
         self._truth.knows((certificate,))
         if not peer.is_honest:
             return
@@ -154,19 +174,21 @@ class Invariants:
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
 
-    def _check_is_known(self, peer: VirtualPeer, head: str) -> None:
+    def _check_is_known(self, peer: Checked, head: str) -> None:
         """A newcomer adopts only states of honest peers, as long as it hears more of them than there are liars."""
         if head in self._truth.held_by_honest:
             return
-        me, peers = peer.peer_id, peer.world.peers
-        others = [p for p, other in peers.items() if p != me and other.is_honest and other.state is not None]
+        me = peer.peer_id
+        others = [
+            p for p, other in self._peers.items() if p != me and other.is_honest and other.state is not None
+        ]
         heard = [p for p in others if not self._is_excused(me, p)]
         if len(heard) > len(self._liars):
             self.violated(
                 f"{peer.peer_id} adopts {head[:6]}, which no honest peer has held, though it hears {heard}"
             )
 
-    def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
+    def _check_support(self, peer: Checked, certificate: Certificate) -> None:
         """The certificate is signed by a majority of the roster before it, or by as many members as could object."""
         me, before = peer.peer_id, certificate.plan.parent
         if self._has_majority(certificate):

@@ -1,173 +1,237 @@
-"""A virtual peer: one process of one peer, with its worker, its state and its machine."""
+"""Passes events to one peer's machine in order, and carries out all effects of one event before the next.
+
+This is the virtual counterpart of peers/daemon. What an effect does, and how long it takes, is left to subclasses:
+diloco/sim/peer.py moves values that show every lost or doubled step, diloco/sim/cost/peer.py moves bytes over links.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-from diloco.sim import values
-from diloco.sim.effect_runner import carry_out
-from diloco.sim.process import Machine, Process
-from diloco.sim.tracing import describe
-from diloco.sim.values import Pieces, Reduced, State
-from diloco.sim.worker import Handed, VirtualWorker
-from diloco.sim.world import Disk, World
-from peers.core import events
+from diloco.sim.clock import Clock
+from peers.core import effects
 from peers.core.effects import Effect
 from peers.core.events import Event
-from peers.protocol.certificates import Plan
+from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Message, Status
+from peers.timing import BEAT_S
 
-NUM_KEPT = 3
-"""States that a peer can serve: its own and those before it."""
+LOOK_AGAIN_S = 0.1
+MAX_TICKS = 100
+"""Deadlines handled at one moment; a machine that wants more never lets time pass."""
 
 
-class VirtualPeer(Process):
-    """`start` sets `machine`. `is_honest`: the invariants are checked for it."""
-
-    def __init__(
-        self, world: World, peer_id: str, disk: Disk, offered: State, *, is_honest: bool = True
-    ) -> None:
-        super().__init__(world.clock)
-        self.world, self.disk, self.offered, self.is_honest = world, disk, offered, is_honest
-        self._peer_id = peer_id
-        self.slowness = 1.0
-        self.before: dict[type, Callable[[], object]] = {}
-        """By kind of effect: what to do once, just before the next effect of that kind."""
-        self.garbles = False
-        """Its next reduction gives other bits than everybody else's."""
-        self.saves = False
-        """It writes a checkpoint at every commit."""
-        self.state: State | None = None
-        self.made_up: dict[str, State] = {}
-        """Made-up states that a liar serves, by head."""
-        self.in_hand: Handed | None = None
-        self.worker: VirtualWorker | None = None
-        self.asking: VirtualWorker | None = None
-        """The worker that asked last where to begin."""
-        self.outcome: Reduced | None = None
-        """The outcome of its last reduction."""
-        self.fetched_state: State | None = None
-        self.said: Status | None = None
-        self.kept: deque[State] = deque(maxlen=NUM_KEPT)
-        self._has_offered = False
+class Machine(Protocol):
+    """A peers.core Peer, or a liar."""
 
     @property
-    def peer_id(self) -> str:
-        return self._peer_id
+    def deadline(self) -> float: ...
 
-    def start(self, machine: Machine) -> None:
-        self.machine = machine
-        self.start_worker()
-        self.pump()
+    @property
+    def head(self) -> str: ...
 
-    def kill(self) -> None:
-        """End the process: everything that is not on the disk is gone. The caller closes its network port."""
-        self.is_running = False
-        if self.worker is not None:
-            self.worker.crash()
-        self.world.reductions.end(self.peer_id, "died")
-        self.world.downloads.end(self.peer_id)
+    @property
+    def epoch(self) -> int: ...
 
-    def freeze(self) -> None:
-        """Handle nothing until `thaw`; events are queued."""
-        self.is_frozen = True
-        self.world.reductions.frozen(self.peer_id)
+    @property
+    def certificate(self) -> Certificate | None: ...
 
-    def thaw(self) -> None:
+    @property
+    def phase(self) -> str: ...
+
+    def handle(self, event: Event | None, now: float) -> list[Effect]: ...
+
+
+class Wire(Protocol):
+    """Carries messages between processes, by peer id."""
+
+    def send(self, sender: str, receiver: str, message: Message) -> None: ...
+
+    def broadcast(self, sender: str, message: Message) -> None: ...
+
+
+class Process(ABC):
+    """One process of one peer's daemon. `machine` is set before the first event; `pledges` outlive the process."""
+
+    def __init__(self, peer_id: str, clock: Clock, wire: Wire, pledges: dict[str, int]) -> None:
+        self.machine: Machine
+        self.peer_id = peer_id
+        self.is_running = True
         self.is_frozen = False
-        self.pump()
+        self.said: Status | None = None
+        """Its last status."""
+        self.pledges = pledges
+        self._clock, self._wire = clock, wire
+        self._inbox: deque[tuple[Event, Callable[[], object] | None]] = deque()
+        self._effects: deque[Effect] = deque()
+        self._is_busy = self._is_pumping = False
+        self._tick_at = math.inf
 
-    # The worker
+    # Effects
 
-    def start_worker(self) -> None:
-        world = self.world
-        self.worker = VirtualWorker(
-            self,
-            world.clock,
-            world.rng,
-            world.new_piece,
-            steps_per_epoch=world.settings.steps_per_epoch,
-            step_s=world.durations.step_s * self.slowness,
-        )
-        self.worker.start(world.between(world.durations.load_s))
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case effects.Send(to, message):
+                self.on_sent(message)
+                self._wire.send(self.peer_id, to, message)
+            case effects.Broadcast(message):
+                self.said = message if isinstance(message, Status) else self.said
+                self.on_sent(message)
+                self._wire.broadcast(self.peer_id, message)
+            case effects.Pledge(head, attempt):
+                self.pledges[head] = attempt
+            case effects.Reduce(plan, timeout_s):
+                self.reduce(plan, timeout_s)
+            case effects.CancelReduce():
+                self.stop_reducing()
+            case effects.Apply(certificate):
+                self.apply(certificate)
+            case effects.Fetch():
+                self.fetch(effect)
+            case effects.Adopt(certificate):
+                self.adopt(certificate)
+            case effects.Rebase():
+                self.rebase()
+            case effects.Answer():
+                self.answer(effect)
+            case effects.GoAhead():
+                self.go_ahead(effect)
+            case effects.Tell():
+                pass
 
-    def crash_worker(self) -> None:
-        if self.worker is not None:
-            self.worker.crash()
-            self._post(events.WorkerGone())
-            self.worker = None
+    # Each of these returns at once; one that takes time calls `busy`, or `post` later.
 
-    def told(self, worker: VirtualWorker, event: Event, handed: Handed | None = None) -> None:
-        """The worker tells the daemon of this event."""
-        if isinstance(event, events.StateOffered):
-            if self._has_offered:
-                return
-            self._has_offered = True
-        asking = worker if isinstance(event, events.WorkerWaits) else None
-        self._post(event, handed, asking)
+    @abstractmethod
+    def reduce(self, plan: Plan, timeout_s: float) -> None: ...
+
+    @abstractmethod
+    def stop_reducing(self) -> None: ...
+
+    @abstractmethod
+    def apply(self, certificate: Certificate) -> None: ...
+
+    @abstractmethod
+    def fetch(self, fetch: effects.Fetch) -> None: ...
+
+    @abstractmethod
+    def adopt(self, certificate: Certificate) -> None: ...
+
+    @abstractmethod
+    def rebase(self) -> None: ...
+
+    @abstractmethod
+    def answer(self, answer: effects.Answer) -> None: ...
+
+    @abstractmethod
+    def go_ahead(self, order: effects.GoAhead) -> None: ...
+
+    # What a subclass may add
+
+    def on_sent(self, message: Message) -> None:  # noqa: B027
+        """Called before a message is sent."""
+
+    def on_event(self, event: Event | None) -> None:  # noqa: B027
+        """Called before the machine handles it."""
+
+    def on_settled(self) -> None:  # noqa: B027
+        """Called when all effects of an event are carried out."""
+
+    def may_sleep(self) -> bool:
+        """Whether its deadline may be ignored until the next event. The machine takes that for a freeze of its own."""
+        return False
+
+    def on_always_due(self) -> None:
+        """The machine's deadline is always due, so that no time would pass."""
+        raise AssertionError(f"always due at {self._clock.now}")
+
+    def due_event(self) -> Event | None:
+        """The event to pass to the machine when its deadline has come."""
+        return None
+
+    def heard_meanwhile(self) -> Event | None:
+        """An event that is to come before all others whenever the machine is about to be called."""
+        return None
 
     # Events
 
-    def received(self, sender: str, message: Message) -> None:
-        self._post(events.Received(sender, message))
+    def post(self, event: Event, before: Callable[[], object] | None = None) -> None:
+        """Queue an event. `before` is called just before the machine handles it."""
+        if self.is_running:
+            self._inbox.append((event, before))
+            self.pump()
 
-    def connected(self, peer_id: str) -> None:
-        self._post(events.Connected(peer_id))
+    def pump(self) -> None:
+        """Carry out effects and handle events that are due now."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        if self.is_running and (heard := self.heard_meanwhile()) is not None:
+            self._inbox.appendleft((heard, None))
+        num_ticks = 0
+        while self.is_running and not self.is_frozen and not self._is_busy:
+            if self._effects:
+                self.carry_out(self._effects.popleft())
+                if not self._effects and not self._is_busy and self.is_running:
+                    self.on_settled()
+            elif self._inbox:
+                event, before = self._inbox.popleft()
+                if before is not None:
+                    before()
+                self._handle(event)
+            elif self.machine.deadline <= self._clock.now and num_ticks < MAX_TICKS:
+                num_ticks += 1
+                self._handle(self.due_event())
+            else:
+                break
+        self._is_pumping = False
+        if num_ticks >= MAX_TICKS:
+            self.on_always_due()
+        self._set_tick()
 
-    def disconnected(self, peer_id: str) -> None:
-        self._post(events.Disconnected(peer_id))
+    def busy(self, seconds: float, then: Callable[[], None]) -> None:
+        """Do nothing else for so long, then call `then`; heartbeats go on meanwhile."""
+        self._is_busy = True
+        for beat in range(1, int(seconds / BEAT_S) + 1):
+            self._clock.after(beat * BEAT_S, self._beat)
 
-    def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None:
-        assert self.state is not None
-        outcome = values.reduce_parts(self.state, plan, parts)
-        if self.garbles:
-            self.garbles = False
-            garbled = values.digest("garbled", outcome.anchor)
-            outcome = Reduced(plan, outcome.pieces, outcome.doubled, garbled, outcome.momentum)
-        self.outcome = outcome
-        self._post(events.Reduced(plan.digest, outcome.anchor, outcome.momentum))
+        def end() -> None:
+            if not self.is_running:
+                return
+            if self.is_frozen:
+                self._clock.after(LOOK_AGAIN_S, end)
+                return
+            self._is_busy = False
+            then()
+            if not self._effects:
+                self.on_settled()
+            self.pump()
 
-    def reduce_failed(self, plan: Plan, reason: str, suspects: frozenset[str]) -> None:
-        self._post(events.ReduceFailed(plan.digest, reason, suspects))
+        self._clock.after(seconds, end)
 
-    def fetched(self, state: State) -> None:
-        self.fetched_state = state
-        self._post(events.Fetched(state.head))
+    def _beat(self) -> None:
+        if self.is_running and not self.is_frozen and self.said is not None:
+            self._wire.broadcast(self.peer_id, self.said)
 
-    def fetch_failed(self, head: str, reason: str, suspects: frozenset[str]) -> None:
-        self._post(events.FetchFailed(head, reason, suspects))
+    def _handle(self, event: Event | None) -> None:
+        self.on_event(event)
+        self._effects.extend(self.machine.handle(event, self._clock.now))
+        if not self._effects:
+            self.on_settled()
 
-    def state_of(self, head: str) -> State | None:
-        """The state that it serves for this head."""
-        return next((state for state in self.kept if state.head == head), self.made_up.get(head))
+    def _set_tick(self) -> None:
+        deadline = self.machine.deadline
+        if deadline >= self._tick_at or not self.is_running or self.is_frozen or self._is_busy:
+            return
+        self._tick_at = deadline
 
-    def _post(self, event: Event, handed: Handed | None = None, asking: VirtualWorker | None = None) -> None:
-        def take() -> None:
-            self.in_hand = handed or self.in_hand
-            self.asking = asking or self.asking
+        def tick() -> None:
+            if self._tick_at == deadline:
+                self._tick_at = math.inf
+                if not self.may_sleep():
+                    self.pump()
 
-        self.post(event, take)
-
-    def leave(self) -> None:
-        """Ask the peer to leave."""
-        self._post(events.Leave())
-
-    # As a process
-
-    def carry_out(self, effect: Effect) -> None:
-        carry_out(self, effect)
-
-    def repeat_status(self) -> None:
-        if self.said is not None:
-            self.world.network.broadcast(self.peer_id, self.said)
-
-    def on_event(self, event: Event | None) -> None:
-        if self.world.trace.is_on and (text := describe(event)):
-            self.world.trace.add(self.peer_id, f"<- {text}")
-
-    def on_settled(self) -> None:
-        self.world.invariants.after_event(self)
-
-    def on_always_due(self) -> None:
-        self.world.invariants.violated(f"{self.peer_id} is always due at {self.world.clock.now}")
+        self._clock.at(deadline, tick)

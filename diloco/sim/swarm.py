@@ -13,9 +13,9 @@ from diloco.sim.invariants import Invariants
 from diloco.sim.keys import KeyRing
 from diloco.sim.liars import MakeLiar
 from diloco.sim.network import NOTICE_S, Network, Quality
-from diloco.sim.process import Machine
+from diloco.sim.peer import VirtualPeer
 from diloco.sim.reduction import Reductions
-from diloco.sim.runtime import VirtualPeer
+from diloco.sim.runtime import Machine
 from diloco.sim.truth import Pair, Truth
 from diloco.sim.values import State, digest, initial_state
 from diloco.sim.world import Disk, Durations, Trace, World
@@ -72,6 +72,8 @@ class VirtualSwarm:
         self.offers: dict[str, State] = {}
         """By peer id: the state it offers, if not the common initial one."""
         self.slowness: dict[str, float] = {}
+        self.live: dict[str, VirtualPeer] = {}
+        """By peer id."""
         self.world = self._make_world(
             settings or settings_for(num_peers),
             durations or Durations(),
@@ -99,7 +101,6 @@ class VirtualSwarm:
     ) -> World:
         clock, rng, ring, truth = Clock(), random.Random(self.seed), KeyRing(self.seed), Truth()
         network = Network(clock, rng, quality, encodes=encodes)
-        peers: dict[str, VirtualPeer] = {}
         return World(
             clock=clock,
             rng=rng,
@@ -108,11 +109,10 @@ class VirtualSwarm:
             ring=ring,
             network=network,
             reductions=Reductions(clock, rng, network, durations.reduce_s),
-            downloads=Downloads(clock, rng, network, peers, durations.fetch_s),
+            downloads=Downloads(clock, rng, network, self.live, durations.fetch_s),
             truth=truth,
-            invariants=Invariants(clock, truth, ring.verify, self.liars),
+            invariants=Invariants(clock, truth, ring.verify, self.liars, self.live),
             trace=Trace(clock, is_on=traced),
-            peers=peers,
         )
 
     # Time
@@ -136,7 +136,7 @@ class VirtualSwarm:
     def start(self, rank: int) -> None:
         """Start a process of this peer, unless it runs."""
         peer_id = peer_id_of(rank)
-        if peer_id in self.world.peers:
+        if peer_id in self.live:
             return
         self._incarnations += 1
         disk = self.disks[peer_id]
@@ -145,7 +145,7 @@ class VirtualSwarm:
         peer.slowness = self.slowness.get(peer_id, 1.0)
         peer.saves = self.saves
         self._note(peer_id, "starts")
-        self.world.peers[peer_id] = peer
+        self.live[peer_id] = peer
         self.world.truth.held_since[peer_id] = self.now
         for until in (self.world.truth.left_until, self.world.truth.idle_until):
             if peer_id in until:
@@ -180,7 +180,7 @@ class VirtualSwarm:
         """Kill the daemon and the worker of this peer. `vanishes`: with their machine, so that channels do not break at
         once. May be repeated."""
         peer_id, notice_s = peer_id_of(rank), VANISHED_S if vanishes else NOTICE_S
-        peer = self.world.peers.pop(peer_id, None)
+        peer = self.live.pop(peer_id, None)
         if peer is None:
             return
         self._note(peer_id, "is killed")
@@ -191,7 +191,7 @@ class VirtualSwarm:
     def freeze(self, rank: int, seconds: float) -> None:
         """Stop its daemon for so long; its worker continues."""
         peer_id = peer_id_of(rank)
-        peer = self.world.peers.get(peer_id)
+        peer = self.live.get(peer_id)
         if peer is None or peer.is_frozen:
             return
         self._note(peer_id, f"freezes for {seconds:.1f} s")
@@ -211,7 +211,7 @@ class VirtualSwarm:
         """Make it train, reduce and write its state `factor` times as slowly; 1: at normal speed."""
         peer_id = peer_id_of(rank)
         self.slowness[peer_id] = factor
-        if (peer := self.world.peers.get(peer_id)) is not None:
+        if (peer := self.live.get(peer_id)) is not None:
             peer.slowness = factor
             if peer.worker is not None:
                 peer.worker.step_s = self.world.durations.step_s * factor
@@ -219,7 +219,7 @@ class VirtualSwarm:
 
     def leave(self, rank: int, ends_after_s: float = 1.0) -> None:
         """Ask it to leave: it announces that, and ends."""
-        if (peer := self.world.peers.get(peer_id_of(rank))) is not None:
+        if (peer := self.live.get(peer_id_of(rank))) is not None:
             self._note(peer.peer_id, "leaves")
             self.world.truth.left_until[peer.peer_id] = math.inf
             peer.leave()
@@ -227,13 +227,13 @@ class VirtualSwarm:
 
     def finish(self, rank: int) -> None:
         """End its training with this epoch: the peer leaves with the commit that contains this work."""
-        if (peer := self.world.peers.get(peer_id_of(rank))) is not None and peer.worker is not None:
+        if (peer := self.live.get(peer_id_of(rank))) is not None and peer.worker is not None:
             self._note(peer.peer_id, "is to end with its next commit")
             self.world.truth.left_until[peer.peer_id] = math.inf
             peer.worker.ends_after_this = True
 
     def crash_worker(self, rank: int, back_after_s: float) -> None:
-        peer = self.world.peers.get(peer_id_of(rank))
+        peer = self.live.get(peer_id_of(rank))
         if peer is None or peer.worker is None:
             return
         self._note(peer.peer_id, "loses its worker")
@@ -281,7 +281,7 @@ class VirtualSwarm:
     @property
     def peers(self) -> dict[int, VirtualPeer]:
         """The live ones, by rank."""
-        return {int(peer_id[1:]): peer for peer_id, peer in sorted(self.world.peers.items())}
+        return {int(peer_id[1:]): peer for peer_id, peer in sorted(self.live.items())}
 
     @property
     def honest(self) -> list[VirtualPeer]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from diloco.sim.clock import Clock
-from diloco.sim.values import Pieces
+from diloco.sim.values import Pieces, State
 from peers.core.effects import Answer, GoAhead
 from peers.core.events import Event, StateOffered, WorkerTrains, WorkerWaits, WorkReady
 from peers.core.schedule import Schedule
 from peers.protocol.certificates import Work
-
-if TYPE_CHECKING:
-    from diloco.sim.values import State
 
 STEP_JITTER = 0.2
 

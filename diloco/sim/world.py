@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
 from diloco.sim.download import Downloads
+from diloco.sim.invariants import Invariants
 from diloco.sim.keys import KeyRing
 from diloco.sim.network import Network
 from diloco.sim.reduction import Reductions
+from diloco.sim.truth import Truth
 from diloco.sim.values import State
 from peers.core.settings import Settings
-
-if TYPE_CHECKING:
-    from diloco.sim.invariants import Invariants
-    from diloco.sim.runtime import VirtualPeer
-    from diloco.sim.truth import Truth
 
 Span = tuple[float, float]
 """Shortest and longest duration in seconds."""
@@ -59,8 +55,6 @@ class World:
     truth: Truth
     invariants: Invariants
     trace: Trace
-    peers: dict[str, VirtualPeer] = field(default_factory=dict)
-    """The live peers, by peer id."""
     num_pieces: int = 0
 
     def new_piece(self) -> int:

@@ -1,4 +1,4 @@
-"""A peer from its start to its loss: carries out the effects of its core (peers.core) in simulated time.
+"""A peer from its start to its loss: what the effects of its core (peers.core) cost in simulated time.
 
 A reduction takes as long as links and CPUs need for it, everything else as long as the machine's paces say. While a
 commit is applied, other events wait, as in the daemon.
@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 from diloco.sim.cost.figures import EpochOfPeer, Parts
 from diloco.sim.cost.reduction import FP32_BYTES, Reduced, Reduction
 from diloco.sim.cost.worker import Continuation, Work, Worker
-from diloco.sim.process import Process
+from diloco.sim.runtime import Process
 from peers.core import effects, events
-from peers.core.effects import Effect
 from peers.core.events import Event
 from peers.core.peer import Peer
 from peers.core.round import Stage
 from peers.protocol import certificates
 from peers.protocol.certificates import Certificate, Plan
-from peers.protocol.messages import Offer, Status
+from peers.protocol.messages import Offer
 from peers.reduce.bandwidth import WINDOW_S, Bandwidth
 from peers.state.header import STATE_CHUNK_NUMEL
 from peers.timing import OFTEN_S
@@ -54,9 +53,9 @@ class CostPeer(Process):
     machine: Peer
 
     def __init__(self, swarm: CostSwarm, rank: int, incarnation: int, offer: Offer) -> None:
-        super().__init__(swarm.clock)
+        super().__init__(swarm.peer_ids[rank], swarm.clock, swarm.messages, swarm.pledges[rank])
         scenario = swarm.scenario
-        self.swarm, self.rank, self.peer_id = swarm, rank, swarm.peer_ids[rank]
+        self.swarm, self.rank = swarm, rank
         self.incarnation, self._offer = incarnation, offer
         self._means = scenario.peers[rank]
         self._paces = self._means.machine
@@ -79,7 +78,6 @@ class CostPeer(Process):
         self._reduction: Reduction | None = None
         self._bandwidth = Bandwidth()
         self._ended: EpochOfPeer | None = None
-        self._last_status: Status | None = None
         self._heard_mesh_at = -math.inf
 
     # Life
@@ -102,22 +100,13 @@ class CostPeer(Process):
 
     # As a process
 
-    def pump(self) -> None:
+    def heard_meanwhile(self) -> Event | None:
+        """What the mesh of a large swarm says every second has an effect only when the core is called."""
         now = self._clock.now
-        if (
-            self.swarm.is_large
-            and self.is_running
-            and not self._is_pumping
-            and now >= self._heard_mesh_at + OFTEN_S
-        ):
-            # What the mesh says every second has an effect only when the core is called.
-            self._heard_mesh_at = now
-            self._inbox.appendleft((events.StillHere(frozenset(self.swarm.here)), None))
-        super().pump()
-
-    def repeat_status(self) -> None:
-        if self._last_status is not None:
-            self.swarm.messages.broadcast(self.peer_id, self._last_status)
+        if not self.swarm.is_large or now < self._heard_mesh_at + OFTEN_S:
+            return None
+        self._heard_mesh_at = now
+        return events.StillHere(frozenset(self.swarm.here))
 
     @property
     def is_idle(self) -> bool:
@@ -136,35 +125,6 @@ class CostPeer(Process):
         is_there = self.certificate is not None and self.worker.epoch == self.machine.epoch
         trains = is_there and self.machine.phase == "training"
         return events.WorkerTrains(self.worker.local_step, self._means.step_s) if trains else None
-
-    def carry_out(self, effect: Effect) -> None:
-        match effect:
-            case effects.Send(peer_id, message):
-                self.swarm.messages.send(self.peer_id, peer_id, message)
-            case effects.Broadcast(message):
-                self._last_status = message if isinstance(message, Status) else self._last_status
-                self.swarm.messages.broadcast(self.peer_id, message)
-            case effects.Pledge(head, attempt):
-                self.swarm.pledges[self.rank][head] = attempt
-            case effects.Reduce(plan, timeout_s):
-                self._stop_reducing()
-                self._reduce(plan, timeout_s)
-            case effects.CancelReduce():
-                self._stop_reducing()
-            case effects.Apply(certificate):
-                self._apply(certificate)
-            case effects.Fetch():
-                self._fetch(effect)
-            case effects.Adopt(certificate):
-                self._adopt(certificate)
-            case effects.Rebase():
-                self.busy(self._bytes / self._paces.take, lambda: None)
-            case effects.Answer():
-                self._answer(effect)
-            case effects.GoAhead(epoch, _, epoch_s):
-                self.worker.go_ahead(epoch, epoch_s)
-            case effects.Tell():
-                pass
 
     # The worker's side
 
@@ -189,26 +149,30 @@ class CostPeer(Process):
             self._ended = None
         self._clock.at(at, self.swarm.check_end)
 
-    def _answer(self, answer: effects.Answer) -> None:
+    def answer(self, answer: effects.Answer) -> None:
         if answer.how == "begin":
             begin = partial(self.worker.begin, answer.epoch, answer.local_step, answer.epoch_s)
             self._later(self._paces.hop_s, begin)
             self.swarm.began(self)
             return
-        self._stop_reducing()
+        self.stop_reducing()
         self._piece = None
         counts = answer.how == "contributed"
         onward = Continuation(answer.epoch, answer.local_step, answer.epoch_s, counts)
         self._later(self._paces.hop_s, lambda: self.worker.answer(onward))
 
+    def go_ahead(self, order: effects.GoAhead) -> None:
+        self.worker.go_ahead(order.epoch, order.epoch_s)
+
     # Reductions
 
-    def _stop_reducing(self) -> None:
+    def stop_reducing(self) -> None:
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             reduction.leave(self.rank)
 
-    def _reduce(self, plan: Plan, timeout_s: float) -> None:
+    def reduce(self, plan: Plan, timeout_s: float) -> None:
+        self.stop_reducing()
         piece, timing = self._piece, self.machine.timing
         assert piece is not None
         piece.grouped_at = self._clock.now if piece.grouped_at is None else piece.grouped_at
@@ -252,7 +216,7 @@ class CostPeer(Process):
 
     # States
 
-    def _apply(self, certificate: Certificate) -> None:
+    def apply(self, certificate: Certificate) -> None:
         piece = self._piece
         assert piece is not None
         piece.parts.vote_s = self._clock.now - piece.voted_at
@@ -278,7 +242,7 @@ class CostPeer(Process):
 
         self.busy(piece.parts.apply_s, applied)
 
-    def _fetch(self, fetch: effects.Fetch) -> None:
+    def fetch(self, fetch: effects.Fetch) -> None:
         """Download the state from the donors that are still alive. They can serve older states, by recorded commits."""
         head = fetch.path[-1].head
         donors = [peer.rank for p in fetch.donors if (peer := self.swarm.living.get(p)) is not None]
@@ -297,7 +261,7 @@ class CostPeer(Process):
 
         self._later(fetch.timeout_s, time_out)
 
-    def _adopt(self, certificate: Certificate) -> None:
+    def adopt(self, certificate: Certificate) -> None:
         if self.certificate is not None and self.certificate.head != certificate.head:
             self.swarm.losses.caught_up += 1
         self.certificate = certificate
@@ -306,6 +270,9 @@ class CostPeer(Process):
             if other != self.rank:
                 round_trip_s = 2 * self.swarm.messages.delay_s(self.peer_id, peer_id)
                 self.machine.swarm.measured(peer_id, round_trip_s)
+
+    def rebase(self) -> None:
+        self.busy(self._bytes / self._paces.take, lambda: None)
 
     # Figures
 
