@@ -7,12 +7,12 @@ Each folder imports only from those above it:
     providers    the services that rent out pods, behind one protocol
     ledger       one SQLite file of all orders, written before every request
     renting      choosing offers, renting and giving back, and making ledger and providers agree
-    swarm        the fleet of pods, the swarm on it, its status, logs and results
-    experiments  sets of trainings over a fleet
+    swarm        the swarm on these pods, its status, logs and results
+    experiments  sets of trainings over these pods
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray
 
-The life of a pod: `diloco provision` turns flags into a PodSpec (pods/spec.py), finds an offer for it
-(renting/plan.py), writes both into the ledger as a row (renting/renters.py, ledger/ledger.py), orders the pod
-(renting/renter.py, providers/), and passes the row to swarm/fleet.py. `diloco pods down` calls renters.py and
-renter.py, which delete the pod and wait until the provider says that it does not exist.
+The life of a pod: `diloco provision` turns flags into a PodSpec (pods/spec.py) and hands it to renting/renters.py,
+which finds an offer for it (plan.py), writes both into the ledger as a row (ledger/ledger.py), has the pod ordered until
+it answers (renter.py, providers/), and sets it up (machines/setup.py). Then swarm/swarm.py starts its peer. `diloco pods
+down` hands the row to renters.py again, and renter.py deletes the pod until the provider says that it does not exist.
 """

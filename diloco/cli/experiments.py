@@ -40,7 +40,8 @@ from provisioning.providers.registry import LISTED
 if TYPE_CHECKING:
     from provisioning.experiments.runs import Result
     from provisioning.experiments.sets import ExperimentSet
-    from provisioning.swarm.fleet import Fleet
+    from provisioning.machines.setup import Setup
+    from provisioning.renting.renters import Renters
 
 app = App(name="experiments", help="Run many trainings over rented pods.")
 
@@ -124,7 +125,7 @@ def run(
     from provisioning.experiments.sets import load
     from provisioning.experiments.trainers import trainer_named
     from provisioning.pods.spec import providers_of
-    from provisioning.swarm.fleet import opened_fleet
+    from provisioning.renting.renters import renters
 
     changes = {
         "model_id": model_id,
@@ -145,12 +146,12 @@ def run(
         ledger.remember(runs.ORIGIN, origin_of(name))
         to_fetch.remember(ledger)
 
-    async def rent(fleet: Fleet, unfinished: set[str]) -> Mapping[str, Exception]:
+    async def rent(pods: Renters, setup: Setup, unfinished: set[str]) -> Mapping[str, Exception]:
         """What went wrong. The caller holds the ledger's lock."""
         # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
         there = {row.name for row in ledger.rows()}
         names = unfinished | there if unfinished else {spec.name for spec in found.pods}
-        agreed = await fleet.renters.plan([spec for spec in found.pods if spec.name in names])
+        agreed = await pods.plan([spec for spec in found.pods if spec.name in names])
         print_plan(agreed, to_stderr=as_json)
         tell_unmoved_ends(agreed, ledger)
         if plan:
@@ -158,47 +159,48 @@ def run(
                 print(json.dumps({"plan": plan_json(agreed)}), flush=True)
             return {}
         await agreed_to(agreed, yes=yes)
-        failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
-        return await fleet.set_up(failures, again=not no_sync, with_environment=not no_setup)
+        failures = await pods.apply(agreed, lambda: ensure_watcher(ledger))
+        return await pods.set_up(setup, failures, again=not no_sync, with_environment=not no_setup)
 
-    async def work(fleet: Fleet) -> int:
+    async def work(pods: Renters, setup: Setup) -> int:
         failures: dict[str, Exception] = {}
         unfinished = runs.unfinished_pods(ledger, found, of)
         if plan or (not no_deploy and (unfinished or deploy_only)):
             with ledger.locked():
-                failures.update(await rent(fleet, unfinished))
+                failures.update(await rent(pods, setup, unfinished))
         if plan or deploy_only:
             return shouted(failures)
         try:
-            is_good = await trained(fleet)
+            is_good = await trained(pods, setup)
         except Exception:
             # Whatever keeps the results from being shown, the pods cost money.
-            shouted(await destroyed(fleet))
+            shouted(await destroyed(pods))
             raise
-        failures.update(await destroyed(fleet))
+        failures.update(await destroyed(pods))
         return max(shouted(failures), 0 if is_good else 1)
 
-    async def trained(fleet: Fleet) -> bool:
+    async def trained(pods: Renters, setup: Setup) -> bool:
         """Run the experiments and print the results. Returns whether all succeeded."""
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
-        results = await runs.run(fleet, found, of)
+        results = await runs.run(pods, setup.pod_python, found, of)
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
         else:
             print_results({shown(origin_of(name)): results}, of.result)
         return all(result.ok for result in results)
 
-    async def destroyed(fleet: Fleet) -> Mapping[str, Exception]:
+    async def destroyed(pods: Renters) -> Mapping[str, Exception]:
         """Give the pods back, if --destroy says so. Returns what went wrong."""
         if not destroy:
             return {}
         with ledger.locked(wait_s=_LOCK_WAIT_S):
-            return await fleet.renters.give_back()
+            return await pods.give_back(pods.rows)
 
     async def run_all() -> int:
-        async with opened_fleet(ledger, providers_of(found.pods), access(inventory), say, setup) as fleet:
+        providers = providers_of(found.pods)
+        async with renters(ledger, access(inventory), say, to_rent=providers) as pods:
             with interruption_told(ledger, typed("diloco experiments destroy", ledger)):
-                return await work(fleet)
+                return await work(pods, pods.completed(setup, providers))
 
     return locked(ledger, run_all, for_jobs=True)
 

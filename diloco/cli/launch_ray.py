@@ -99,7 +99,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
 def _python(ledger: Ledger, renter: Renter) -> str:
     """That which the pods were set up with."""
     from provisioning.machines.paths import VENV
-    from provisioning.renting.operations import PYTHON
+    from provisioning.renting.renters import PYTHON
 
     return ledger.recall(PYTHON) or renter.provider.python() or f"{VENV}/bin/python"
 

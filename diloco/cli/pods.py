@@ -36,7 +36,6 @@ from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 from peers.monitor.figures import short_figure
-from provisioning.providers.registry import NAMES
 
 if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
@@ -197,7 +196,7 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
     hours: float
         Hours to add.
     """
-    from provisioning.renting import operations
+    from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)
     rows = ledger.named(names)
@@ -210,8 +209,8 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
         say("–", said)
 
     async def work() -> int:
-        ending = [row.name for row in rows if row.ends_at is not None]
-        failures = await operations.extend(ledger, access(inventory), ending, hours, say)
+        async with renters(ledger, access(inventory), say) as found:
+            failures = await found.extend([row for row in rows if row.ends_at is not None], hours)
         ensure_watcher(ledger)
         return shouted(failures)
 
@@ -227,13 +226,18 @@ def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, invent
     names: str
         Pods; default: all.
     """
-    from provisioning.renting import operations
-    from provisioning.renting.account import RUN_DIR
+    from provisioning.renting.renter import RUN_DIR
+    from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)
     to_fetch = results_of(ledger, Given(fetch=fetch), "pods")
     ledger.remember(RUN_DIR, to_fetch.place)
-    return run(_told(operations.fetch_results(ledger, access(inventory), names, say, to_fetch.words)))
+
+    async def work() -> int:
+        async with renters(ledger, access(inventory), say, fetches=to_fetch.words) as found:
+            return shouted(await found.fetch_results(ledger.named(names)))
+
+    return run(work())
 
 
 @app.command
@@ -257,11 +261,10 @@ def down(
     """
     from provisioning.errors import Busy
     from provisioning.renting import watcher
-    from provisioning.renting.operations import WANTED
     from provisioning.swarm.wanted import no_longer_wanted
 
     ledger = opened_existing(state_file)
-    words, wanted = fetched(fetch), ledger.recall(WANTED)
+    words, wanted = fetched(fetch), ledger.recall(watcher.WANTED)
     was_empty = not ledger.rows()
     no_longer_wanted(ledger, names)
     if not names:
@@ -270,7 +273,7 @@ def down(
     try:
         code = locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
     except Busy:
-        ledger.remember(WANTED, wanted)
+        ledger.remember(watcher.WANTED, wanted)
         raise
     finally:
         # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
@@ -294,14 +297,15 @@ async def given_back(
     """The exit code of a command that gives pods back, and asks before results are lost."""
     from provisioning.errors import ResultsNotFetched
     from provisioning.renting import watcher
-    from provisioning.renting.operations import down
+    from provisioning.renting.renters import renters
 
-    failures = await down(ledger, where, names, say, fetches=fetches, discard_results=yes)
-    kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
-    if kept and sys.stdin.isatty():
-        await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
-        failures = {name: error for name, error in failures.items() if name not in kept}
-        failures |= await down(ledger, where, kept, say, fetches=fetches, discard_results=True)
+    async with renters(ledger, where, say, fetches=fetches) as found:
+        failures = await found.down(names, discard_results=yes)
+        kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
+        if kept and sys.stdin.isatty():
+            await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
+            failures = {name: error for name, error in failures.items() if name not in kept}
+            failures |= await found.down(kept, discard_results=True)
     if not ledger.rows():
         watcher.stop(ledger.path)
     ensure_watcher(ledger)
@@ -325,8 +329,6 @@ def forget(
     yes: bool
         Do not ask.
     """
-    from provisioning.renting import operations
-
     if not names:
         raise UserError("Say which: `diloco pods forget NAME`; `diloco pods status` lists them.")
     ledger = opened_existing(state_file)
@@ -335,7 +337,8 @@ def forget(
         rows = ledger.named(names)
         rate = sum(row.offer.price_per_hour for row in rows)
         await confirmed(f"Forget {', '.join(names)}, {rate:.2f} $/h if still there?", yes=yes)
-        operations.forget(ledger, rows)
+        for row in rows:
+            ledger.forget(row, now=time.time())
         return 0
 
     return locked(ledger, work)
@@ -344,7 +347,6 @@ def forget(
 @app.command
 def reconcile(
     *,
-    provider: Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")] = (),
     watch: Switch = False,
     interval: Seconds = 60.0,
     state_file: StateFile = None,
@@ -357,8 +359,6 @@ def reconcile(
 
     Parameters
     ----------
-    provider: tuple
-        Providers to look at beside those that this state file has ever ordered of.
     watch: bool
         Again and again, until no pod has an end any more, no order is in doubt, and no swarm is to be kept.
     interval: float
@@ -366,19 +366,18 @@ def reconcile(
     """
     from provisioning.errors import Busy
     from provisioning.ledger.lock import held
-    from provisioning.renting import operations, watcher
+    from provisioning.renting import watcher
+    from provisioning.renting.renters import renters
     from provisioning.swarm import keeper
 
-    for name in provider:
-        if name not in NAMES:
-            raise UserError(f'--provider "{name}" is not one of {", ".join(NAMES)}.')
     ledger = opened_existing(state_file)
     if not watch:
 
         async def once() -> int:
-            failures = await operations.reconcile(ledger, access(inventory), provider, say)
+            async with renters(ledger, access(inventory), say) as found:
+                settled = await found.settle()
             ensure_watcher(ledger)
-            return shouted(failures)
+            return shouted({name: error for failures in settled.values() for name, error in failures.items()})
 
         return locked(ledger, once)
 

@@ -128,7 +128,7 @@ class Results:
     words: Sequence[str]
 
     def remember(self, ledger: Ledger) -> None:
-        from provisioning.renting.account import FETCH, RUN_DIR
+        from provisioning.renting.renter import FETCH, RUN_DIR
 
         ledger.remember(RUN_DIR, self.place)
         ledger.remember(FETCH, " ".join(self.words))
@@ -141,7 +141,7 @@ def results_of(ledger: Ledger, given: Given, name: str) -> Results:
     """
     from diloco.train.run_dir import default_run_dir
     from provisioning.machines.results import DEFAULT, check_place, is_url, patterns_of
-    from provisioning.renting.account import FETCH, RUN_DIR
+    from provisioning.renting.renter import FETCH, RUN_DIR
 
     words = fetched(given.fetch) or ledger.recall(FETCH).split() or DEFAULT
     place = ledger.recall(RUN_DIR)
@@ -181,12 +181,11 @@ def ensure_watcher(ledger: Ledger) -> None:
     import os
 
     from provisioning.renting import watcher
-    from provisioning.renting.operations import needs_watcher, watcher_lacks_key
     from provisioning.swarm.keeper import keeper_lacks_secret
 
-    if not needs_watcher(ledger):
+    if not watcher.needs_watcher(ledger):
         return
-    if watcher_lacks_key(ledger, access(None)) or keeper_lacks_secret(ledger, os.environ):
+    if watcher.watcher_lacks_key(ledger, access(None)) or keeper_lacks_secret(ledger, os.environ):
         watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from provisioning.pods.spec import PodSpec
     from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
-    from provisioning.swarm.fleet import Fleet
+    from provisioning.renting.renters import Renters
     from provisioning.swarm.swarm import SwarmOptions
 
 DEFAULTS = HvConfig()
@@ -110,8 +110,8 @@ def provision(
     from diloco.cli.peer_flags import check_peer_flags
     from provisioning.errors import NoCapacity, NoOffer
     from provisioning.pods.spec import providers_of
-    from provisioning.swarm.fleet import opened_fleet
-    from provisioning.swarm.swarm import SwarmOptions
+    from provisioning.renting.renters import Patience, renters
+    from provisioning.swarm.swarm import Swarm, SwarmOptions
     from provisioning.swarm.wanted import begin_run
 
     ledger, where = opened(state_file), access(inventory)
@@ -124,9 +124,9 @@ def provision(
     to_fetch = results_of(ledger, given, run_id)
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
-    async def attempt(fleet: Fleet) -> int:
+    async def attempt(found: Renters, setup: Setup) -> int:
         """Raises NoCapacity and NoOffer where not all pods can be had and that is to be waited for."""
-        agreed = await fleet.renters.plan(specs)
+        agreed = await found.plan(specs)
         print_plan(agreed, to_stderr=as_json)
         tell_unmoved_ends(agreed, ledger)
         if plan:
@@ -137,30 +137,29 @@ def provision(
         to_fetch.remember(ledger)
         begin_run(ledger)
         # It replaces pods only after this command has succeeded: it would rent more than the user has seen.
-        _keep(
-            ledger, agreed, specs, None if deploy_only else replace(care, replace=False), fleet.setup, options
-        )
+        _keep(ledger, agreed, specs, None if deploy_only else replace(care, replace=False), setup, options)
         with interruption_told(
             ledger, typed("diloco pods down", ledger), _NOT_REPLACED if care.replace else ""
         ):
-            failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
+            failures = await found.apply(agreed, lambda: ensure_watcher(ledger))
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:
                 raise NoCapacity(f"{', '.join(lacking)} cannot be had now")
-            failures = await fleet.set_up(failures)
-            if not deploy_only:
-                failures = await fleet.train(failures, options)
+            failures = await found.set_up(setup, failures)
             if not deploy_only and not failures:
-                _keep(ledger, agreed, specs, care, fleet.setup, options)
+                failures = await Swarm(found, options, setup.pod_python).start()
+            if not deploy_only and not failures:
+                _keep(ledger, agreed, specs, care, setup, options)
                 ensure_watcher(ledger)
         return _told(ledger, agreed, failures, care, as_json=as_json)
 
     async def bring_up() -> int:
         providers = providers_of(specs)
-        async with opened_fleet(ledger, providers, where, say, setup, boot_timeout_s=boot_timeout) as fleet:
+        async with renters(ledger, where, say, Patience(boot_s=boot_timeout), to_rent=providers) as found:
+            completed = found.completed(setup, providers)
             while True:
                 try:
-                    return await attempt(fleet)
+                    return await attempt(found, completed)
                 except (NoOffer, NoCapacity) as error:
                     if not care.retry_until_up or plan:
                         raise
@@ -186,8 +185,8 @@ def _keep(
     options: SwarmOptions,
 ) -> None:
     """Write down the swarm that is to be kept from now on, for whoever keeps it; None: nothing is kept."""
-    from provisioning.renting.operations import WANTED
     from provisioning.renting.renters import MAX_PRICE_RATIO
+    from provisioning.renting.watcher import WANTED
     from provisioning.swarm.wanted import Wanted
 
     prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}

@@ -1,4 +1,4 @@
-"""Runs a set of trainings on the pods of a fleet.
+"""Runs a set of trainings on rented pods.
 
 Start with sets.py, which says what is trained where. runs.py runs it; trainers.py makes the trainers' command lines.
 """

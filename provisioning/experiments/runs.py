@@ -23,7 +23,7 @@ from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.machines.results import record_in
-from provisioning.swarm.fleet import Fleet
+from provisioning.renting.renters import Renters
 
 _POLL_S = 2.0
 _MAX_FAILED_POLLS = 30
@@ -53,13 +53,16 @@ class Result:
     seconds: float = 0.0
 
 
-async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Result]:
-    """Run all experiments; if one fails, the others go on. Each result is written to the ledger at once."""
-    rows = {row.name: row for row in fleet.renters.rows if row.state in (State.SYNCED, State.RUNNING)}
+async def run(renters: Renters, python: str, found: ExperimentSet, trainer: Trainer) -> list[Result]:
+    """Run all experiments; if one fails, the others go on. Each result is written to the ledger at once.
+
+    `python`: its path on the pods.
+    """
+    rows = {row.name: row for row in renters.rows if row.state in (State.SYNCED, State.RUNNING)}
 
     async def on_pod(name: str) -> list[Result]:
         placed = [one for one in found.experiments if one.pod == name]
-        return [await _one(fleet, rows.get(name), one, trainer) for one in placed]
+        return [await _one(renters, python, rows.get(name), one, trainer) for one in placed]
 
     by_pod = await asyncio.gather(*(on_pod(spec.name) for spec in found.pods))
     by_name = {result.name: result for results in by_pod for result in results}
@@ -84,35 +87,35 @@ def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> s
     return {pod for pod, result in results if result is None or not result.ok}
 
 
-async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) -> Result:
-    known = recorded(fleet.renters.ledger, placed, trainer)
+async def _one(renters: Renters, python: str, row: Row | None, placed: Placed, trainer: Trainer) -> Result:
+    known = recorded(renters.ledger, placed, trainer)
     if known is not None and known.ok:
-        fleet.renters.say(placed.pod, f"{placed.config.name} is done already")
+        renters.say(placed.pod, f"{placed.config.name} is done already")
         return known
     if row is None:
         return _failed(placed, trainer, "its pod does not exist or is not set up")
     try:
-        result = await _trained(fleet, row, placed, trainer)
+        result = await _trained(renters, python, row, placed, trainer)
     except ProvisioningError as error:
         result = _failed(placed, trainer, str(error))
-    fleet.renters.ledger.remember(_KEY + result.job, json.dumps(asdict(result)))
-    fleet.renters.say(row.name, f"{result.name} {'is done' if result.ok else f'failed: {result.trouble}'}")
+    renters.ledger.remember(_KEY + result.job, json.dumps(asdict(result)))
+    renters.say(row.name, f"{result.name} {'is done' if result.ok else f'failed: {result.trouble}'}")
     return result
 
 
-async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> Result:
+async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trainer: Trainer) -> Result:
     """Start the experiment unless it runs or is done, wait for its end, and read its result. Raises MachineError."""
-    machine = await fleet.renters[row.provider].machine(row)
+    machine = await renters[row.provider].machine(row)
     job, config = job_name(trainer, placed.config), placed.config
     run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
     state = await jobs.state(machine, row.label, job)
     if not state.is_running and state.code != 0:
-        words = argv(trainer, config, fleet.setup.pod_python, run_dir, has_gpus=has_gpus)
+        words = argv(trainer, config, python, run_dir, has_gpus=has_gpus)
         variables = environment(trainer, config, has_gpus=has_gpus)
         # Files of a failed attempt would be read as results of this one.
         await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
         await jobs.start(machine, row.label, job, words, variables)
-        fleet.renters.say(row.name, f"{config.name} begins")
+        renters.say(row.name, f"{config.name} begins")
     code = await _end_of(machine, row, job)
     resolved, step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
     wanted = wanted_values(trainer, config, has_gpus=has_gpus)

@@ -1,4 +1,4 @@
-"""Decides how to resolve each difference between the ledger and a provider. Pure.
+"""Makes the ledger and a provider agree, also after a crash at any point: `decide`, which is pure, and `settle`.
 
 Only pods of rows, and pods whose label begins with the owner's prefix, are ever touched. A listing proves that a pod
 exists, never that it does not. A pod with a known id is gone when the provider says that this id does not exist. An
@@ -7,15 +7,23 @@ order whose answer was lost made no pod if several listings over `doubt_s` all l
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from provisioning.errors import NoCapacity, ProviderError, ProvisioningError
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Pod, label_prefix
+from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
+from provisioning.renting.each import Failures, each
+from provisioning.renting.renter import Renter
 
 _MIN_ABSENCES = 3
+# For fetching results after the rental end; normally the watcher has fetched them some minutes before.
+_LAST_FETCH_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +120,111 @@ def _about_order(row: Row, provider: Provider, now: float) -> list[Action]:
     if row.num_absences + 1 >= _MIN_ABSENCES and now >= decidable_at(row, provider, now):
         return [Action(Do.FORGET, row, reason="its order made no pod")]
     return [Action(Do.COUNT_ABSENCE, row)]
+
+
+async def observe(renter: Renter, rows: Sequence[Row]) -> Observation:
+    """List the provider's pods, and look up each pod of `rows` that is missing there. Raises ProviderError."""
+    listing = await repeated(renter.provider.pods, tell=renter.tell)
+    pods = {pod.id: pod for pod in listing.pods}
+    unlisted = [row.provider_id for row in rows if row.provider_id and row.provider_id not in pods]
+    gone: set[str] = set()
+    unknown: dict[str, str] = {}
+
+    async def ask(pod_id: str) -> None:
+        try:
+            pod = await renter.find(pod_id)
+        except ProvisioningError as error:
+            unknown[pod_id] = str(error)
+            return
+        if pod is None:
+            gone.add(pod_id)
+        else:
+            pods[pod.id] = pod
+
+    await asyncio.gather(*(ask(pod_id) for pod_id in unlisted))
+    return Observation(pods=list(pods.values()), gone=gone, unknown=unknown, silent=listing.silent)
+
+
+async def record_strays(renter: Renter) -> Observation:
+    """Observe the provider, and add a row for each stray, so that it is given back. Raises ProviderError."""
+    observation = await observe(renter, renter.rows)
+    # Read the rows again: pods that were ordered meanwhile have rows now.
+    for pod in observation.strays(renter.rows, renter.ledger.owner):
+        row = renter.ledger.found(pod, renter.provider.name, now=renter.clock())
+        renter.say(row.name, f"{pod.id} has our label but is not in the state file: it is to be given back")
+    return observation
+
+
+async def settle(renter: Renter) -> Failures:
+    """Make the ledger and the provider agree. Raises ProvisioningError.
+
+    Looks for the pods of orders in doubt, gives back strays and pods after their rental end, and marks the rows of
+    pods that do not exist as gone. Returns the errors by pod or machine.
+    """
+    # Several tasks that give back pods may call this at once; later calls then find little to do.
+    async with renter.settling:
+        return await _settle(renter)
+
+
+async def _settle(renter: Renter) -> Failures:
+    provider, clock = renter.provider, renter.clock
+    deadline = clock() + provider.settle_s + renter.patience.destroy_s
+    for row in renter.rows:
+        renter.dated(row)
+    while True:
+        observation = await record_strays(renter)
+        rows = renter.rows
+        failures: Failures = {machine: ProviderError(why) for machine, why in observation.silent.items()}
+        for row in rows:
+            if why := observation.unknown.get(row.provider_id or ""):
+                failures[row.name] = ProviderError(
+                    f"it is not known whether it is still there, so it may cost money: {why}"
+                )
+        actions = decide(rows, observation, provider, now=clock())
+        failures |= await each(
+            actions, lambda action: _carry_out(renter, action), name=lambda action: action.row.name
+        )
+        orders = [
+            row
+            for row in renter.rows
+            if row.is_in_doubt
+            and not (row.state == State.CREATING and provider.repeatable)
+            and decidable_at(row, provider, clock()) <= deadline
+        ]
+        if not orders or observation.silent or clock() > deadline:
+            return failures
+        renter.say(orders[0].name, "looking for the pod of an order whose answer was lost")
+        await asyncio.sleep(renter.patience.poll_s)
+
+
+async def _carry_out(renter: Renter, action: Action) -> None:
+    row, pod, ledger = action.row, action.pod, renter.ledger
+    if ledger.current(row) != row:
+        # It has changed since the observation: the next one decides about it.
+        return
+    if action.do == Do.ADOPT and pod is not None:
+        if row.state == State.PLANNED:
+            row = ledger.advance(row, State.CREATING)
+        renter.say(row.name, f"the order was carried out: its pod is {pod.id}")
+        # NoCapacity: the pod differs from the order, and was given back.
+        with contextlib.suppress(NoCapacity):
+            await renter.read_back(row, pod)
+    elif action.do == Do.GIVE_UP:
+        renter.say(row.name, "its order is given up; if its pod appears later, it is given back")
+        ledger.advance(row, State.DELETING)
+    elif action.do == Do.COUNT_ABSENCE:
+        ledger.count_absence(row, now=renter.clock())
+    elif action.do == Do.FORGET:
+        renter.say(row.name, action.reason)
+        ledger.forget(row, now=renter.clock())
+    elif action.do == Do.DESTROY and pod is not None:
+        renter.say(row.name, f"given back: {action.reason}")
+        # The rental is over, even if the results cannot be fetched.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_FETCH_S):
+                await renter.fetch_results(row, discard_results=True)
+        if row.provider_id is None:
+            row = ledger.set_pod(row, pod.id, pod.price_per_hour, State.DELETING)
+        else:
+            row = ledger.advance(row, State.DELETING)
+        await renter.end(row)

@@ -1,14 +1,14 @@
-"""Rents pods at one provider until they answer, and gives them back until the provider says that they do not exist.
+"""One pod at one provider: ordered until it answers, and given back until the provider says that it does not exist.
 
-Every order is in the ledger before it is sent. After a crash, `settle` finishes what was left half done.
+Every order is in the ledger before it is sent. What a crash leaves half done is finished by reconcile.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from provisioning.errors import (
     HostKeyChanged,
@@ -17,44 +17,81 @@ from provisioning.errors import (
     OutcomeUnknown,
     ProviderError,
     ProvisioningError,
+    ResultsNotFetched,
     UserError,
 )
+from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
+from provisioning.machines.machine import Machine
+from provisioning.machines.results import fetch_results
 from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
-from provisioning.renting.account import Account
-from provisioning.renting.each import Failures, each
-from provisioning.renting.reconcile import Action, Do, Observation, decidable_at, decide
+from provisioning.providers.protocol import Provider
+from provisioning.renting.clock import Clock
 
+RUN_DIR, FETCH = "run_dir", "fetch"
+"""Keys in the ledger: the directory or URL of results, and which results are fetched."""
+Say = Callable[[str, str], None]
+"""Prints a message to the user; arguments: the pod's name, and the text."""
 # For rounded cents. A pod that costs more than the user agreed to is given back.
 _PRICE_SLACK = 1.02
 _END_SLACK_S = 600.0
-# For fetching results after the rental end; normally the watcher has fetched them some minutes before.
-_LAST_FETCH_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Timeouts and the polling interval, in seconds."""
+
+    boot_s: float = 900.0
+    destroy_s: float = 180.0
+    poll_s: float = 2.0
 
 
 @dataclass(kw_only=True)
-class Renter(Account):
+class Renter:
     """Rents and gives back the pods of one ledger at one provider. The caller holds the ledger's lock."""
 
+    ledger: Ledger
+    provider: Provider
+    say: Say
+    patience: Patience = field(default_factory=Patience)
+    clock: Callable[[], float] = field(default_factory=Clock)
+    fetches: Sequence[str] | None = None
+    """Which results to fetch before a pod is given back; None: as was chosen when the pods were rented."""
+    settling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the ledger and the provider are made to agree (reconcile.py)."""
+
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._settling = asyncio.Lock()
+        self._machines: dict[str, Machine] = {}
         self._ordering = asyncio.Lock()
+
+    async def close(self) -> None:
+        for machine in self._machines.values():
+            await machine.close()
+        self._machines.clear()
+        await self.provider.close()
+
+    def tell(self, text: str) -> None:
+        """Print a message about the provider."""
+        self.say(self.provider.name, text)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for row in self.ledger.rows() if row.provider == self.provider.name]
 
     async def until_reachable(self, row: Row) -> None:
         """Order the pod unless it is ordered, and wait until it answers. Raises NoCapacity if another offer may do."""
         if row.state in (State.PLANNED, State.CREATING):
-            await self._rent(row)
+            await self._order(row)
         current = self.ledger.current(row)
         assert current is not None, row.label
         await self._boot(current)
 
-    async def _rent(self, row: Row) -> None:
+    async def _order(self, row: Row) -> None:
         """Send the order once; if its answer is lost, look for the pod in listings. Raises a ProviderError."""
         if row.provider_id is not None:
             # An earlier command received the answer, and died before it found the pod.
-            await self._read_back(row, await self.pod_of(row))
+            await self.read_back(row, await self.pod_of(row))
             return
         was_sent = row.state == State.CREATING
         try:
@@ -78,19 +115,19 @@ class Renter(Account):
         else:
             # With the time of now: repeated requests take a while.
             row = self.ledger.set_pod(row, pod_id, None, State.CREATING, asked_at=self.clock())
-            await self._read_back(row, await self.pod_of(row))
+            await self.read_back(row, await self.pod_of(row))
             return
         pod = await self._appeared(row)
         if pod is None:
             # If the pod appears later, it is given back.
             self.ledger.advance(row, State.DELETING)
             raise NoCapacity("the answer to the order was lost, and no listing shows its pod")
-        await self._read_back(row, pod)
+        await self.read_back(row, pod)
 
     async def _appeared(self, row: Row) -> Pod | None:
         deadline = self.clock() + self.provider.settle_s + self.patience.poll_s
         while True:
-            for pod in (await self.observe([])).pods:
+            for pod in (await repeated(self.provider.pods, tell=self.tell)).pods:
                 if row.is_pod(pod):
                     return pod
             if self.clock() > deadline:
@@ -130,7 +167,7 @@ class Renter(Account):
         if row.state == State.BOOTING:
             self.ledger.advance(row, State.REACHABLE)
 
-    async def _read_back(self, row: Row, pod: Pod) -> None:
+    async def read_back(self, row: Row, pod: Pod) -> None:
         """Compare the pod with the order. A pod that differs is given back at once, and raises NoCapacity."""
         ordered, row = row, self.ledger.set_pod(row, pod.id, pod.price_per_hour)
         price, offered = row.offer.price_per_hour, ordered.offer.price_per_hour
@@ -162,51 +199,114 @@ class Renter(Account):
                 return
             await asyncio.sleep(self.patience.poll_s)
 
-    async def give_back(self, row: Row, *, discard_results: bool = False) -> None:
+    async def find(self, pod_id: str) -> Pod | None:
+        """The pod with this id; None: the provider says that it does not exist. Raises ProviderError."""
+        return await repeated(lambda: self.provider.find(pod_id), tell=self.tell)
+
+    async def pod_of(self, row: Row) -> Pod:
+        """The pod of this row. Waits up to `settle_s` for it, then raises NoCapacity. Raises ProviderError."""
+        deadline = self.clock() + self.provider.settle_s
+        while row.provider_id is not None:
+            # By id, since listings lag behind.
+            pod = await self.find(row.provider_id)
+            if pod is not None:
+                return pod
+            if self.clock() > deadline:
+                break
+            await asyncio.sleep(self.patience.poll_s)
+        raise NoCapacity(f"{self.provider.name} has no pod {row.provider_id or row.label} any more")
+
+    async def machine(self, row: Row) -> Machine:
+        """The machine of this row's pod.
+
+        Raises MachineError if the pod is not up, NoCapacity if it does not exist, HostKeyChanged or UserError.
+        """
+        return self._machines.get(row.label) or await self.machine_of(row, await self.pod_of(row))
+
+    async def reached(self, row: Row) -> tuple[Machine, Pod]:
+        """The machine and the pod of this row. Raises the same errors as `machine`."""
+        pod = await self.pod_of(row)
+        return await self.machine_of(row, pod), pod
+
+    async def machine_of(self, row: Row, pod: Pod) -> Machine:
+        """The machine of `pod`, which is this row's."""
+        if row.label not in self._machines:
+            if pod.failure:
+                raise MachineError(f"{row.name} has died: {pod.failure}")
+            if not pod.is_ready:
+                is_new = row.state in (State.CREATING, State.BOOTING)
+                raise MachineError(f"{row.name} is not up {'yet' if is_new else 'any more'}")
+            self._machines[row.label] = await self.provider.machine(pod, row.host_key)
+        return self._machines[row.label]
+
+    async def give_back(self, row: Row, *, discard_results: bool = False) -> bool:
         """Fetch the results, delete the pod, and wait until the provider says that it does not exist.
 
-        May be repeated, also by several tasks at once. Raises ProviderError, which says what the user should do, or
+        False: it is not known whether this order made a pod, so its row stays; reconcile.py looks for it. May be
+        repeated, also by several tasks at once. Raises ProviderError, which says what the user should do, or
         ResultsNotFetched; then the pod is kept.
         """
         current = self.ledger.current(row)
         if current is None:
-            return
+            return True
         if current.state == State.PLANNED:
-            self._forget(current)
-            return
+            self.ledger.forget(current, now=self.clock())
+            return True
         await self.fetch_results(current, discard_results=discard_results)
         try:
-            row = self.ledger.advance(self._dated(current), State.DELETING)
+            row = self.ledger.advance(self.dated(current), State.DELETING)
         except UserError:
-            # Delete the pod even if the disk is full. A later `settle` updates the ledger.
+            # Delete the pod even if the disk is full. The ledger is updated later.
             if current.provider_id is not None:
-                await self._destroy(current.provider_id)
+                await self.destroy(current.provider_id)
             raise
-        if row.provider_id is not None:
-            await self._end(row)
+        if row.provider_id is None:
+            return False
+        await self.end(row)
+        return True
+
+    async def fetch_results(self, row: Row, *, discard_results: bool = False) -> None:
+        """Fetch the results of a pod. Raises ResultsNotFetched if that fails.
+
+        It only prints the failure if `discard_results`, or if the pod is gone or has failed for good.
+        """
+        words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
+        if row.state not in (State.SYNCED, State.RUNNING) or not self.ledger.recall(RUN_DIR) or not words:
             return
-        failures = await self.settle()
-        left = self.ledger.current(row)
-        if left is not None:
-            raise failures.get(row.name) or ProviderError(
-                f"NOBODY KNOWS YET WHETHER THE ORDER {row.label} MADE A POD AT {self.provider.name.upper()} THAT COSTS "
-                "MONEY: its answer was lost, and no list has shown one. `diloco pods reconcile` looks again, and gives "
-                "it back if it comes."
-            )
+        into, failure = self._results_directory(row), ""
+        try:
+            pod = await self.pod_of(row)
+            failure = pod.failure
+            machine = await self.machine_of(row, replace(pod, is_ready=True, failure=""))
+            fetched = await fetch_results(machine, row.label, words, into)
+        except NoCapacity:
+            self.say(row.name, "there is no such pod any more, so its results cannot be fetched")
+        except ProvisioningError as error:
+            text = f"its results could not be fetched: {error}"
+            self.say(row.name, text)
+            if not failure and not discard_results:
+                raise ResultsNotFetched(
+                    f"{text}. The pod still exists, for {row.offer.price_per_hour:.2f} $/h; `diloco pods down --yes "
+                    f"{row.name}` gives it back without them."
+                ) from error
+        else:
+            self.say(row.name, fetched.in_words(into))
 
-    def _identified(self, row: Row, pod: Pod) -> Row:
-        """Mark the row as being deleted, with the id of its pod."""
-        if row.provider_id is not None:
-            return self.ledger.advance(row, State.DELETING)
-        return self.ledger.set_pod(row, pod.id, pod.price_per_hour, State.DELETING)
+    def _results_directory(self, row: Row) -> str:
+        """The directory of this pod's results, with a suffix if an earlier pod of the same name has used it."""
+        into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
+        key = f"results:{into}"
+        if self.ledger.recall(key) not in ("", row.label):
+            return f"{into}-{row.label.rpartition('-')[2]}"
+        self.ledger.remember(key, row.label)
+        return into
 
-    async def _end(self, row: Row) -> None:
+    async def end(self, row: Row) -> None:
         """Request the deletion by id, until the provider says that the pod does not exist. Listings do not count."""
-        deadline = max(
-            self.clock() + self.patience.destroy_s, self._settled_at(row) + 2 * self.patience.poll_s
-        )
+        settled_at = row.asked_at + self.provider.settle_s
+        deadline = max(self.clock() + self.patience.destroy_s, settled_at + 2 * self.patience.poll_s)
         said = ""
-        while (trouble := await self._deleted(row)) is not None:
+        while (trouble := await self._deleted(row, settled_at)) is not None:
             if isinstance(trouble, UserError) or self.clock() > deadline:
                 raise ProviderError(
                     f"POD {row.name} ({row.provider_id}) OF {self.provider.name.upper()} IS NOT KNOWN TO BE GONE AND "
@@ -216,16 +316,16 @@ class Renter(Account):
                 said = str(trouble)
                 self.say(row.name, f"not given back yet: {said}")
             await asyncio.sleep(self.patience.poll_s)
-        self._forget(row)
+        self.ledger.forget(row, now=self.clock())
         self.say(row.name, "given back")
 
-    async def _deleted(self, row: Row) -> ProvisioningError | None:
+    async def _deleted(self, row: Row, settled_at: float) -> ProvisioningError | None:
         """Request the deletion once, and check the result. None: the pod is gone; else why it may not be."""
         pod_id = row.provider_id
         assert pod_id is not None and row.state == State.DELETING
         trouble: ProvisioningError = ProviderError("it is still there")
         try:
-            await self._destroy(pod_id)
+            await self.destroy(pod_id)
         except ProvisioningError as error:
             trouble = error
         try:
@@ -233,106 +333,21 @@ class Renter(Account):
                 return trouble
         except ProvisioningError as error:
             return error
-        if self.clock() < self._settled_at(row):
+        if self.clock() < settled_at:
             return ProviderError(f"it is so new that {self.provider.name} may not know it yet")
         return None
 
-    async def end_overdue(self, by: float) -> Failures:
-        """Request the deletion of pods whose rental end was before `by`. Needs no lock: the ledger stays as it is."""
-        rows = [row for row in self.rows if row.provider_id and row.ends_at is not None and row.ends_at < by]
-        return await each(rows, lambda row: self._destroy(row.provider_id or ""))
-
-    async def _destroy(self, pod_id: str) -> None:
+    async def destroy(self, pod_id: str) -> None:
+        """Request the deletion of this id. The ledger stays as it is. Raises ProviderError."""
         await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
 
-    def _dated(self, row: Row) -> Row:
+    def dated(self, row: Row) -> Row:
         """Move an order time in the future to now, and the rental end with it: both are from a clock that was ahead."""
         if row.asked_at <= self.clock():
             return row
         ahead_s = row.asked_at - self.clock()
         ends_at = None if row.ends_at is None else row.ends_at - ahead_s
         return self.ledger.advance(row, row.state, asked_at=self.clock(), ends_at=ends_at)
-
-    def _settled_at(self, row: Row) -> float:
-        return row.asked_at + self.provider.settle_s
-
-    def _forget(self, row: Row) -> None:
-        self.ledger.forget(row, now=self.clock())
-
-    async def record_strays(self) -> Observation:
-        """Observe the provider, and add a row for each stray, so that it is given back. Raises ProviderError."""
-        observation = await self.observe(self.rows)
-        # Read the rows again: pods that were ordered meanwhile have rows now.
-        for pod in observation.strays(self.rows, self.ledger.owner):
-            row = self.ledger.found(pod, self.provider.name, now=self.clock())
-            self.say(row.name, f"{pod.id} has our label but is not in the state file: it is to be given back")
-        return observation
-
-    async def settle(self) -> Failures:
-        """Make the ledger and the provider agree, also after a crash at any point. Raises ProvisioningError.
-
-        Looks for the pods of orders in doubt, gives back strays and pods after their rental end, and marks the rows of
-        pods that do not exist as gone. Returns the errors by pod or machine.
-        """
-        # Several tasks that give back pods may call this at once; later calls then find little to do.
-        async with self._settling:
-            return await self._settle()
-
-    async def _settle(self) -> Failures:
-        provider, clock = self.provider, self.clock
-        deadline = clock() + provider.settle_s + self.patience.destroy_s
-        for row in self.rows:
-            self._dated(row)
-        while True:
-            observation = await self.record_strays()
-            rows = self.rows
-            failures: Failures = {machine: ProviderError(why) for machine, why in observation.silent.items()}
-            for row in rows:
-                if why := observation.unknown.get(row.provider_id or ""):
-                    failures[row.name] = ProviderError(
-                        f"it is not known whether it is still there, so it may cost money: {why}"
-                    )
-            actions = decide(rows, observation, provider, now=clock())
-            failures |= await each(actions, self._carry_out, name=lambda action: action.row.name)
-            orders = [
-                row
-                for row in self.rows
-                if row.is_in_doubt
-                and not (row.state == State.CREATING and provider.repeatable)
-                and decidable_at(row, provider, clock()) <= deadline
-            ]
-            if not orders or observation.silent or clock() > deadline:
-                return failures
-            self.say(orders[0].name, "looking for the pod of an order whose answer was lost")
-            await asyncio.sleep(self.patience.poll_s)
-
-    async def _carry_out(self, action: Action) -> None:
-        row, pod = action.row, action.pod
-        if self.ledger.current(row) != row:
-            # It has changed since the observation: the next one decides about it.
-            return
-        if action.do == Do.ADOPT and pod is not None:
-            if row.state == State.PLANNED:
-                row = self.ledger.advance(row, State.CREATING)
-            self.say(row.name, f"the order was carried out: its pod is {pod.id}")
-            # NoCapacity: the pod differs from the order, and was given back.
-            with contextlib.suppress(NoCapacity):
-                await self._read_back(row, pod)
-        elif action.do == Do.GIVE_UP:
-            self.say(row.name, "its order is given up; if its pod appears later, it is given back")
-            self.ledger.advance(row, State.DELETING)
-        elif action.do == Do.COUNT_ABSENCE:
-            self.ledger.count_absence(row, now=self.clock())
-        elif action.do == Do.FORGET:
-            self.say(row.name, action.reason)
-            self._forget(row)
-        elif action.do == Do.DESTROY and pod is not None:
-            self.say(row.name, f"given back: {action.reason}")
-            # The rental is over, even if the results cannot be fetched.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_FETCH_S):
-                    await self.fetch_results(row, discard_results=True)
-            await self._end(self._identified(row, pod))
 
 
 def _ends_at(pod: Pod | None, ends_at: float) -> bool:

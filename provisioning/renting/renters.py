@@ -1,28 +1,32 @@
-"""Renting and giving back at all providers of one ledger."""
+"""All pods of one ledger, at all providers: planned, rented, set up, extended, and given back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row
+from provisioning.ledger.row import Row, State
+from provisioning.machines import jobs
+from provisioning.machines.setup import Setup, set_up
 from provisioning.pods.pod import Offer
 from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.backoff import repeated
 from provisioning.providers.registry import Access, open_provider
-from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.plan import Plan, candidates, plan
-from provisioning.renting.renter import Renter
+from provisioning.renting.reconcile import record_strays, settle
+from provisioning.renting.renter import Patience, Renter, Say
 
-INVENTORY = "inventory"
-"""Key in the ledger: the inventory of the last command that used the user's own machines."""
+INVENTORY, PYTHON = "inventory", "python"
+"""Keys in the ledger: the inventory of the last command that used the user's own machines, and the Python of the pods
+that the last command has set up.
+"""
 _MAX_OFFERS = 4
 # Without a price limit, a replacement offer may cost up to this multiple of the confirmed price.
 MAX_PRICE_RATIO = 1.5
@@ -52,7 +56,7 @@ class Renters(dict[str, Renter]):
 
         async def one(renter: Renter) -> Failures:
             try:
-                return await renter.settle()
+                return await settle(renter)
             except ProvisioningError as error:
                 return {renter.provider.name: error}
 
@@ -100,25 +104,96 @@ class Renters(dict[str, Renter]):
             if failures or taken.total() > len(rows):
                 # An order that failed may have made a pod nevertheless, or its pod may have appeared since.
                 for name in {row.provider for row in self.rows}:
-                    failures = await self[name].settle() | failures
+                    failures = await settle(self[name]) | failures
             return failures
         finally:
             if any(row.is_in_doubt for row in self.rows):
                 watch()
 
+    async def set_up(
+        self, setup: Setup, failures: Failures, *, again: bool = False, with_environment: bool = True
+    ) -> Failures:
+        """Send code and make the environment on pods that lack them; `again`: on all where no job runs.
+
+        Skips the pods in `failures`. Returns these and the new errors by pod.
+        """
+
+        async def one(row: Row) -> None:
+            machine = await self[row.provider].machine(row)
+            if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
+                return
+            self.say(row.name, "sending code, making its environment")
+            num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
+            await set_up(machine, row.label, setup, num_gpus=num_gpus, with_environment=with_environment)
+            self.ledger.advance(row, State.SYNCED)
+
+        states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
+        rows = [row for row in self.rows if row.state in states and row.name not in failures]
+        return failures | await each(rows, one, self.say)
+
+    def completed(self, setup: Setup, providers: Sequence[str]) -> Setup:
+        """The set-up for pods of these providers: with their Python, and with the extras that all peers need."""
+        pythons = {self[name].provider.python() for name in providers}
+        wandb = ["wandb"] if "WANDB_API_KEY" in (setup.secrets or {}) else []
+        setup = replace(
+            setup,
+            # If providers have different Pythons, each pod gets its own environment.
+            python=setup.python or (pythons.pop() if len(pythons) == 1 else None),
+            extras=list(dict.fromkeys(["data", *setup.extras, *wandb])),
+        )
+        self.ledger.remember(PYTHON, setup.python or "")
+        return setup
+
+    async def extend(self, rows: Sequence[Row], hours: float) -> Failures:
+        """Extend rentals: at the provider first, then in the ledger, so that a failed extension can be repeated."""
+
+        async def one(row: Row) -> None:
+            if row.ends_at is None:
+                raise UserError(f"{row.name} has no rental end that could be extended.")
+            ends_at = row.ends_at + hours * 3600
+            await self[row.provider].schedule_end(replace(row, ends_at=ends_at))
+            self.ledger.advance(row, row.state, ends_at=ends_at)
+            self.say(row.name, f"lives {hours:g} h longer")
+
+        return await each(rows, one)
+
+    async def fetch_results(self, rows: Sequence[Row]) -> Failures:
+        """Fetch the results of pods, which are kept. Returns the errors by pod."""
+        return await each(rows, lambda row: self[row.provider].fetch_results(row))
+
+    async def down(self, names: Sequence[str], *, discard_results: bool = False) -> Failures:
+        """Give back the pods of these names, or all, and all strays. Returns the errors by pod."""
+        unseen = await each(self.values(), record_strays, name=lambda one: one.provider.name)
+        # The pods of the ledger are given back anyway, by their ids.
+        for name, error in (unseen | self.failures).items():
+            self.say(name, f"cannot be asked for further pods: {error}")
+        return await self.give_back(self.ledger.named(names), discard_results=discard_results)
+
     async def give_back(
         self,
-        rows: Sequence[Row] | None = None,
+        rows: Sequence[Row],
         *,
         discard_results: bool = False,
         failed: Say = lambda name, text: None,
     ) -> Failures:
-        """Give back these pods, or all if `rows` is None. Returns the errors by pod."""
-        return await each(
-            self.rows if rows is None else rows,
-            lambda row: self[row.provider].give_back(row, discard_results=discard_results),
-            failed,
-        )
+        """Give back these pods. Returns the errors by pod.
+
+        `discard_results`: also those whose results cannot be fetched.
+        """
+
+        async def one(row: Row) -> None:
+            renter = self[row.provider]
+            if await renter.give_back(row, discard_results=discard_results):
+                return
+            failures = await settle(renter)
+            if self.ledger.current(row) is not None:
+                raise failures.get(row.name) or ProviderError(
+                    f"NOBODY KNOWS YET WHETHER THE ORDER {row.label} MADE A POD AT {row.provider.upper()} THAT COSTS "
+                    "MONEY: its answer was lost, and no list has shown one. `diloco pods reconcile` looks again, and "
+                    "gives it back if it comes."
+                )
+
+        return await each(rows, one, failed)
 
     def _write_down(self, spec: PodSpec, offer: Offer) -> Row:
         now = self[offer.provider].clock()
@@ -190,21 +265,20 @@ async def renters(
     say: Say,
     patience: Patience | None = None,
     *,
-    also: Collection[str] = (),
-    to_rent: Collection[str] = (),
+    to_rent: Sequence[str] = (),
     fetches: Sequence[str] | None = None,
 ) -> AsyncIterator[Renters]:
-    """Renters for all providers that were ever used, those in `also`, and those in `to_rent`.
+    """Renters for all providers that were ever used, and those in `to_rent`.
 
     Raises UserError if one of `to_rent` cannot be opened; others that cannot are in `Renters.failures`. `fetches`: see
-    Account.
+    Renter.
     """
     found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)
     if remembered and not access.inventory:
         # The inventory with which the pods were rented.
         access = replace(access, inventory=Path(remembered))
     try:
-        for name in dict.fromkeys([*to_rent, *ledger.providers(), *also]):
+        for name in dict.fromkeys([*to_rent, *ledger.providers()]):
             try:
                 provider = open_provider(name, access)
             except ProvisioningError as error:
@@ -219,6 +293,8 @@ async def renters(
                 patience=patience or Patience(),
                 fetches=fetches,
             )
+        if to_rent and access.inventory:
+            ledger.remember(INVENTORY, str(access.inventory))
         yield found
     finally:
         await asyncio.shield(found.close())

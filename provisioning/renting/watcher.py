@@ -1,6 +1,7 @@
 """The watcher: a background process that gives pods back at their rental end and keeps the swarm (swarm/keeper.py).
 
-It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch.
+It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch. Here: when it is needed,
+its start and end, and what it does about the time.
 """
 
 from __future__ import annotations
@@ -10,12 +11,38 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from provisioning.errors import ProvisioningError, UserError
+from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
+from provisioning.providers.registry import Access, open_provider
+from provisioning.renting.each import Failures, each
+from provisioning.renting.renter import Say
+from provisioning.renting.renters import renters
 
+WANTED, UNWATCHED = "wanted", "unwatched"
+"""Keys in the ledger: the swarm that is to be kept, and the providers that the watcher could not open."""
 _STOP_TIMEOUT_S = 5.0
+_FETCH_AHEAD_S = 300.0
+# The command that holds the lock may be extending the rental.
+_OVERDUE_S = 60.0
+
+
+def needs_watcher(ledger: Ledger) -> bool:
+    """Whether pods need care without a command: a requested swarm, a rental end, or an order in doubt."""
+    rows = ledger.rows()
+    return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
+
+
+def watcher_lacks_key(ledger: Ledger, access: Access) -> bool:
+    """Whether this command can open a provider that the watcher could not: its environment has the API key."""
+    for name in ledger.recall(UNWATCHED).split():
+        with contextlib.suppress(ProvisioningError):
+            open_provider(name, access)
+            return True
+    return False
 
 
 def lock_path(state_file: Path) -> Path:
@@ -52,3 +79,43 @@ def stop(state_file: Path) -> None:
             os.kill(pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
         time.sleep(0.05)
         pid = running_pid(state_file)
+
+
+async def keep_time(
+    ledger: Ledger, access: Access, say: Say, fetched: set[str], interval_s: float, clock: Callable[[], float]
+) -> float:
+    """Give back pods after their rental end, and settle orders in doubt. Returns the seconds until the next call.
+
+    Results are fetched once, some minutes before the end, since some providers end rentals exactly on time; `fetched`
+    contains the labels of these pods. Rentals may be extended, so the wait is at most `interval_s`.
+    """
+    rows, now = ledger.rows(), clock()
+    ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
+    if any(row.is_in_doubt for row in rows) or any(seconds <= 0 for _, seconds in ends_in_s):
+        failures: Failures = {}
+        # UserError: another command holds the lock, perhaps for hours, or the disk is full. Overdue pods are deleted
+        # below.
+        with contextlib.suppress(UserError), ledger.locked():
+            async with renters(ledger, access, say) as found:
+                for by_name in (await found.settle()).values():
+                    failures |= by_name
+        if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):
+            failures |= await end_overdue(ledger, access, say, now)
+        for name, error in failures.items():
+            say(name, f"failed: {error}")
+        return interval_s
+    ending = [row for row, seconds in ends_in_s if seconds <= _FETCH_AHEAD_S and row.label not in fetched]
+    if ending:
+        fetched |= {row.label for row in ending}
+        async with renters(ledger, access, say) as found:
+            await found.fetch_results(ending)
+    left_s = (s if s <= _FETCH_AHEAD_S else s - _FETCH_AHEAD_S for _, s in ends_in_s)
+    return min([interval_s, *left_s])
+
+
+async def end_overdue(ledger: Ledger, access: Access, say: Say, now: float) -> Failures:
+    """Request the deletion of pods whose time is well over, by their ids. Needs no lock. Returns the errors by pod."""
+    by = now - _OVERDUE_S
+    rows = [row for row in ledger.rows() if row.provider_id and row.ends_at is not None and row.ends_at < by]
+    async with renters(ledger, access, say) as found:
+        return await each(rows, lambda row: found[row.provider].destroy(row.provider_id or ""))

@@ -1,5 +1,5 @@
-"""A fleet of pods and the swarm that trains on it.
+"""The swarm that trains on rented pods.
 
-Start with fleet.py, which sets up rented pods. swarm.py starts peers, keeper.py keeps the swarm that wanted.py
-describes, status.py and logs.py show state and output.
+Start with swarm.py, which starts it. keeper.py keeps the swarm that wanted.py describes, status.py and logs.py show
+state and output.
 """

@@ -22,14 +22,13 @@ from provisioning.ledger.row import State
 from provisioning.machines.setup import secrets_of
 from provisioning.pods.spec import providers_of
 from provisioning.providers.registry import Access
-from provisioning.renting import operations
-from provisioning.renting.account import Say
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
-from provisioning.renting.operations import UNWATCHED, WANTED, down, needs_watcher
-from provisioning.renting.renters import renters
-from provisioning.swarm.fleet import Fleet, opened_fleet
+from provisioning.renting.renter import Say
+from provisioning.renting.renters import Renters, renters
+from provisioning.renting.watcher import UNWATCHED, WANTED, end_overdue, keep_time, needs_watcher
 from provisioning.swarm.status import Status, overview
+from provisioning.swarm.swarm import Swarm
 from provisioning.swarm.wanted import LAST_ACTION, RUN_BEGAN, Wanted
 
 _INTERVAL_S = 15.0
@@ -176,7 +175,8 @@ class Keeper:
             with contextlib.suppress(UserError):
                 # Also if not all of them can be given back now.
                 replace(wanted, replaces=False).write(self.ledger)
-            failures = await down(self.ledger, self.access, (), self.say)
+            async with renters(self.ledger, self.access, self.say) as found:
+                failures = await found.down(())
         for name, error in failures.items():
             self.tell(f"{name} is not given back: {error}")
         if not failures:
@@ -191,8 +191,10 @@ class Keeper:
             secrets = secrets_of(self.access.environment, list(wanted.setup.secrets or ()))
             setup = replace(wanted.setup, secrets=secrets)
             providers = providers_of(wanted.specs)
-            async with opened_fleet(self.ledger, providers, self.access, self.say, setup) as fleet:
-                failures = await self._brought_up(fleet, wanted)
+            async with renters(self.ledger, self.access, self.say, to_rent=providers) as found:
+                failures = await self._brought_up(
+                    found, replace(wanted, setup=found.completed(setup, providers))
+                )
         for name, error in failures.items():
             self.tell(f"{name} is not up yet: {error}")
         if obstacle:
@@ -200,13 +202,14 @@ class Keeper:
         elif not failures:
             self.tell(f"all {len(wanted.specs)} pods train")
 
-    async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Failures:
-        agreed = await fleet.renters.plan(wanted.specs)
+    async def _brought_up(self, found: Renters, wanted: Wanted) -> Failures:
+        agreed = await found.plan(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError(
                 "living pods would have to be given back; run `diloco provision`, which asks first"
             )
-        return await fleet.train(await fleet.set_up(await fleet.renters.apply(agreed)), wanted.options)
+        failures = await found.set_up(wanted.setup, await found.apply(agreed))
+        return failures or await Swarm(found, wanted.options, wanted.setup.pod_python).start()
 
     def tell(self, text: str) -> None:
         """Log this, and remember it for `pods status`, unless the last `tick` or this one has told it already."""
@@ -237,7 +240,7 @@ async def watch(
 
     async def once() -> float:
         """Returns the seconds until the next call."""
-        wait_s = await operations.keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
+        wait_s = await keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
         if ledger.recall(WANTED):
             wait_s = min(wait_s, _INTERVAL_S)
             await keeper.tick()
@@ -258,7 +261,7 @@ async def watch(
             keeper.tell(f"not done yet: {'' if is_expected else f'{type(error).__name__}: '}{error}")
             if not is_expected:
                 with contextlib.suppress(Exception):
-                    await operations.end_overdue(ledger, access, quietly, keeper.clock())
+                    await end_overdue(ledger, access, quietly, keeper.clock())
         if _is_needed(ledger):
             await asyncio.sleep(wait_s)
 

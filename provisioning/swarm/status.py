@@ -13,7 +13,7 @@ from provisioning.ledger.row import Row, State, stray
 from provisioning.machines.use import UNKNOWN, Use, use_of
 from provisioning.pods.pod import Pod
 from provisioning.providers.registry import Access
-from provisioning.renting.reconcile import Observation
+from provisioning.renting.reconcile import Observation, observe
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import renters
 from provisioning.swarm.peer import PeerProgress, read_progress
@@ -111,7 +111,7 @@ async def _at_one(renter: Renter) -> Overview:
     """The pods at one provider, strays included."""
     rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
     try:
-        observation = await asyncio.wait_for(renter.observe(rows), _LOOK_TIMEOUT_S)
+        observation = await asyncio.wait_for(observe(renter, rows), _LOOK_TIMEOUT_S)
     except (ProvisioningError, TimeoutError) as error:
         return Overview([_unseen(row, _words(error)) for row in rows], {provider: _words(error)})
     pods = observation.pods_of(rows)

@@ -13,7 +13,7 @@ from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
-from provisioning.renting.operations import WANTED
+from provisioning.renting.watcher import WANTED
 from provisioning.swarm.swarm import SwarmOptions
 
 LAST_ACTION = "kept"

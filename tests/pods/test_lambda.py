@@ -18,12 +18,11 @@ from provisioning.machines.keys import public_key
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
-from provisioning.renting.account import Patience
-from provisioning.renting.operations import down
+from provisioning.renting.renter import Patience
 from provisioning.swarm.status import overview
 from tests.support.clouds import LoopbackLambda
 from tests.support.commands import Command, text_of_boxes, wait_until
-from tests.support.fleets import TestFleet
+from tests.support.fleets import TestFleet, command
 from tests.support.http_api import Fault
 from tests.support.lambda_api import LambdaApi
 from tests.support.ssh_machines import needs_rsync, ssh_host
@@ -94,7 +93,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     wait_until(lambda: asyncio.run(overview(ledger, access)).pods, "the instance in the list")
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
-    assert asyncio.run(down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
+    assert command(ledger, access, lambda found: found.down(()), fleet.patience) == {}
     assert all(found["_ended"] for found in api.instances.values())
     ledger.close()
 
@@ -105,9 +104,8 @@ def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet
     asked = asyncio.run(overview(ledger, Access(state_dir=tmp_path, environment={})))
     (shown,) = asked.pods
     assert shown.may_cost and "LAMBDALABS_API_KEY is not set" in asked.silent["lambda"]
-    failures = asyncio.run(
-        down(ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience)
-    )
+    access = Access(state_dir=tmp_path, environment={})
+    failures = command(ledger, access, lambda found: found.down(()), fleet.patience)
     assert "LAMBDALABS_API_KEY is not set" in str(failures["pod-0"]) and len(ledger.rows()) == 1
     ledger.close()
 

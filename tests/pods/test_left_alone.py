@@ -23,7 +23,7 @@ from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
 from provisioning.renting import watcher
-from provisioning.renting.operations import WANTED
+from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
 from tests.support.commands import Command, wait_until
 from tests.support.lambda_api import KEY, LambdaApi
@@ -132,7 +132,7 @@ def fill(disk: Path) -> Path:
 def test_a_full_disk_keeps_no_pod_whose_time_is_over(api, state_file, monkeypatch):
     ledger = rented(api, state_file, for_s=3.0)
     ballast = fill(state_file.parent)
-    monkeypatch.setattr("provisioning.renting.operations._OVERDUE_S", 1.0)
+    monkeypatch.setattr("provisioning.renting.watcher._OVERDUE_S", 1.0)
     watch(api, ledger)
     assert [row.state for row in ledger.rows()] == [State.REACHABLE]
     ballast.unlink()
@@ -159,7 +159,7 @@ def test_a_command_that_was_stopped_while_it_held_the_ledger_keeps_no_pod(api, s
     try:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         other.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr("provisioning.renting.operations._OVERDUE_S", 1.0)
+        monkeypatch.setattr("provisioning.renting.watcher._OVERDUE_S", 1.0)
         watch(api, ledger)
     finally:
         other.kill()

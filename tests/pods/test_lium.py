@@ -16,10 +16,9 @@ from provisioning.machines.paths import PODS
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.lium import LiumProvider
 from provisioning.providers.registry import Access
-from provisioning.renting import operations
-from provisioning.renting.account import Patience
+from provisioning.renting.renter import Patience
 from provisioning.swarm.status import overview
-from tests.support.fleets import TestFleet
+from tests.support.fleets import TestFleet, command
 from tests.support.http_api import Fault
 from tests.support.lium_api import LiumApi, executor
 from tests.support.ssh_machines import free_ports, needs_rsync, ssh_host
@@ -339,13 +338,13 @@ def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_fa
     api.faults.append(Fault("POST /pods/", 400))
 
     def extended() -> dict[str, ProvisioningError]:
-        return asyncio.run(operations.extend(ledger, access, (), 2.0, lambda name, text: None))
+        return command(ledger, access, lambda found: found.extend(found.rows, 2.0))
 
     assert "as the test wants it" in str(extended()["pod-0"])
     assert extended() == {}
     assert ledger.rows()[0].ends_at == before.ends_at + 2 * 3600
 
     ledger.advance(before, before.state, ends_at=time.time() - 1)
-    failures = asyncio.run(operations.reconcile(ledger, access, (), lambda name, text: None, fleet.patience))
-    assert (failures, ledger.rows(), api.rented) == ({}, [], {})
+    settled = command(ledger, access, lambda found: found.settle(), fleet.patience)
+    assert (settled, ledger.rows(), api.rented) == ({"lium": {}}, [], {})
     ledger.close()

@@ -14,10 +14,9 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.registry import Access
-from provisioning.renting.operations import down
-from provisioning.swarm.fleet import opened_fleet
+from provisioning.renting.renters import renters
 from provisioning.swarm.status import overview
-from tests.support.fleets import Outcome
+from tests.support.fleets import Outcome, command
 from tests.support.http_api import Fault
 from tests.support.pods_driver import STAND_IN, source_of
 from tests.support.runpod_api import RunPodApi
@@ -54,9 +53,8 @@ class Clouds:
     def up(self) -> Outcome:
         async def work() -> Outcome:
             setup = Setup(source=source_of(self.directory), python=str(STAND_IN), min_free_mb=1)
-            async with opened_fleet(self.ledger, providers_of(SPECS), self.access, self.say, setup) as fleet:
-                agreed = await fleet.renters.plan(SPECS)
-                return Outcome(await fleet.set_up(await fleet.renters.apply(agreed)))
+            async with renters(self.ledger, self.access, self.say, to_rent=providers_of(SPECS)) as found:
+                return Outcome(await found.set_up(setup, await found.apply(await found.plan(SPECS))))
 
         return asyncio.run(work())
 
@@ -85,7 +83,7 @@ def test_each_pod_is_rented_where_it_is_cheapest_and_all_are_shown_and_given_bac
     assert clouds.up().is_good and (len(clouds.vast.rented), len(clouds.runpod.rented)) == (1, 1)
     seen = asyncio.run(overview(clouds.ledger, clouds.access))
     assert [(one.row.name, one.is_there) for one in seen.pods] == [("pod-0", True), ("pod-1", True)]
-    assert asyncio.run(down(clouds.ledger, clouds.access, (), clouds.say)) == {}
+    assert command(clouds.ledger, clouds.access, lambda found: found.down(())) == {}
     assert (clouds.rows, clouds.vast.rented, clouds.runpod.rented) == ([], {}, {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,13 +21,9 @@ from provisioning.machines.ssh import Address, SshMachine
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
-from provisioning.renting import operations
-from provisioning.renting.account import FETCH, RUN_DIR, Patience
-from provisioning.renting.operations import down
-from provisioning.renting.plan import Plan
-from provisioning.renting.renters import renters
+from provisioning.renting.renter import FETCH, RUN_DIR, Patience
 from provisioning.swarm.status import overview
-from tests.support.fleets import TestFleet
+from tests.support.fleets import TestFleet, command
 from tests.support.pods_driver import source_of
 from tests.support.ssh_machines import SSHD, SshHost, client_key, free_ports, needs_rsync, ssh_host
 
@@ -131,26 +128,24 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     path = inventory(tmp_path / "machines.toml", [hosts[0], dead], key)
     ledger, access = Ledger(fleet.ledger_path), Access(state_dir=tmp_path, environment={}, inventory=path)
     patience = Patience(poll_s=0.1, destroy_s=0.5)
-    quiet = lambda name, text: None  # noqa: E731
 
     seen = asyncio.run(overview(ledger, access))
     by_name = {one.row.name: one for one in seen.pods}
     assert (by_name["pod-0"].is_there, by_name["pod-1"].is_there) == (True, None)
     assert "cannot be reached" in by_name["pod-1"].peer and list(seen.silent) == ["machine1"]
-    failures = asyncio.run(operations.reconcile(ledger, access, (), quiet, patience))
+    failures = command(ledger, access, lambda found: found.settle(), patience)["ssh"]
     assert sorted(failures) == ["machine1", "pod-1"]
 
-    async def planned() -> Plan:
-        async with renters(ledger, access, quiet, patience) as found:
-            return await found.plan(SPECS)
-
     # Renting goes on, too: what is on the dead machine is kept, and no pod takes its place unasked.
-    assert [row.name for row in asyncio.run(planned()).keep] == ["pod-0", "pod-1"]
+    assert [row.name for row in command(ledger, access, lambda found: found.plan(SPECS), patience).keep] == [
+        "pod-0",
+        "pod-1",
+    ]
     ledger.remember(RUN_DIR, str(tmp_path / "home"))
     ledger.remember(FETCH, "logs")
-    assert list(asyncio.run(operations.fetch_results(ledger, access, (), quiet))) == ["pod-1"]
+    assert list(command(ledger, access, lambda found: found.fetch_results(found.rows))) == ["pod-1"]
     ledger.remember(RUN_DIR, "")
-    failures = asyncio.run(down(ledger, access, (), quiet, patience))
+    failures = command(ledger, access, lambda found: found.down(()), patience)
     assert list(failures) == ["pod-1"] and "MAY COST MONEY: machine1 does not answer" in str(
         failures["pod-1"]
     )
@@ -159,9 +154,10 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     inventory(path, hosts[:1], key)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.may_cost) == ("pod-1", True)
-    failures = asyncio.run(down(ledger, access, (), quiet, Patience()))
+    failures = command(ledger, access, lambda found: found.down(()))
     assert "ssh knows no machine machine1 any more" in str(failures["pod-1"])
-    operations.forget(ledger, ledger.rows())
+    for row in ledger.rows():
+        ledger.forget(row, now=time.time())
     assert ledger.rows() == [] and pods[1].exists()
     ledger.close()
 

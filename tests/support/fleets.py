@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.results import DEFAULT
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.protocol import Provider
-from provisioning.renting.account import FETCH, RUN_DIR, Patience
+from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures
-from provisioning.renting.renter import Renter
-from provisioning.renting.renters import Renters
-from provisioning.swarm.fleet import Fleet
-from provisioning.swarm.swarm import SwarmOptions
+from provisioning.renting.renter import FETCH, RUN_DIR, Patience, Renter, Say
+from provisioning.renting.renters import Renters, renters
+from provisioning.swarm.swarm import Swarm, SwarmOptions
 from tests.support.pods_driver import STAND_IN, source_of
 
+T = TypeVar("T")
 PATIENCE = Patience(poll_s=0.1, boot_s=20.0, destroy_s=5.0)
 
 
@@ -58,31 +58,32 @@ class TestFleet:
     def up(
         self, specs: Sequence[PodSpec], *, trains: bool = True, options: SwarmOptions | None = None
     ) -> Outcome:
-        async def work(fleet: Fleet) -> Outcome:
-            agreed = await fleet.renters.plan(specs)
-            failures = await fleet.set_up(await fleet.renters.apply(agreed))
-            if trains:
-                failures = await fleet.train(failures, options or SwarmOptions(epoch_timeout_s=60.0))
+        async def work(found: Renters) -> Outcome:
+            setup = Setup(source=source_of(self.directory), python=self.python, min_free_mb=self.min_free_mb)
+            failures = await found.set_up(setup, await found.apply(await found.plan(specs)))
+            if trains and not failures:
+                told = options or SwarmOptions(epoch_timeout_s=60.0)
+                failures = await Swarm(found, told, setup.pod_python).start()
             return Outcome(failures)
 
         return self.run(work)
 
     def down(self) -> Outcome:
-        async def work(fleet: Fleet) -> Outcome:
-            return Outcome(await fleet.renters.give_back(discard_results=self.discard_results))
+        async def work(found: Renters) -> Outcome:
+            return Outcome(await found.give_back(found.rows, discard_results=self.discard_results))
 
         return self.run(work)
 
     def settle(self) -> None:
-        async def work(fleet: Fleet) -> Outcome:
-            ((provider, failures),) = (await fleet.renters.settle()).items()
+        async def work(found: Renters) -> Outcome:
+            ((provider, failures),) = (await found.settle()).items()
             if provider in failures:
                 raise failures[provider]
             return Outcome(failures)
 
         self.run(work)
 
-    def run(self, work: Callable[[Fleet], Coroutine[Any, Any, Outcome]]) -> Outcome:
+    def run(self, work: Callable[[Renters], Coroutine[Any, Any, Outcome]]) -> Outcome:
         async def main() -> Outcome:
             provider = self.open_provider()
             ledger = Ledger(self.ledger_path)
@@ -95,10 +96,9 @@ class TestFleet:
             if self.run_dir is not None:
                 ledger.remember(RUN_DIR, str(self.run_dir))
                 ledger.remember(FETCH, " ".join(DEFAULT))
-            setup = Setup(source=source_of(self.directory), python=self.python, min_free_mb=self.min_free_mb)
             try:
                 with ledger.locked():
-                    return await work(Fleet(Renters(ledger, renter.say, [renter]), setup))
+                    return await work(Renters(ledger, renter.say, [renter]))
             finally:
                 await renter.close()
                 await provider.close()
@@ -118,3 +118,19 @@ class TestFleet:
     @property
     def states(self) -> dict[str, str]:
         return dict(self.rows)
+
+
+def command(
+    ledger: Ledger,
+    access: Access,
+    work: Callable[[Renters], Awaitable[T]],
+    patience: Patience | None = None,
+    say: Say = lambda name, text: None,
+) -> T:
+    """What `work` gets from the pods of this ledger, at the providers that it was rented from."""
+
+    async def main() -> T:
+        async with renters(ledger, access, say, patience) as found:
+            return await work(found)
+
+    return asyncio.run(main())

@@ -22,11 +22,9 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
-from provisioning.renting.account import Patience
-from provisioning.renting.renter import Renter
+from provisioning.renting.renter import Patience, Renter
 from provisioning.renting.renters import Renters
-from provisioning.swarm.fleet import Fleet
-from provisioning.swarm.swarm import SwarmOptions
+from provisioning.swarm.swarm import Swarm, SwarmOptions
 
 STAND_IN = Path(__file__).parent / "stand_in_python.sh"
 SPECS = [
@@ -101,16 +99,14 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
             say=said,
             patience=PATIENCE,
         )
-        fleet = Fleet(
-            Renters(ledger, renter.say, [renter]),
-            Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1),
-        )
+        found = Renters(ledger, renter.say, [renter])
+        setup = Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1)
         if what == "down":
-            failures = await fleet.renters.give_back()
+            failures = await found.give_back(found.rows)
         else:
-            agreed = await fleet.renters.plan(SPECS)
-            failures = await fleet.set_up(await fleet.renters.apply(agreed))
-            failures = await fleet.train(failures, SwarmOptions(epoch_timeout_s=30.0))
+            failures = await found.set_up(setup, await found.apply(await found.plan(SPECS)))
+            swarm = Swarm(found, SwarmOptions(epoch_timeout_s=30.0), setup.pod_python)
+            failures = failures or await swarm.start()
     for name, error in failures.items():
         print(f"{name} failed: {error}", file=sys.stderr, flush=True)
     return 1 if failures else 0

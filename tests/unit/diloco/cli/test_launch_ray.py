@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from diloco.cli.launch_ray import _python
 from provisioning.ledger.ledger import Ledger
-from provisioning.renting.operations import PYTHON
+from provisioning.renting.renters import PYTHON
 
 
 def test_ray_runs_the_python_that_the_pods_were_set_up_with(tmp_path):

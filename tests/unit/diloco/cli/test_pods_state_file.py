@@ -89,7 +89,6 @@ def test_a_pod_without_an_end_does_not_keep_others_from_being_extended(tmp_path,
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("pods reconcile --provider foo", '--provider "foo" is not one of local, ssh, lium'),
         ("pods down --fetch=", "--fetch is empty"),
         ("pods fetch --fetch=,", "--fetch is empty"),
         ("provision --pods 1 --provider=", "It has no value"),

@@ -19,15 +19,12 @@ from hypothesis import strategies as st
 from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
-from provisioning.machines.setup import Setup
 from provisioning.pods.pod import Order, name_in_label
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
-from provisioning.renting.account import Patience
-from provisioning.renting.reconcile import Observation
-from provisioning.renting.renter import Renter
+from provisioning.renting.reconcile import Observation, settle
+from provisioning.renting.renter import Patience, Renter
 from provisioning.renting.renters import Renters
-from provisioning.swarm.fleet import Fleet
 from provisioning.swarm.status import overview
 from tests.support.hostile_provider import (
     DELAYS_S,
@@ -101,16 +98,15 @@ class World:
         self.provider.clock = clock
         self.provider.before_order = lambda order: self.check_not_rented_twice(ledger, order)
         renter = self._renter(ledger)
-        fleet = Fleet(Renters(ledger, renter.say, [renter]), Setup(source=self.path.parent))
+        found = Renters(ledger, renter.say, [renter])
         match what:
             case "provision":
                 specs = [PodSpec(name=f"pod-{index}", provider="hostile") for index in range(num_pods)]
-                agreed = await fleet.renters.plan(specs)
-                await fleet.renters.apply(agreed)
+                await found.apply(await found.plan(specs))
             case "down":
-                await fleet.renters.give_back()
+                await found.give_back(found.rows)
             case "reconcile":
-                await renter.settle()
+                await settle(renter)
 
     def _renter(self, ledger: Ledger) -> Renter:
         return Renter(

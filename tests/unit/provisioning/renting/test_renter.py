@@ -13,9 +13,9 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
 from provisioning.pods.pod import Listing, Offer, Order, Pod
 from provisioning.pods.spec import PodSpec
-from provisioning.renting.account import Patience
 from provisioning.renting.plan import plan
-from provisioning.renting.renter import Renter
+from provisioning.renting.reconcile import settle
+from provisioning.renting.renter import Patience, Renter
 from provisioning.renting.renters import Renters
 from tests.support.hostile_provider import DENIED_AND_DONE, ORDER_LOST, TAKEN, HostileProvider
 from tests.support.virtual_time import run_virtually
@@ -87,7 +87,7 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
                 one.ledger.set_pod(row, f"id-{index}", 1.0)
 
     async def down() -> None:
-        await asyncio.gather(*(one.give_back(row) for row in one.rows))
+        assert await Renters(one.ledger, one.say, [one]).give_back(one.rows) == {}
 
     asyncio.run(asyncio.wait_for(down(), 10.0))
     assert (one.rows, provider.there) == ([], [])
@@ -113,7 +113,7 @@ def test_a_rental_is_no_longer_because_the_clock_was_ahead_when_it_was_ordered(t
     row = one.ledger.advance(row, State.CREATING, asked_at=ahead)
     provider.there.append(Pod(id="id", label=row.label, is_ready=True))
     one.ledger.set_pod(row, "id", 1.0)
-    asyncio.run(asyncio.wait_for(one.settle(), 10.0))
+    asyncio.run(asyncio.wait_for(settle(one), 10.0))
     assert one.rows[0].ends_at == pytest.approx(one.clock() + 3600, abs=60)
 
 
@@ -185,7 +185,7 @@ def test_what_a_provider_does_not_take_is_refused_before_anything_is_rented(wish
 
 
 def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("provisioning.renting.renter._LAST_FETCH_S", 0.05)
+    monkeypatch.setattr("provisioning.renting.reconcile._LAST_FETCH_S", 0.05)
     monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(3600.0))
     provider = ListProvider()
     one = renter(tmp_path, provider)
@@ -193,7 +193,7 @@ def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(tmp_path, monke
     row = one.ledger.advance(row, State.CREATING)
     provider.there.append(Pod(id="id", label=row.label, is_ready=True))
     one.ledger.set_pod(row, "id", 1.0)
-    assert asyncio.run(asyncio.wait_for(one.settle(), 10.0)) == {}
+    assert asyncio.run(asyncio.wait_for(settle(one), 10.0)) == {}
     assert (one.rows, provider.there) == ([], [])
 
 

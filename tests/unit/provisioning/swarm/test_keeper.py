@@ -19,7 +19,7 @@ from provisioning.machines.setup import Mount, Setup
 from provisioning.pods.pod import Listing, Offer
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
-from provisioning.renting.operations import WANTED
+from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
 from provisioning.swarm.keeper import Fate, fate, keeper_lacks_secret
 from provisioning.swarm.peer import PeerProgress
@@ -236,7 +236,6 @@ def test_without_its_secrets_a_keeper_gives_back_and_says_why_it_replaces_nothin
     ]
     assert keeper_lacks_secret(ledger, {"MINE": "x"}) and not keeper_lacks_secret(ledger, {})
 
-    monkeypatch.setattr(keeper, "down", lambda *_: asyncio.sleep(0, {}))
     watched.look(first(FINISHED))
     assert watched.told[2:] == ["the run has ended: fetching its results, and giving its pods back"]
     assert ledger.recall(WANTED) == ""
@@ -250,6 +249,9 @@ class Returning:
 
     async def give_back(self, rows: Sequence[Row], **_: object) -> dict[str, Exception]:
         self.returned += [one.name for one in rows]
+        return {}
+
+    async def down(self, names: Sequence[str]) -> dict[str, Exception]:
         return {}
 
 
