@@ -12,7 +12,8 @@ Each folder imports only from those above it:
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray
 
 The life of a pod: `diloco provision` turns flags into a PodSpec (pods/spec.py) and hands it to renting/renters.py,
-which finds an offer for it (plan.py), writes both into the ledger as a row (ledger/ledger.py), has the pod ordered until
-it answers (renter.py, providers/), and sets it up (machines/setup.py). Then swarm/swarm.py starts its peer. `diloco pods
-down` hands the row to renters.py again, and renter.py deletes the pod until the provider says that it does not exist.
+which finds an offer for it (plan.py), writes both into the ledger as a row (ledger/ledger.py), has the pod ordered
+(renter.py, providers/), and sets it up once it answers (machines/setup.py). Then swarm/swarm.py starts its peer.
+`diloco pods down` hands the row to renters.py again, and renter.py deletes the pod until the provider says that it
+does not exist.
 """

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.experiment_files import SetStateFile, origin_of, shown, state_file_of
-from diloco.cli.plan_table import plan_json, print_plan, tell_unmoved_ends
-from diloco.cli.pods import given_back
+from diloco.cli.pod_tables import add_plain_row, plan_json, print_plan, tell_unmoved_ends
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -24,15 +22,20 @@ from diloco.cli.pods_flags import (
     ensure_watcher,
     fetched,
     locked,
-    opened,
-    opened_existing,
     results_of,
     say,
-    typed,
 )
 from diloco.cli.pods_questions import interruption_told, shouted
-from diloco.cli.provision import agreed_to
-from diloco.cli.wanted_pods import Hours
+from diloco.cli.provision import Hours, agreed_to, given_back
+from diloco.cli.state_files import (
+    SetStateFile,
+    opened,
+    opened_existing,
+    origin_of,
+    shown,
+    state_file_of,
+    typed,
+)
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite, not_empty, whole
 from provisioning.providers.registry import LISTED
@@ -218,8 +221,6 @@ def print_results(by_set: Mapping[str, Sequence[Result]], figure_of: str) -> Non
     """A table of the results by set, and below it what went wrong, whole."""
     from rich.console import Console
     from rich.table import Table
-
-    from diloco.cli.plain_table import add_plain_row
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     results = [(name, result) for name, results in by_set.items() for result in results]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli.pods_flags import access, locked, opened_existing, run, say
+from diloco.cli.pods_flags import access, locked, run, say
+from diloco.cli.state_files import opened_existing
 from diloco.errors import UserError
 
 if TYPE_CHECKING:

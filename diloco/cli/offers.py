@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from diloco.cli.pod_tables import print_offers
 from diloco.cli.pods_flags import say
-from diloco.cli.wanted_pods import WantedPods
 
 if TYPE_CHECKING:
+    from diloco.cli.provision import WantedPods
     from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
 
@@ -60,36 +60,3 @@ async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> in
     else:
         print_offers(found)
     return 0
-
-
-def print_offers(found: Sequence[Offer]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.cli.plain_table import add_plain_row
-    from provisioning.pods.pod import MANY
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
-        is_text = column in ("type", "place", "offer")
-        # Figures are never cut; what is too wide for the terminal goes on in the next line.
-        table.add_column(
-            column,
-            overflow="fold",
-            min_width=None if is_text else max(len(column), 6),
-            justify="left" if is_text else "right",
-        )
-    for one in found:
-        place = ", ".join(filter(None, (one.city, one.country))) or "–"
-        add_plain_row(
-            table,
-            f"{one.price_per_hour:.2f}",
-            str(one.gpu_count),
-            f"{one.gpu_type}{' (spot)' if one.spot else ''}",
-            "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
-            "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
-            place,
-            "" if one.num_available == MANY else str(one.num_available),
-            one.key,
-        )
-    Console().print(table if found else "nothing that fits is offered now")

@@ -8,13 +8,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.other_state_files import tell_other_state_files
+from diloco.cli.pod_tables import clock_hours, print_status
 from diloco.cli.pods_flags import (
     AsJson,
     Fetch,
@@ -23,25 +23,20 @@ from diloco.cli.pods_flags import (
     StateFile,
     access,
     ensure_watcher,
-    fetched,
     locked,
-    opened_existing,
     results_of,
     run,
     say,
-    typed,
 )
 from diloco.cli.pods_questions import confirmed, shouted
+from diloco.cli.provision import down
+from diloco.cli.state_files import opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
-from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
-    from provisioning.ledger.ledger import Ledger
-    from provisioning.providers.registry import Access
     from provisioning.renting.each import Failures
-    from provisioning.swarm.status import Overview
 
 app = App(name="pods", help="Manage rented pods.")
 ssh_key = App(name="ssh-key", help="SSH keys at Lambda.")
@@ -105,7 +100,7 @@ def logs(
     from provisioning.swarm.logs import follow_all
 
     ledger = opened_existing(state_file)
-    _say_if_empty(ledger)
+    say_if_empty(ledger)
     return run(
         _told(
             follow_all(ledger, access(inventory), names, job=job, lines=lines, follow=follow, write=_line),
@@ -178,7 +173,7 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
         return 0
     for bill in bills:
         until = "until now" if bill.ended_at is None else "given back"
-        hours = _hours((bill.ended_at or now) - bill.asked_at)
+        hours = clock_hours((bill.ended_at or now) - bill.asked_at)
         rate_text, dollars = f"{bill.offer.price_per_hour:7.2f} $/h", f"{bill.dollars(now):9.2f} $"
         print(f"{bill.name:<12} {bill.provider:<8} {rate_text} {hours:>9} {dollars}  {until}")
     print(f"{total:.2f} $ in all, {rate:.2f} $/h now", flush=True)
@@ -240,76 +235,7 @@ def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, invent
     return run(work())
 
 
-@app.command
-def down(
-    *names: str,
-    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
-    fetch: Fetch = None,
-    state_file: StateFile = None,
-    inventory: Inventory = None,
-) -> int:
-    """Copy the results of pods to the run directory, then give the pods back.
-
-    A pod whose results cannot be fetched is given back only if you say so.
-
-    Parameters
-    ----------
-    names: str
-        Pods; default: all.
-    yes: bool
-        Also without their results, where those cannot be fetched.
-    """
-    from provisioning.errors import Busy
-    from provisioning.renting import watcher
-    from provisioning.swarm.wanted import no_longer_wanted
-
-    ledger = opened_existing(state_file)
-    words, wanted = fetched(fetch), ledger.recall(watcher.WANTED)
-    was_empty = not ledger.rows()
-    no_longer_wanted(ledger, names)
-    if not names:
-        # It may be replacing a pod just now; what it leaves is given back like the others.
-        watcher.stop(ledger.path)
-    try:
-        code = locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
-    except Busy:
-        ledger.remember(watcher.WANTED, wanted)
-        raise
-    finally:
-        # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
-        ensure_watcher(ledger)
-    # Only now: a provider may have had a pod that is not in the file.
-    if was_empty:
-        _say_if_empty(ledger)
-    if state_file is None and not names:
-        tell_other_state_files("diloco pods down")
-    return code
-
-
-def _say_if_empty(ledger: Ledger) -> None:
-    if not ledger.rows():
-        print(f"there are no pods in {ledger.path}", file=sys.stderr, flush=True)
-
-
-async def given_back(
-    ledger: Ledger, where: Access, names: Sequence[str], fetches: Sequence[str] | None, *, yes: bool
-) -> int:
-    """The exit code of a command that gives pods back, and asks before results are lost."""
-    from provisioning.errors import ResultsNotFetched
-    from provisioning.renting import watcher
-    from provisioning.renting.renters import renters
-
-    async with renters(ledger, where, say, fetches=fetches) as found:
-        failures = await found.down(names, discard_results=yes)
-        kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
-        if kept and sys.stdin.isatty():
-            await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
-            failures = {name: error for name, error in failures.items() if name not in kept}
-            failures |= await found.down(kept, discard_results=True)
-    if not ledger.rows():
-        watcher.stop(ledger.path)
-    ensure_watcher(ledger)
-    return shouted(failures)
+app.command(down)
 
 
 @app.command
@@ -429,50 +355,3 @@ async def _told(work: Awaitable[Failures]) -> int:
 
 def _line(name: str, text: str) -> None:
     print(f"{name} | {text}", flush=True)
-
-
-def print_status(seen: Overview) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.cli.plain_table import add_plain_row
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    # Figures are never cut; what is too wide for the terminal goes on in the next line.
-    for column in ("pod", "state", "machine"):
-        table.add_column(column, overflow="fold")
-    for column in ("$/h", "$", "ends in", "epoch", "step", "tokens", "use"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("peer", overflow="fold", min_width=8)
-    for one in seen.pods:
-        row = one.row
-        add_plain_row(
-            table,
-            row.name,
-            row.state,
-            f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",
-            f"{row.offer.price_per_hour:.2f}",
-            f"{one.dollars:.2f}",
-            "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
-            "–" if one.progress is None else str(one.progress.epoch),
-            "–" if one.progress is None else str(one.progress.step),
-            "–" if one.progress is None else short_figure(one.progress.tokens),
-            str(one.use),
-            one.peer,
-        )
-    Console().print(table if seen.pods else "there are no pods")
-    if not seen.pods:
-        return
-    rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
-    print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
-    if (per_billion := seen.dollars_per_billion_tokens) is not None:
-        print(
-            f"{seen.dollars:.2f} $ spent on all pods of the state file so far; those that answer have trained "
-            f"{short_figure(seen.tokens)} tokens: {per_billion:.2f} $ per billion tokens",
-            flush=True,
-        )
-
-
-def _hours(seconds: float) -> str:
-    minutes = max(round(seconds / 60), 0)
-    return f"{minutes // 60}:{minutes % 60:02d} h"

@@ -1,8 +1,7 @@
-"""What `diloco provision`, `pods` and `experiments` have in common: where pods are written down, and how they speak."""
+"""What `diloco provision`, `pods` and `experiments` have in common: flags, the lock, and how they speak."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -45,32 +44,6 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON 
 def say(name: str, text: str) -> None:
     """One line of progress; stdout is for results."""
     print(f"{time.strftime('%H:%M:%S')} {name:<10} {text}", file=sys.stderr, flush=True)
-
-
-def opened(state_file: Path | None) -> Ledger:
-    from provisioning.ledger.ledger import Ledger
-
-    return Ledger((state_file or _default_state_file()).expanduser().absolute())
-
-
-def _default_state_file() -> Path:
-    from diloco.launch.swarm_config import state_dir
-
-    return state_dir() / "pods.sqlite"
-
-
-def typed(command: str, ledger: Ledger) -> str:
-    """The command as it is to be typed for the pods of this state file."""
-    if ledger.path == _default_state_file().absolute():
-        return command
-    return f"{command} --state-file {shlex.quote(str(ledger.path))}"
-
-
-def opened_existing(state_file: Path | None) -> Ledger:
-    """The same, for what has no sense without pods: a file that was named and is not there is an error."""
-    if state_file is not None and not state_file.expanduser().exists():
-        raise UserError(f"There is no state file {state_file}: no pods were ever written down there.")
-    return opened(state_file)
 
 
 def fetched(words: str | None) -> list[str] | None:

@@ -1,34 +1,42 @@
-"""`diloco provision`: from nothing to a swarm on rented pods, and the same again changes nothing."""
+"""`diloco provision` and `diloco pods down`: what rents pods, and what gives them back.
+
+The same command again changes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.plan_table import plan_json, print_plan, tell_unmoved_ends
+from diloco.cli.pod_tables import plan_json, print_plan, tell_unmoved_ends
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
+    Fetch,
     Given,
     Inventory,
     StateFile,
+    Words,
     access,
     ensure_watcher,
+    fetched,
     locked,
-    opened,
     results_of,
     run,
     say,
-    typed,
 )
 from diloco.cli.pods_questions import confirmed, interruption_told, shouted
-from diloco.cli.wanted_pods import Amount, WantedPods, specs_of_flags
+from diloco.cli.state_files import opened, opened_existing, say_if_empty, tell_other_state_files, typed
+from diloco.errors import UserError
+from diloco.options.checks import at_least, finite, not_empty, whole
 from diloco.options.flags import HvConfig, Name, Seconds
+from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +44,10 @@ if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
     from provisioning.machines.setup import Setup
     from provisioning.pods.spec import PodSpec
+    from provisioning.providers.registry import Access
     from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
     from provisioning.renting.renters import Renters
-    from provisioning.swarm.swarm import SwarmOptions
 
 DEFAULTS = HvConfig()
 _RETRY_S = 30.0
@@ -48,6 +56,64 @@ _NOT_REPLACED = " Until the command has succeeded, no pod is replaced."
 app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
 
 Switch = Annotated[bool, Parameter(negative="")]
+Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
+Hours = Annotated[float | None, Parameter(validator=(at_least(0.01), finite))]
+Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedPods:
+    """Which pods, in the words of PodSpec. What is not given is as is usual for their provider."""
+
+    pods: Number = None
+    """Number of pods."""
+    file: Path | None = None
+    """Instead: a TOML file with [[pods]]."""
+    provider: Annotated[str, Parameter(help=f"{LISTED}; or several: lium,runpod.", validator=not_empty)] = (
+        "local"
+    )
+    gpu_type: Words = ()
+    """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
+    gpu_count: Number = None
+    """GPUs of each pod; default 8, for local pods and machines you own whatever they have."""
+    country: str | None = None
+    """Two letters, such as NL."""
+    volume_id: str | None = None
+    """A volume of the provider's to attach."""
+    ttl_hours: Hours = None
+    """Hours after which pods are given back by themselves."""
+    min_upload_mbps: Amount = None
+    """Upload bandwidth that an offer must have."""
+    min_download_mbps: Amount = None
+    """Download bandwidth that an offer must have."""
+    max_price: Amount = None
+    """Dollars per hour that a pod may cost."""
+    image: str | None = None
+    """Container image or template, where the provider takes one."""
+    spot: Annotated[bool, Parameter(negative="")] = False
+    """Also rent machines that the provider may take back at any time."""
+
+    @property
+    def gpu_types(self) -> list[str]:
+        return [name for words in self.gpu_type for name in words.split(",") if name]
+
+    def specs(self) -> list[PodSpec]:
+        """Raises UserError."""
+        from provisioning.pods.spec import read_toml, specs_of, tables_in
+
+        if (self.pods is None) == (self.file is None):
+            raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
+        common = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("pods", "file", "gpu_type"):
+            del common[name]
+        # A switch that is off is one that was not given: a table may say yes.
+        common["spot"] = self.spot or None
+        origin = "--pods"
+        tables: list[dict[str, Any]] = [{}] * (self.pods or 0)
+        if self.file is not None:
+            origin = str(self.file)
+            tables = tables_in(read_toml(self.file), "pods", origin)
+        return specs_of(tables, origin, gpu_types=self.gpu_types, **common)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +178,17 @@ def provision(
     from provisioning.pods.spec import providers_of
     from provisioning.renting.renters import Patience, renters
     from provisioning.swarm.swarm import Swarm, SwarmOptions
-    from provisioning.swarm.wanted import begin_run
+    from provisioning.swarm.wanted import begin_run, keep
 
     ledger, where = opened(state_file), access(inventory)
     if offers:
         from diloco.cli.offers import tell_offers
 
         return run(tell_offers(wanted, where, as_json=as_json))
-    specs, setup = specs_of_flags(wanted), given.setup()
+    specs, setup = wanted.specs(), given.setup()
     check_peer_flags(peer_flags, setup)
     to_fetch = results_of(ledger, given, run_id)
+    stops = False if deploy_only else care.idle_stop
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
     async def attempt(found: Renters, setup: Setup) -> int:
@@ -137,7 +204,7 @@ def provision(
         to_fetch.remember(ledger)
         begin_run(ledger)
         # It replaces pods only after this command has succeeded: it would rent more than the user has seen.
-        _keep(ledger, agreed, specs, None if deploy_only else replace(care, replace=False), setup, options)
+        keep(ledger, agreed, setup, options, replaces=False, stops=stops)
         with interruption_told(
             ledger, typed("diloco pods down", ledger), _NOT_REPLACED if care.replace else ""
         ):
@@ -148,9 +215,11 @@ def provision(
             failures = await found.set_up(setup, failures)
             if not deploy_only and not failures:
                 failures = await Swarm(found, options, setup.pod_python).start()
-            if not deploy_only and not failures:
-                _keep(ledger, agreed, specs, care, setup, options)
-                ensure_watcher(ledger)
+                if not failures:
+                    keep(
+                        ledger, agreed, setup, options, replaces=care.replace, stops=stops, budget=care.budget
+                    )
+                    ensure_watcher(ledger)
         return _told(ledger, agreed, failures, care, as_json=as_json)
 
     async def bring_up() -> int:
@@ -174,39 +243,6 @@ async def agreed_to(agreed: Plan, *, yes: bool) -> None:
     free = not agreed.destroy and agreed.new_dollars_per_hour == 0
     cost = f"rent {len(agreed.create)} pods for {agreed.new_dollars_per_hour:.2f} $/h"
     await confirmed(f"Go on, {cost}, give back {len(agreed.destroy)}?", yes=yes or free)
-
-
-def _keep(
-    ledger: Ledger,
-    agreed: Plan,
-    specs: Sequence[PodSpec],
-    care: Care | None,
-    setup: Setup,
-    options: SwarmOptions,
-) -> None:
-    """Write down the swarm that is to be kept from now on, for whoever keeps it; None: nothing is kept."""
-    from provisioning.renting.renters import MAX_PRICE_RATIO
-    from provisioning.renting.watcher import WANTED
-    from provisioning.swarm.wanted import Wanted
-
-    prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
-    prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
-    stops = care is not None and (any(prices.values()) if care.idle_stop is None else care.idle_stop)
-    if care is None or not (care.replace or stops):
-        ledger.remember(WANTED, "")
-        return
-    Wanted(
-        specs=[
-            replace(spec, max_price=prices[spec.name] * MAX_PRICE_RATIO) if spec.max_price is None else spec
-            for spec in specs
-        ],
-        replaces=care.replace,
-        stops_when_idle=stops,
-        budget=care.budget,
-        setup=setup,
-        options=options,
-        ends_at={row.name: row.ends_at for row in ledger.rows()},
-    ).write(ledger)
 
 
 def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_json: bool) -> int:
@@ -239,3 +275,69 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_js
         flush=True,
     )
     return 1
+
+
+def down(
+    *names: str,
+    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    fetch: Fetch = None,
+    state_file: StateFile = None,
+    inventory: Inventory = None,
+) -> int:
+    """Copy the results of pods to the run directory, then give the pods back.
+
+    A pod whose results cannot be fetched is given back only if you say so.
+
+    Parameters
+    ----------
+    names: str
+        Pods; default: all.
+    yes: bool
+        Also without their results, where those cannot be fetched.
+    """
+    from provisioning.errors import Busy
+    from provisioning.renting import watcher
+    from provisioning.swarm.wanted import no_longer_wanted
+
+    ledger = opened_existing(state_file)
+    words, wanted = fetched(fetch), ledger.recall(watcher.WANTED)
+    was_empty = not ledger.rows()
+    no_longer_wanted(ledger, names)
+    if not names:
+        # It may be replacing a pod just now; what it leaves is given back like the others.
+        watcher.stop(ledger.path)
+    try:
+        code = locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+    except Busy:
+        ledger.remember(watcher.WANTED, wanted)
+        raise
+    finally:
+        # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
+        ensure_watcher(ledger)
+    # Only now: a provider may have had a pod that is not in the file.
+    if was_empty:
+        say_if_empty(ledger)
+    if state_file is None and not names:
+        tell_other_state_files("diloco pods down")
+    return code
+
+
+async def given_back(
+    ledger: Ledger, where: Access, names: Sequence[str], fetches: Sequence[str] | None, *, yes: bool
+) -> int:
+    """The exit code of a command that gives pods back, and asks before results are lost."""
+    from provisioning.errors import ResultsNotFetched
+    from provisioning.renting import watcher
+    from provisioning.renting.renters import renters
+
+    async with renters(ledger, where, say, fetches=fetches) as found:
+        failures = await found.down(names, discard_results=yes)
+        kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
+        if kept and sys.stdin.isatty():
+            await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
+            failures = {name: error for name, error in failures.items() if name not in kept}
+            failures |= await found.down(kept, discard_results=True)
+    if not ledger.rows():
+        watcher.stop(ledger.path)
+    ensure_watcher(ledger)
+    return shouted(failures)

@@ -13,6 +13,8 @@ from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
+from provisioning.renting.plan import Plan
+from provisioning.renting.renters import MAX_PRICE_RATIO
 from provisioning.renting.watcher import WANTED
 from provisioning.swarm.swarm import SwarmOptions
 
@@ -40,7 +42,10 @@ class Wanted:
     """Rental ends (Unix time) by pod name. A replacement gets the end of the pod that it replaces."""
 
     def write(self, ledger: Ledger) -> None:
-        """Store this in the ledger."""
+        """Store this in the ledger, or nothing if there is nothing for the keeper to do."""
+        if not (self.replaces or self.stops_when_idle):
+            ledger.remember(WANTED, "")
+            return
         names = dict.fromkeys(self.setup.secrets or (), "")
         text = msgspec.json.encode(replace(self, setup=replace(self.setup, secrets=names)), enc_hook=str)
         ledger.remember(WANTED, text.decode())
@@ -71,6 +76,33 @@ class Wanted:
             for spec in left
         ]
         return replace(self, specs=specs, ends_at={spec.name: ends_at.get(spec.name) for spec in left})
+
+
+def keep(
+    ledger: Ledger,
+    agreed: Plan,
+    setup: Setup,
+    options: SwarmOptions,
+    *,
+    replaces: bool,
+    stops: bool | None,
+    budget: float | None = None,
+) -> None:
+    """Store the pods that were agreed on as the swarm that is to be kept. `stops` None: if one of them costs money."""
+    prices = [(creation.spec, creation.offer.price_per_hour) for creation in agreed.create]
+    prices += [(row.spec, row.offer.price_per_hour) for row in agreed.keep]
+    Wanted(
+        specs=[
+            spec if spec.max_price is not None else replace(spec, max_price=price * MAX_PRICE_RATIO)
+            for spec, price in prices
+        ],
+        replaces=replaces,
+        stops_when_idle=any(price for _, price in prices) if stops is None else stops,
+        budget=budget,
+        setup=setup,
+        options=options,
+        ends_at={row.name: row.ends_at for row in ledger.rows()},
+    ).write(ledger)
 
 
 def no_longer_wanted(ledger: Ledger, names: Sequence[str]) -> None:

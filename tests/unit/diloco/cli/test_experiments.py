@@ -10,7 +10,7 @@ import pytest
 
 from diloco.cli import experiments
 from diloco.cli.app import FAILED, USER_ERROR, exit_code
-from diloco.cli.experiment_files import state_file_of
+from diloco.cli.state_files import state_file_of
 from diloco.launch.experiments_plot import draw_results
 from provisioning.experiments.runs import ORIGIN, Result
 from provisioning.ledger.ledger import Ledger

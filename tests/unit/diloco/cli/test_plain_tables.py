@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.cli.experiments import print_results
-from diloco.cli.offers import print_offers
-from diloco.cli.plan_table import print_plan
-from diloco.cli.pods import print_status
+from diloco.cli.pod_tables import print_offers, print_plan, print_status
 from provisioning.experiments.runs import Result
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Offer

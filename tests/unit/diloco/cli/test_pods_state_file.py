@@ -56,7 +56,7 @@ def test_other_state_files_with_pods_are_named_with_what_to_type(tmp_path, monke
     Ledger(sets / "empty.sqlite")
     (sets / "broken.sqlite").write_text("no database at all")
     watched: list[Path] = []
-    monkeypatch.setattr("diloco.cli.other_state_files.ensure_watcher", lambda one: watched.append(one.path))
+    monkeypatch.setattr("diloco.cli.state_files.ensure_watcher", lambda one: watched.append(one.path))
     for command in ("pods status", "pods down"):
         assert exit_code(command.split()) == 0
         said = capsys.readouterr().err

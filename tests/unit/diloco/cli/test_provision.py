@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.cli.wanted_pods import WantedPods, specs_of_flags
+from diloco.cli.provision import WantedPods
 from diloco.errors import UserError
 from provisioning.errors import UserError as ProvisioningUserError
 
 
 def asked(**flags):
-    return [
-        (spec.name, spec.provider, spec.gpu_type, spec.gpu_count)
-        for spec in specs_of_flags(WantedPods(**flags))
-    ]
+    return [(spec.name, spec.provider, spec.gpu_type, spec.gpu_count) for spec in WantedPods(**flags).specs()]
 
 
 def test_pods_on_this_machine_are_of_one_process_unless_a_gpu_type_says_otherwise():

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.cli.offers import print_offers
-from diloco.cli.plan_table import plan_json, print_plan, tell_unmoved_ends
-from diloco.cli.pods import print_status
+from diloco.cli.pod_tables import plan_json, print_offers, print_plan, print_status, tell_unmoved_ends
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState

@@ -1,18 +1,24 @@
-"""The plan of `diloco provision` and `diloco experiments run`, as a table and as JSON."""
+"""Tables of what providers and pods have said: offers, the plan of what to rent, and the state of pods."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco.cli.pods_flags import typed
+from diloco.cli.state_files import typed
+from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from provisioning.ledger.ledger import Ledger
     from provisioning.ledger.row import Row
+    from provisioning.pods.pod import Offer
     from provisioning.renting.plan import Plan
+    from provisioning.swarm.status import Overview
 
 _COLUMNS = ("", "pod", "what", "place", "$/h", "hours", "$")
 _SAME_HOURS = 0.1
@@ -41,8 +47,6 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
     """A table with prices per hour and in total."""
     from rich.console import Console
     from rich.table import Table
-
-    from diloco.cli.plain_table import add_plain_row
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in _COLUMNS:
@@ -86,6 +90,91 @@ def tell_unmoved_ends(agreed: Plan, ledger: Ledger) -> None:
     for row in agreed.keep:
         if row.spec.ttl_hours != asked.get(row.label) and (said := _unmoved_end(row, ledger)):
             print(f"note: {said}", file=sys.stderr, flush=True)
+
+
+def print_status(seen: Overview) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    # Figures are never cut; what is too wide for the terminal goes on in the next line.
+    for column in ("pod", "state", "machine"):
+        table.add_column(column, overflow="fold")
+    for column in ("$/h", "$", "ends in", "epoch", "step", "tokens", "use"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("peer", overflow="fold", min_width=8)
+    for one in seen.pods:
+        row = one.row
+        add_plain_row(
+            table,
+            row.name,
+            row.state,
+            f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",
+            f"{row.offer.price_per_hour:.2f}",
+            f"{one.dollars:.2f}",
+            "–" if row.ends_at is None else clock_hours(row.ends_at - time.time()),
+            "–" if one.progress is None else str(one.progress.epoch),
+            "–" if one.progress is None else str(one.progress.step),
+            "–" if one.progress is None else short_figure(one.progress.tokens),
+            str(one.use),
+            one.peer,
+        )
+    Console().print(table if seen.pods else "there are no pods")
+    if not seen.pods:
+        return
+    rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
+    print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
+    if (per_billion := seen.dollars_per_billion_tokens) is not None:
+        print(
+            f"{seen.dollars:.2f} $ spent on all pods of the state file so far; those that answer have trained "
+            f"{short_figure(seen.tokens)} tokens: {per_billion:.2f} $ per billion tokens",
+            flush=True,
+        )
+
+
+def print_offers(found: Sequence[Offer]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from provisioning.pods.pod import MANY
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
+        is_text = column in ("type", "place", "offer")
+        # Figures are never cut; what is too wide for the terminal goes on in the next line.
+        table.add_column(
+            column,
+            overflow="fold",
+            min_width=None if is_text else max(len(column), 6),
+            justify="left" if is_text else "right",
+        )
+    for one in found:
+        place = ", ".join(filter(None, (one.city, one.country))) or "–"
+        add_plain_row(
+            table,
+            f"{one.price_per_hour:.2f}",
+            str(one.gpu_count),
+            f"{one.gpu_type}{' (spot)' if one.spot else ''}",
+            "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
+            "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
+            place,
+            "" if one.num_available == MANY else str(one.num_available),
+            one.key,
+        )
+    Console().print(table if found else "nothing that fits is offered now")
+
+
+def clock_hours(seconds: float) -> str:
+    """Such as 1:05 h."""
+    minutes = max(round(seconds / 60), 0)
+    return f"{minutes // 60}:{minutes % 60:02d} h"
+
+
+def add_plain_row(table: Table, *cells: str) -> None:
+    """Add a row whose cells are shown as they are: rich would take the brackets of `[rank0]` for markup."""
+    from rich.text import Text
+
+    table.add_row(*map(Text, cells))
 
 
 def _unmoved_end(row: Row, ledger: Ledger) -> str:

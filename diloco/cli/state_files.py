@@ -1,0 +1,123 @@
+"""The files in which pods are written down: one by default, and one for each set of experiments."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from diloco.cli.pods_flags import ensure_watcher
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from provisioning.ledger.ledger import Ledger
+
+SetStateFile = Annotated[
+    Path | None,
+    Parameter(
+        name="--state-file",
+        help="File that records the set's pods and results; default: one for each set, below "
+        "$XDG_STATE_HOME/diloco/experiments.",
+    ),
+]
+
+
+def opened(state_file: Path | None) -> Ledger:
+    from provisioning.ledger.ledger import Ledger
+
+    return Ledger((state_file or _default_state_file()).expanduser().absolute())
+
+
+def _default_state_file() -> Path:
+    from diloco.launch.swarm_config import state_dir
+
+    return state_dir() / "pods.sqlite"
+
+
+def typed(command: str, ledger: Ledger) -> str:
+    """The command as it is to be typed for the pods of this state file."""
+    if ledger.path == _default_state_file().absolute():
+        return command
+    return f"{command} --state-file {shlex.quote(str(ledger.path))}"
+
+
+def opened_existing(state_file: Path | None) -> Ledger:
+    """The same, for what has no sense without pods: a file that was named and is not there is an error."""
+    if state_file is not None and not state_file.expanduser().exists():
+        raise UserError(f"There is no state file {state_file}: no pods were ever written down there.")
+    return opened(state_file)
+
+
+def say_if_empty(ledger: Ledger) -> None:
+    if not ledger.rows():
+        print(f"there are no pods in {ledger.path}", file=sys.stderr, flush=True)
+
+
+def tell_other_state_files(command: str) -> None:
+    """Say which other files in the state directory still hold pods, and how this command is typed for each."""
+    from diloco.launch.swarm_config import state_dir
+    from provisioning.errors import UserError as PodsError
+
+    default = opened(None)
+    default.close()
+    for path in (*sorted(state_dir().glob("*.sqlite")), *sorted(state_dir().glob("experiments/*.sqlite"))):
+        if path.absolute() == default.path:
+            continue
+        try:
+            ledger = opened_existing(path)
+            rows = [row for row in ledger.rows() if row.state != "planned"]
+        except PodsError as error:
+            print(f"!!! {error}", file=sys.stderr, flush=True)
+            continue
+        if rows:
+            rate = sum(row.offer.price_per_hour for row in rows)
+            print(
+                f"{path} holds {', '.join(row.name for row in rows)}, {rate:.2f} $/h: `{typed(command, ledger)}`",
+                file=sys.stderr,
+                flush=True,
+            )
+            # This machine may have been off since it was started.
+            ensure_watcher(ledger)
+        ledger.close()
+
+
+def state_file_of(name: str) -> Path:
+    """Where the pods and results of a set are written down: by its name, and of a file also by its path."""
+    from diloco.launch.swarm_config import state_dir
+    from provisioning.experiments.sets import BUILT_IN
+
+    by_name = state_dir() / "experiments" / f"{Path(name).stem}.sqlite"
+    if name in BUILT_IN:
+        return by_name
+    origin = origin_of(name)
+    by_path = by_name.with_stem(f"{by_name.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}")
+    # Earlier versions went by the name alone: their pods and results are not to be lost.
+    is_older = by_name.exists() and not by_path.exists() and by_name.stem not in BUILT_IN
+    return by_name if is_older and _written_origin(by_name) in ("", origin) else by_path
+
+
+def origin_of(name: str) -> str:
+    """The name of a built-in set, or the whole path of a file."""
+    from provisioning.experiments.sets import BUILT_IN
+
+    return name if name in BUILT_IN else str(Path(name).resolve())
+
+
+def shown(origin: str) -> str:
+    """The name of a set for people: its path from here, where it is below."""
+    path, here = Path(origin), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else origin
+
+
+def _written_origin(file: Path) -> str:
+    from provisioning.experiments.runs import ORIGIN
+
+    ledger = opened_existing(file)
+    try:
+        return ledger.recall(ORIGIN)
+    finally:
+        ledger.close()
