@@ -21,11 +21,31 @@ import msgspec
 from provisioning.errors import Busy, UserError
 from provisioning.ledger.lock import held
 from provisioning.ledger.row import Row, State, may_follow, stray
-from provisioning.ledger.schema import make_tables
 from provisioning.pods.pod import Offer, Pod, label_prefix
 from provisioning.pods.spec import PodSpec
 
 _BUSY_TIMEOUT_S = 10.0
+_VERSION = 2
+_TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    """CREATE TABLE pods (
+    label TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    state TEXT NOT NULL,
+    provider_id TEXT,
+    spec TEXT NOT NULL,
+    offer TEXT NOT NULL,
+    asked_at REAL NOT NULL,
+    ends_at REAL,
+    host_key TEXT NOT NULL,
+    absent_since REAL,
+    num_absences INTEGER NOT NULL,
+    ended_at REAL
+)""",
+    # A second row of one name is allowed only while the first is being deleted, or is gone.
+    "CREATE UNIQUE INDEX names ON pods (name) WHERE state NOT IN ('deleting', 'gone')",
+    f"PRAGMA user_version = {_VERSION}",
+)
 _COLUMNS = tuple(item.name for item in fields(Row))
 
 
@@ -41,7 +61,7 @@ class Ledger:
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            make_tables(self._db)
+            _make_tables(self._db)
             if (found := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(found)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (secrets.token_hex(4),))
@@ -235,6 +255,22 @@ class Ledger:
             f"--state-file {self.path} cannot be used: {error}. It knows which pods are yours; name another file, or "
             "look at the provider's web site for what is rented before you move it away."
         )
+
+
+def _make_tables(db: sqlite3.Connection) -> None:
+    """Create the tables in a new file. Raises sqlite3.Error, also for a file of another version; nothing is changed."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        is_new = not db.execute("SELECT 1 FROM sqlite_master").fetchone()
+        if not is_new and version != _VERSION:
+            raise sqlite3.DatabaseError(f"it is of version {version}, and this is version {_VERSION}")
+        for statement in _TABLES if is_new else ():
+            db.execute(statement)
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
 
 
 def _row(values: tuple[Any, ...]) -> Row:

@@ -1,4 +1,4 @@
-"""The Machine protocol over SSH: one connection, reopened after it breaks, with a pinned host key."""
+"""The Machine protocol over SSH and rsync: one connection, reopened after it breaks, with a pinned host key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.machines.keys import key_at
 from provisioning.machines.machine import EXCLUDED, Answer, lines_of
-from provisioning.machines.rsync import fetch_argv, mirror_argv, run_rsync
 
 if TYPE_CHECKING:
     import asyncssh
@@ -25,6 +24,13 @@ _CONNECT_TIMEOUT_S = 20.0
 _KEEPALIVE_S = 15.0
 _SSH_PORT = 22
 _BLOCK_BYTES = 1 << 16
+_RSYNC_TIMEOUT_S = 1800.0
+_NO_SPACE = "No space left on device"
+_CANNOT_WRITE = 11
+# Exit code: a file was removed while rsync ran.
+_VANISHED = 24
+# The error output of a failing remote rsync is sometimes lost when ssh ends.
+_MAX_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +84,13 @@ class SshMachine:
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
         directory = into if source.is_dir() else str(PurePosixPath(into).parent)
         (await self.run(f"mkdir -p {shlex.quote(directory)}")).checked(f"making {directory}")
-        argv = mirror_argv(source, self._rsync_path(into), excluded, self._rsync_shell())
-        await run_rsync(argv, f"sending {source} to {self.address}", str(self.address))
+        argv = _mirror_argv(source, self._rsync_path(into), excluded, self._rsync_shell())
+        await _run_rsync(argv, f"sending {source} to {self.address}", str(self.address))
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
-        argv = fetch_argv(f"{self._rsync_path(directory)}/", into, self._rsync_shell())
+        argv = _fetch_argv(f"{self._rsync_path(directory)}/", into, self._rsync_shell())
         names = "".join(f"{path}\n" for path in paths).encode()
-        await run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
+        await _run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
 
     def _rsync_path(self, path: str) -> str:
         return f"{self.address.user}@{self.address.host}:{path}"
@@ -190,6 +196,60 @@ def ssh_argv(address: Address, known_hosts: Path) -> list[str]:
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     return ["ssh", "-F", "none", "-p", str(address.port), "-i", str(address.key_path.expanduser()), *words]
+
+
+def _mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
+    """Makes the remote `target` equal to `source`, a directory or a file. `shell`: the ssh command line."""
+    excludes = [f"--exclude={pattern}" for pattern in excluded]
+    # Slashes mean what is in the directories. A file that is a link is sent as what it leads to.
+    paths = [f"{source}/", f"{target}/"] if source.is_dir() else [str(source.resolve()), target]
+    return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", *paths]
+
+
+def _fetch_argv(source: str, into: Path, shell: str) -> list[str]:
+    """Copies the files and directories that are named on stdin, without symbolic links."""
+    return ["rsync", "-rtz", "--files-from=-", "-e", shell, "--", source, f"{into}/"]
+
+
+async def _run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b"") -> None:
+    """Run rsync. Raises MachineError if it fails. `what` and `where` describe the work in its message."""
+    for number in range(1, _MAX_TRIES + 1):
+        code, said = await _rsync_once(argv, what, stdin)
+        if code in (0, _VANISHED):
+            return
+        if said.strip() or number == _MAX_TRIES:
+            raise MachineError(_trouble(code, said, what, where))
+
+
+async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int, str]:
+    """The exit code, and the error output."""
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        _, said = await asyncio.wait_for(process.communicate(stdin), _RSYNC_TIMEOUT_S)
+    except TimeoutError as error:
+        raise MachineError(f"{what} took over {_RSYNC_TIMEOUT_S:g} s") from error
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return process.returncode, said.decode(errors="replace")
+
+
+def _trouble(code: int, said: str, what: str, where: str) -> str:
+    if _NO_SPACE in said and not what.startswith("fetching"):
+        return f"the disk of {where} is full; take a larger machine or volume"
+    if code in (12, 127) and ("rsync: not found" in said or "command not found" in said):
+        return f"there is no rsync on {where}; take an image that has it"
+    if code == _CANNOT_WRITE and not said.strip():
+        return f"files could not be written on {where}; is its disk full?"
+    return f"{what} failed ({code}): {said.strip()[-600:]}"
 
 
 def _text(value: object) -> str:
