@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pod_tables import add_plain_row, plan_json, print_plan, tell_unmoved_ends
+from diloco.cli.pod_tables import add_plain_row
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -26,7 +26,7 @@ from diloco.cli.pods_flags import (
     say,
 )
 from diloco.cli.pods_questions import interruption_told, shouted
-from diloco.cli.provision import Hours, agreed_to, given_back
+from diloco.cli.provision import Hours, agreed_to, given_back, shown_plan
 from diloco.cli.state_files import (
     SetStateFile,
     opened,
@@ -154,12 +154,9 @@ def run(
         # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
         there = {row.name for row in ledger.rows()}
         names = unfinished | there if unfinished else {spec.name for spec in found.pods}
-        agreed = await pods.plan([spec for spec in found.pods if spec.name in names])
-        print_plan(agreed, to_stderr=as_json)
-        tell_unmoved_ends(agreed, ledger)
+        specs = [spec for spec in found.pods if spec.name in names]
+        agreed = await shown_plan(pods, specs, as_json=as_json, only_plan=plan)
         if plan:
-            if as_json:
-                print(json.dumps({"plan": plan_json(agreed)}), flush=True)
             return {}
         await agreed_to(agreed, yes=yes)
         failures = await pods.apply(agreed, lambda: ensure_watcher(ledger))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,17 +12,15 @@ from diloco.cli.pods_flags import say
 
 if TYPE_CHECKING:
     from diloco.cli.provision import WantedPods
-    from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
 
 
 async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> int:
     """Print what the providers offer that fits these flags; those that are not given exclude nothing."""
-    from provisioning.errors import ProviderError
     from provisioning.pods.spec import PodSpec
-    from provisioning.providers.backoff import repeated
     from provisioning.providers.registry import open_provider
     from provisioning.renting.plan import objections
+    from provisioning.renting.renters import offers_of
 
     specs = [
         PodSpec(
@@ -38,20 +36,13 @@ async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> in
         )
         for gpu_type in wanted.gpu_types or (None,)
     ]
-    there: list[Offer] = []
-    failures: list[ProviderError] = []
-    for name in specs[0].providers:
-        provider = open_provider(name, where)
-        try:
-            # Without the check before renting: looking needs no SSH key, and no money.
-            there += await repeated(provider.offers, tell=functools.partial(say, name))
-        except ProviderError as error:
-            failures.append(error)
-            say(name, f"offers nothing now: {error}")
-        finally:
-            await provider.close()
-    if len(failures) == len(specs[0].providers):
-        raise failures[0]
+    async with contextlib.AsyncExitStack() as opened:
+        providers = []
+        for name in specs[0].providers:
+            providers.append(open_provider(name, where))
+            opened.push_async_callback(providers[-1].close)
+        # Without the check before renting: looking needs no SSH key, and no money.
+        there = await offers_of(providers, say)
     found = [one for one in there if any(not objections(spec, one) for spec in specs)]
     found.sort(key=lambda one: (one.price_per_hour, one.key))
     if as_json:

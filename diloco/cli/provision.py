@@ -193,12 +193,8 @@ def provision(
 
     async def attempt(found: Renters, setup: Setup) -> int:
         """Raises NoCapacity and NoOffer where not all pods can be had and that is to be waited for."""
-        agreed = await found.plan(specs)
-        print_plan(agreed, to_stderr=as_json)
-        tell_unmoved_ends(agreed, ledger)
+        agreed = await shown_plan(found, specs, as_json=as_json, only_plan=plan)
         if plan:
-            if as_json:
-                print(json.dumps({"plan": plan_json(agreed)}), flush=True)
             return 0
         await agreed_to(agreed, yes=yes)
         to_fetch.remember(ledger)
@@ -236,6 +232,16 @@ def provision(
                 await asyncio.sleep(_RETRY_S)
 
     return locked(ledger, bring_up)
+
+
+async def shown_plan(found: Renters, specs: Sequence[PodSpec], *, as_json: bool, only_plan: bool) -> Plan:
+    """What has to be done for these pods, which is also printed. `only_plan`: nothing else is to be done."""
+    agreed = await found.plan(specs)
+    print_plan(agreed, to_stderr=as_json)
+    tell_unmoved_ends(agreed, found.ledger)
+    if only_plan and as_json:
+        print(json.dumps({"plan": plan_json(agreed)}), flush=True)
+    return agreed
 
 
 async def agreed_to(agreed: Plan, *, yes: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from provisioning.machines.setup import Setup, set_up
 from provisioning.pods.pod import Offer
 from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.backoff import repeated
+from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.plan import Plan, candidates, plan
@@ -84,7 +86,7 @@ class Renters(dict[str, Renter]):
                 if provider in names and (provider == name or provider in in_doubt):
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
                 self.say(provider, f"cannot be asked for further pods: {name}: {error}")
-        return plan(specs, self.rows, await _offers(asked))
+        return plan(specs, self.rows, await offers_of([renter.provider for renter in asked], self.say))
 
     async def apply(self, agreed: Plan, watch: Callable[[], None] = lambda: None) -> Failures:
         """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
@@ -240,20 +242,21 @@ def _is_repeatable(found: Mapping[str, Renter], row: Row) -> bool:
     return renter is not None and renter.provider.repeatable
 
 
-async def _offers(asked: Sequence[Renter]) -> list[Offer]:
-    """The offers of these providers. Raises ProviderError only if all of them fail."""
+async def offers_of(providers: Sequence[Provider], say: Say) -> list[Offer]:
+    """All offers of these providers. Raises ProviderError only if all of them fail."""
     found: list[Offer] = []
     failures: list[ProviderError] = []
 
-    async def ask(renter: Renter) -> None:
+    async def ask(provider: Provider) -> None:
+        tell = functools.partial(say, provider.name)
         try:
-            found.extend(await repeated(renter.provider.offers, tell=renter.tell))
+            found.extend(await repeated(provider.offers, tell=tell))
         except ProviderError as error:
             failures.append(error)
-            renter.tell(f"offers nothing now: {error}")
+            tell(f"offers nothing now: {error}")
 
-    await gathered(ask(renter) for renter in asked)
-    if failures and len(failures) == len(asked):
+    await gathered(ask(provider) for provider in providers)
+    if failures and len(failures) == len(providers):
         raise failures[0]
     return found
 
