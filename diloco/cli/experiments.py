@@ -14,10 +14,15 @@ from cyclopts import App, Parameter
 from diloco.cli.pod_tables import add_plain_row
 from diloco.cli.pods_flags import (
     GIVEN,
+    Amount,
     AsJson,
     Fetch,
     Given,
+    Hours,
     Inventory,
+    Number,
+    Switch,
+    Yes,
     access,
     ensure_watcher,
     fetched,
@@ -26,7 +31,7 @@ from diloco.cli.pods_flags import (
     say,
 )
 from diloco.cli.pods_questions import interruption_told, shouted
-from diloco.cli.provision import Hours, agreed_to, given_back, shown_plan
+from diloco.cli.provision import agreed_to, given_back, shown_plan
 from diloco.cli.state_files import (
     SetStateFile,
     opened,
@@ -37,7 +42,7 @@ from diloco.cli.state_files import (
     typed,
 )
 from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, not_empty, whole
+from diloco.options.checks import not_empty
 from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
@@ -48,9 +53,6 @@ if TYPE_CHECKING:
 
 app = App(name="experiments", help="Run many trainings over rented pods.")
 
-Switch = Annotated[bool, Parameter(negative="")]
-Off = Annotated[bool, Parameter(negative="")]
-Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
 _LOCK_WAIT_S = 60.0
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
@@ -68,15 +70,15 @@ def run(
     total_steps: Number = None,
     batch_size: Number = None,
     grad_accum_steps: Number = None,
-    max_price: Annotated[float | None, Parameter(validator=(at_least(0), finite))] = None,
+    max_price: Amount = None,
     ttl_hours: Hours = None,
     plan: Switch = False,
     deploy_only: Switch = False,
-    no_deploy: Off = False,
-    no_sync: Off = False,
-    no_setup: Off = False,
+    no_deploy: Switch = False,
+    no_sync: Switch = False,
+    no_setup: Switch = False,
     destroy: Switch = False,
-    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     given: Annotated[Given, Parameter(name="*", group="To the pods and back")] = GIVEN,
     state_file: SetStateFile = None,
@@ -317,7 +319,7 @@ def list_(*, as_json: AsJson = False) -> int:
 def destroy(
     name: str = "",
     *,
-    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    yes: Yes = False,
     fetch: Fetch = None,
     state_file: SetStateFile = None,
     inventory: Inventory = None,

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +20,8 @@ from diloco.cli.pods_flags import (
     Given,
     Inventory,
     StateFile,
+    Switch,
+    Yes,
     access,
     ensure_watcher,
     locked,
@@ -36,14 +37,11 @@ from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 
 if TYPE_CHECKING:
-    from provisioning.renting.each import Failures
+    pass
 
 app = App(name="pods", help="Manage rented pods.")
 ssh_key = App(name="ssh-key", help="SSH keys at Lambda.")
 app.command(ssh_key)
-
-Switch = Annotated[bool, Parameter(negative="")]
-Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 
 
 @app.command
@@ -101,11 +99,17 @@ def logs(
 
     ledger = opened_existing(state_file)
     say_if_empty(ledger)
-    return run(
-        _told(
-            follow_all(ledger, access(inventory), names, job=job, lines=lines, follow=follow, write=_line),
+
+    def write(name: str, text: str) -> None:
+        print(f"{name} | {text}", flush=True)
+
+    async def work() -> int:
+        where = access(inventory)
+        return shouted(
+            await follow_all(ledger, where, names, job=job, lines=lines, follow=follow, write=write)
         )
-    )
+
+    return run(work())
 
 
 @app.command
@@ -181,7 +185,12 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
 
 
 @app.command
-def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: Inventory = None) -> int:
+def extend(
+    *names: str,
+    hours: Annotated[float, Parameter(validator=(at_least(0.01), finite))],
+    state_file: StateFile = None,
+    inventory: Inventory = None,
+) -> int:
     """Extend the rental of pods.
 
     Parameters
@@ -241,7 +250,7 @@ app.command(down)
 @app.command
 def forget(
     *names: str,
-    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    yes: Yes = False,
     state_file: StateFile = None,
 ) -> int:
     """Remove pods from the state file without giving them back, because you have ended them yourself.
@@ -347,11 +356,3 @@ def add(name: str, *, key_file: Path | None = None) -> int:
         return 0
 
     return run(work())
-
-
-async def _told(work: Awaitable[Failures]) -> int:
-    return shouted(await work)
-
-
-def _line(name: str, text: str) -> None:
-    print(f"{name} | {text}", flush=True)

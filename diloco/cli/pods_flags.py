@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from diloco.errors import UserError
+from diloco.options.checks import at_least, finite, whole
 
 if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
@@ -37,6 +38,11 @@ Fetch = Annotated[
         "directory, or none; default: logs,metrics,model.",
     ),
 ]
+Switch = Annotated[bool, Parameter(negative="")]
+Yes = Annotated[bool, Parameter(alias="-y", negative="")]
+Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
+Hours = Annotated[float | None, Parameter(validator=(at_least(0.01), finite))]
+Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON on stdout.")]
 

@@ -17,12 +17,17 @@ from cyclopts import App, Parameter
 from diloco.cli.pod_tables import plan_json, print_plan, tell_unmoved_ends
 from diloco.cli.pods_flags import (
     GIVEN,
+    Amount,
     AsJson,
     Fetch,
     Given,
+    Hours,
     Inventory,
+    Number,
     StateFile,
+    Switch,
     Words,
+    Yes,
     access,
     ensure_watcher,
     fetched,
@@ -34,7 +39,7 @@ from diloco.cli.pods_flags import (
 from diloco.cli.pods_questions import confirmed, interruption_told, shouted
 from diloco.cli.state_files import opened, opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, not_empty, whole
+from diloco.options.checks import not_empty
 from diloco.options.flags import HvConfig, Name, Seconds
 from provisioning.providers.registry import LISTED
 
@@ -54,11 +59,6 @@ _RETRY_S = 30.0
 _NOT_REPLACED = " Until the command has succeeded, no pod is replaced."
 
 app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
-
-Switch = Annotated[bool, Parameter(negative="")]
-Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
-Hours = Annotated[float | None, Parameter(validator=(at_least(0.01), finite))]
-Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class WantedPods:
     """Dollars per hour that a pod may cost."""
     image: str | None = None
     """Container image or template, where the provider takes one."""
-    spot: Annotated[bool, Parameter(negative="")] = False
+    spot: Switch = False
     """Also rent machines that the provider may take back at any time."""
 
     @property
@@ -139,7 +139,7 @@ def provision(
     wanted: Annotated[WantedPods, Parameter(name="*", group="Pods")] = NOT_SAID,
     offers: Switch = False,
     plan: Switch = False,
-    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     deploy_only: Switch = False,
     run_id: Name = DEFAULTS.run_id,
@@ -285,7 +285,7 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_js
 
 def down(
     *names: str,
-    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    yes: Yes = False,
     fetch: Fetch = None,
     state_file: StateFile = None,
     inventory: Inventory = None,

@@ -93,7 +93,7 @@ class Renter:
             # An earlier command received the answer, and died before it found the pod.
             await self.read_back(row, await self.pod_of(row))
             return
-        was_sent = row.state == State.CREATING
+        was_sent, pod_id = row.state == State.CREATING, ""
         try:
             async with self._ordering:
                 # Only now: a command that ends before leaves no order in doubt that was never sent.
@@ -103,7 +103,6 @@ class Renter:
                     lambda: self.provider.create(row.order), tell=self.tell, unexpected=OutcomeUnknown
                 )
         except OutcomeUnknown as error:
-            row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
             self.say(row.name, f"the answer to the order was lost ({error}); looking for its pod")
         except (ProviderError, UserError):
             if was_sent:
@@ -112,26 +111,26 @@ class Renter:
             else:
                 self.ledger.forget(row, now=self.clock())
             raise
-        else:
-            # With the time of now: repeated requests take a while.
+        # With the time of now: repeated requests take a while.
+        if pod_id:
             row = self.ledger.set_pod(row, pod_id, None, State.CREATING, asked_at=self.clock())
-            await self.read_back(row, await self.pod_of(row))
-            return
-        pod = await self._appeared(row)
-        if pod is None:
-            # If the pod appears later, it is given back.
-            self.ledger.advance(row, State.DELETING)
-            raise NoCapacity("the answer to the order was lost, and no listing shows its pod")
+            pod = await self.pod_of(row)
+        else:
+            row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
+            pod = await self._appeared(row)
         await self.read_back(row, pod)
 
-    async def _appeared(self, row: Row) -> Pod | None:
+    async def _appeared(self, row: Row) -> Pod:
+        """The pod of an order whose answer was lost. Raises NoCapacity if no listing shows it in time."""
         deadline = self.clock() + self.provider.settle_s + self.patience.poll_s
         while True:
             for pod in (await repeated(self.provider.pods, tell=self.tell)).pods:
                 if row.is_pod(pod):
                     return pod
             if self.clock() > deadline:
-                return None
+                # If the pod appears later, it is given back.
+                self.ledger.advance(row, State.DELETING)
+                raise NoCapacity("the answer to the order was lost, and no listing shows its pod")
             await asyncio.sleep(self.patience.poll_s)
 
     async def _boot(self, row: Row) -> None:

@@ -19,13 +19,14 @@ from provisioning.machines.setup import Mount, Setup
 from provisioning.pods.pod import Listing, Offer
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
+from provisioning.renting.plan import Creation, Plan
 from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
 from provisioning.swarm.keeper import Fate, fate, keeper_lacks_secret
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
-from provisioning.swarm.wanted import RUN_BEGAN, Wanted, begin_run, no_longer_wanted
+from provisioning.swarm.wanted import RUN_BEGAN, Wanted, begin_run, keep, no_longer_wanted
 
 SPECS = [PodSpec(name=f"pod-{index}", provider="lium,lambda", max_price=3.0) for index in range(2)]
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
@@ -351,6 +352,24 @@ def test_what_is_wanted_is_read_as_it_was_written_and_no_secret_is_in_the_file(t
     assert (found.specs, found.replaces, found.budget) == (SPECS, True, 40.0)
     assert found.setup == replace(wanted().setup, secrets={"MINE": ""})
     assert (found.options.run_id, found.options.flags) == ("r", ["--path-model", "150m"])
+    ledger.close()
+
+
+def test_what_was_agreed_on_is_kept_where_it_costs_money_and_replaced_for_half_more_at_most(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    setup, options = wanted().setup, wanted().options
+
+    def kept(*specs: PodSpec, price: float, **care: Any) -> Wanted | None:
+        offer = replace(OFFER, price_per_hour=price)
+        agreed = Plan(create=tuple(Creation(spec, offer) for spec in specs), keep=(), destroy=())
+        keep(ledger, agreed, setup, options, **{"replaces": False, "stops": None, **care})
+        return Wanted.read(ledger)
+
+    found = kept(PodSpec(name="any"), PodSpec(name="cheap", max_price=2.5), price=2.0, replaces=True)
+    assert found is not None and [spec.max_price for spec in found.specs] == [3.0, 2.5]
+    assert found.replaces and found.stops_when_idle
+    assert kept(PodSpec(name="any"), price=2.0, stops=False) is None
+    assert kept(PodSpec(name="free"), price=0.0) is None
     ledger.close()
 
 
