@@ -32,6 +32,13 @@ def opened(state_file: Path | None) -> Ledger:
     return Ledger((state_file or _default_state_file()).expanduser().absolute())
 
 
+def opened_existing(state_file: Path | None) -> Ledger:
+    """For what has no sense without pods: a file that was named and is not there is an error."""
+    if state_file is not None and not state_file.expanduser().exists():
+        raise UserError(f"There is no state file {state_file}: no pods were ever written down there.")
+    return opened(state_file)
+
+
 def _default_state_file() -> Path:
     from diloco.launch.swarm_config import state_dir
 
@@ -45,14 +52,8 @@ def typed(command: str, ledger: Ledger) -> str:
     return f"{command} --state-file {shlex.quote(str(ledger.path))}"
 
 
-def opened_existing(state_file: Path | None) -> Ledger:
-    """The same, for what has no sense without pods: a file that was named and is not there is an error."""
-    if state_file is not None and not state_file.expanduser().exists():
-        raise UserError(f"There is no state file {state_file}: no pods were ever written down there.")
-    return opened(state_file)
-
-
 def say_if_empty(ledger: Ledger) -> None:
+    """Say on stderr that there are no pods, if so."""
     if not ledger.rows():
         print(f"there are no pods in {ledger.path}", file=sys.stderr, flush=True)
 
