@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from diloco.data.tokenizer import load_tokenizer
-from diloco.launch.worker import exit_code, leave
+from diloco.launch.worker import exit_code, exit_process
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.rl.generator import Generator, of_model, of_servers, prompts_at_once
 from diloco.rl.servers import opened_servers
@@ -28,7 +28,7 @@ from peers.errors import LinkLost
 
 def main() -> NoReturn:
     signals = LeaveOnSignal()
-    leave(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+    exit_process(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:

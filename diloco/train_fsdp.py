@@ -28,7 +28,7 @@ from diloco.data.sampling import Block
 from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
-from diloco.launch.worker import Assignment, assigned, exit_code, leave
+from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
 from diloco.options.model_files import load_model_config, model_files, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
@@ -53,7 +53,7 @@ LONGEST_FIRST_EVALUATION_S = 60.0
 def main() -> NoReturn:
     """Entry point of every rank."""
     signals = LeaveOnSignal()
-    leave(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+    exit_process(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
@@ -65,7 +65,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
     world = World.from_environment(os.environ)
     device = world.device(config.device)
     with joined(world, device), cleaned_up_on_failure(clean_ups):
-        assignment, daemon = assigned(config, named, world, clean_ups)
+        assignment, daemon = make_assignment(config, named, world, clean_ups)
         with daemon.explains() if daemon is not None else contextlib.nullcontext():
             progress = assignment.progress(world)
             with contextlib.closing(progress):

@@ -29,7 +29,7 @@ from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
-from diloco.launch.worker import Assignment, assigned, exit_code, leave
+from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Commit, Diloco
@@ -74,7 +74,7 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 def main() -> NoReturn:
     """Entry point of every rank."""
     signals = LeaveOnSignal()
-    leave(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+    exit_process(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
@@ -84,7 +84,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
     server_gpu = take_gpus(config, world, os.environ)
     device = world.device(config.device)
     with joined(world, device), cleaned_up_on_failure(clean_ups):
-        assignment, daemon = assigned(config, named, world, clean_ups)
+        assignment, daemon = make_assignment(config, named, world, clean_ups)
         with daemon.explains() if daemon is not None else contextlib.nullcontext():
             progress = assignment.progress(world)
             with contextlib.closing(progress):

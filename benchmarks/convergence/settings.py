@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from diloco.options.flags import HvConfig, TrainConfig
-from diloco.options.trainer import for_mode
+from diloco.options.trainer import with_mode_defaults
 from peers.core.defaults import outer_momentum_for, residual_decay_for
 from peers.core.schedule import Schedule
 
@@ -75,7 +75,7 @@ class Scale:
             seed=seed,
             hv=HvConfig(local_steps=self.local_steps),
         )
-        return for_mode(config, {"lr"})
+        return with_mode_defaults(config, {"lr"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def trained(path_model: str, staleness: int, seed: int, num_steps: int) -> dict[
 
     from diloco.launch.worker import Assignment
     from diloco.options.flags import GrpoConfig, TrainConfig
-    from diloco.options.trainer import for_mode
+    from diloco.options.trainer import with_mode_defaults
     from diloco.outer.world import World
 
     config = TrainConfig(
@@ -82,7 +82,7 @@ def trained(path_model: str, staleness: int, seed: int, num_steps: int) -> dict[
         device="cpu",
         grpo=GrpoConfig(dataset=TASK, rollout="peers", max_completion_length=32),
     )
-    config = for_mode(config, {"lr", "warmup_steps", "total_steps", "total_batch_size"})
+    config = with_mode_defaults(config, {"lr", "warmup_steps", "total_steps", "total_batch_size"})
     with tempfile.TemporaryDirectory() as name:
         assignment = Assignment(config=config, run_dir=Path(name))
         training = _training_by_old_policies(staleness)(assignment, World(), torch.device("cpu"), [])

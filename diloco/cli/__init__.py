@@ -1,4 +1,5 @@
-"""The command line: one file for each verb.
+"""The command line: one file for each command.
 
-Start with app.py, which loads the verb that is called. reference.py and help_pages.py write what is said of flags.
+Start with app.py, which loads the command that is called. reference.py and help_pages.py generate the documentation of
+the flags.
 """

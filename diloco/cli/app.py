@@ -1,4 +1,4 @@
-"""`diloco`: the verbs, each loaded when it is called, and the one place that prints errors."""
+"""The command `diloco`: its subcommands, each loaded when it is called, and the place where errors are printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.cli.interrupts import exit_at_once_on_signals
 from diloco.errors import DilocoError, UserError, print_box
-from diloco.options.help import asked_for, known_verb
+from diloco.options.help import requested_page, split_command
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -28,45 +28,48 @@ def _version() -> str:
         return "unknown (not installed)"
 
 
-class Verb(NamedTuple):
-    """One command: the words that call it, the module that has it, and what it does."""
+class Command(NamedTuple):
+    """A subcommand: the words that call it, the module that defines it, and its description."""
 
     words: str
     module: str
     help: str
 
 
-VERBS = {
+COMMANDS = {
     "Train": (
-        Verb("run", "run:app", "Train with several peers on this machine."),
-        Verb("peer", "peer:app", "Run one peer of a swarm: join, train, average, leave."),
-        Verb("dht start", "dht:start_app", "Start a DHT node and coordinate a run."),
-        Verb("launch", "launch:app", "Start one training over several nodes."),
-        Verb("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds side by side."),
+        Command("run", "run:app", "Train with several peers on this machine."),
+        Command("peer", "peer:app", "Run one peer of a swarm: join, train, average, leave."),
+        Command("dht start", "dht:start_app", "Start a DHT node and coordinate a run."),
+        Command("launch", "launch:app", "Start one training over several nodes."),
+        Command("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds side by side."),
     ),
     "Watch and check": (
-        Verb("status", "status:app", "Show the peers of a swarm."),
-        Verb("dashboard", "dashboard:app", "Show a swarm on a web page."),
-        Verb("doctor", "doctor:app", "Check this machine and its connection to a swarm."),
+        Command("status", "status:app", "Show the peers of a swarm."),
+        Command("dashboard", "dashboard:app", "Show a swarm on a web page."),
+        Command("doctor", "doctor:app", "Check this machine and its connection to a swarm."),
     ),
     "Use what was trained": (
-        Verb("export", "export:app", "Convert a checkpoint to a model for transformers."),
-        Verb("ckpt rebuild", "ckpt:rebuild_app", "Rebuild a model from delta checkpoints."),
+        Command("export", "export:app", "Convert a checkpoint to a model for transformers."),
+        Command("ckpt rebuild", "ckpt:rebuild_app", "Rebuild a model from delta checkpoints."),
     ),
     "Plan and rent": (
-        Verb("simulate", "simulate:app", "Estimate the time, traffic and cost of a run."),
-        Verb("provision", "provision:app", "Rent pods and start a swarm on them."),
-        Verb("pods", "pods:app", "Manage rented pods."),
-        Verb("experiments", "experiments:app", "Run many trainings on rented pods."),
+        Command("simulate", "simulate:app", "Estimate the time, traffic and cost of a run."),
+        Command("provision", "provision:app", "Rent pods and start a swarm on them."),
+        Command("pods", "pods:app", "Manage rented pods."),
+        Command("experiments", "experiments:app", "Run many trainings on rented pods."),
     ),
-    "Control access": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
+    "Control access": (Command("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
 }
-"""Sections of `diloco --help`, by purpose."""
-_GROUPS = {"dht": "The DHT's bootstrap node and the run's coordinator.", "ckpt": "What trainings have saved."}
+"""The commands by section of `diloco --help`."""
+_GROUPS = {
+    "dht": "The DHT's bootstrap node and the run's coordinator.",
+    "ckpt": "Work with saved checkpoints.",
+}
 
 
 def make_app() -> App:
-    """The whole command line."""
+    """The cyclopts app with all commands."""
     from cyclopts import App, Parameter
 
     app = App(
@@ -74,16 +77,16 @@ def make_app() -> App:
         help="Train one model on machines scattered over the world.",
         version=_version,
         help_flags=(),
-        # Of a flag that is given twice, the last one counts.
+        # If a flag is given twice, the last value counts.
         default_parameter=Parameter(allow_repeating=True),
     )
     groups = {name: App(name=name, help=text) for name, text in _GROUPS.items()}
     for group in groups.values():
         app.command(group)
-    for verb in (verb for verbs in VERBS.values() for verb in verbs):
-        first, _, second = verb.words.partition(" ")
-        place = groups[first] if second else app
-        place.command(f"diloco.cli.{verb.module}", name=second or first, help=verb.help)
+    for command in (command for section in COMMANDS.values() for command in section):
+        first, _, second = command.words.partition(" ")
+        parent = groups[first] if second else app
+        parent.command(f"diloco.cli.{command.module}", name=second or first, help=command.help)
     return app
 
 
@@ -94,24 +97,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def exit_code(argv: list[str]) -> int:
-    """Run a command line: 0 done, 2 the user can mend it, 1 it failed; errors are shown."""
+    """Run a command line. Returns 0 if it succeeded, 2 for a user's error, 1 for others; prints the error."""
     try:
-        page = asked_for(argv or ["--help"])
+        page = requested_page(argv or ["--help"])
         if page is None:
-            return _ran(argv)
+            return _run_command(argv)
         print(page, end="", flush=True)
         return 0
     except BrokenPipeError:
-        # The reader, `head` for instance, has closed the pipe; keep Python from writing its buffer there at exit.
+        # The reader, for instance `head`, has closed the pipe. Without the next line, Python would write its buffer to
+        # the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
-def _ran(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     # Not at the top: while this loads, Python's own signal handlers would print a traceback.
     from cyclopts import CycloptsError
 
-    from diloco.options.trainer import explained
+    from diloco.options.trainer import parse_error_text
 
     try:
         result = make_app()(
@@ -120,9 +124,9 @@ def _ran(argv: list[str]) -> int:
         # Flush while errors are still handled here, not by the interpreter at exit.
         sys.stdout.flush()
     except CycloptsError as error:
-        verb = " ".join(known_verb(argv)[0])
-        said = explained(error, lambda flag: _other_verb_with(flag, verb))
-        print_box("diloco", f"{said}\nSee `{f'diloco {verb}'.rstrip()} --help`.")
+        command = " ".join(split_command(argv)[0])
+        text = parse_error_text(error, lambda flag: _similar_command_with(flag, command))
+        print_box("diloco", f"{text}\nSee `{f'diloco {command}'.rstrip()} --help`.")
         return USER_ERROR
     except UserError as error:
         print_box("diloco", str(error))
@@ -130,21 +134,21 @@ def _ran(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001
-        return _failed(error)
+        return _report_failure(error)
     return result if isinstance(result, int) else 0
 
 
-def _other_verb_with(flag: str, verb: str) -> str:
-    """Of the two verbs that are most easily confused the other one, if it has this flag; else nothing."""
-    other = {"run": "peer", "peer": "run"}.get(verb)
+def _similar_command_with(flag: str, command: str) -> str:
+    """`run` for `peer`, and `peer` for `run`, if that command has the flag; else an empty text."""
+    other = {"run": "peer", "peer": "run"}.get(command)
     if other is None:
         return ""
     flags = make_app()[other].assemble_argument_collection()
     return other if any(flag in argument.names for argument in flags) else ""
 
 
-def _failed(error: Exception) -> int:
-    # Not at the top: `--help` needs none of it.
+def _report_failure(error: Exception) -> int:
+    # Not at the top: these imports would slow down `--help`.
     import traceback
 
     from peers import errors as peers_errors

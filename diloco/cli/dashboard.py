@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peers.admission.secrets import SwarmSecret
 
 TOKEN_ENV = "DILOCO_DASHBOARD_TOKEN"
-LEAST_TOKEN_CHARACTERS = 16
+MIN_TOKEN_CHARACTERS = 16
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 app = App(name="dashboard")
@@ -47,8 +47,8 @@ def dashboard(
     """
     secret = swarm.secret()
     require("dashboard", "diloco dashboard")
-    token = token_from(os.environ.get(TOKEN_ENV))
-    listener = listening(host, port)
+    token = checked_token(os.environ.get(TOKEN_ENV))
+    listener = open_listener(host, port)
     from diloco.cli.interrupts import run_interruptible
     from peers.net.dht.node import load_hivemind
 
@@ -57,19 +57,19 @@ def dashboard(
     return run_interruptible(_serve(swarm, secret, listener, token))
 
 
-def token_from(text: str | None) -> str:
+def checked_token(text: str | None) -> str:
     """The user's token, or a new one. Raises UserError for one that is easy to guess."""
     if text is None:
         return secrets.token_urlsafe(24)
-    if len(text) < LEAST_TOKEN_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
+    if len(text) < MIN_TOKEN_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
         raise UserError(
-            f"{TOKEN_ENV} must be {LEAST_TOKEN_CHARACTERS} or more printable ASCII characters without spaces; "
+            f"{TOKEN_ENV} must be {MIN_TOKEN_CHARACTERS} or more printable ASCII characters without spaces; "
             "`openssl rand -hex 16` makes such a token."
         )
     return text
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises UserError where that cannot be."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -80,7 +80,7 @@ def listening(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: {said}; --port 0 takes any free port.") from error
 
 
-def address_of(listener: socket.socket, token: str) -> str:
+def page_url(listener: socket.socket, token: str) -> str:
     """What to open in a browser."""
     from urllib.parse import quote
 
@@ -91,7 +91,7 @@ def address_of(listener: socket.socket, token: str) -> str:
 
 async def _serve(swarm: Watched, secret: SwarmSecret | None, listener: socket.socket, token: str) -> int:
     from diloco.dashboard.feed import Feed
-    from diloco.dashboard.server import application, served
+    from diloco.dashboard.server import application, serve
 
     with listener:
         async with swarm.observed(secret) as observer:
@@ -99,6 +99,6 @@ async def _serve(swarm: Watched, secret: SwarmSecret | None, listener: socket.so
             if host not in _LOOPBACK:
                 print("note: the page and its token travel unencrypted; an SSH tunnel to loopback would not.")
             feed = Feed(observer)
-            print(f"dashboard: {address_of(listener, token)}", flush=True)
-            await served(application(feed, token=token, cookie=f"diloco-{port}"), listener, feed)
+            print(f"dashboard: {page_url(listener, token)}", flush=True)
+            await serve(application(feed, token=token, cookie=f"diloco-{port}"), listener, feed)
     return 0

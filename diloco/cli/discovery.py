@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from diloco.errors import UserError
-from diloco.options.flags import HvConfig
+from diloco.options.flags import HvConfig, TrainConfig
+
+
+def with_discovered_peers(config: TrainConfig, discover: bool) -> TrainConfig:
+    """The configuration with the initial peers that --discover finds, unless --initial-peers is given."""
+    if not discover or config.hv.initial_peers:
+        return config
+    return replace(config, hv=replace(config.hv, initial_peers=discovered(config.hv)))
 
 
 def discovered(hv: HvConfig) -> tuple[str, ...]:
-    """Addresses of the run's members on this network; none for whoever may begin the run. Raises UserError."""
+    """Addresses of the run's members on this network. Raises UserError if there are none.
+
+    A peer with a world rank may start the run, so for that peer an empty list is no error.
+    """
     from peers.net.lan import ASK_TIMEOUT_S, found_here
 
     found = tuple(found_here(hv.run_id))
     for maddr in found:
-        note = f"found {maddr} on this network, where anybody may answer; to choose the peer, use --initial-peers"
+        note = f"found {maddr} on this network, where any machine can answer; --initial-peers names a certain peer"
         print(f"note: {note}", file=sys.stderr)
     if not found and hv.world_rank is None:
         raise UserError(
-            f"nobody on this network said within {ASK_TIMEOUT_S:g} s that it is in the run {hv.run_id!r}. Is "
-            "`diloco dht start --discover` running there, under this --run-id, and does a firewall let UDP through? "
-            "Otherwise give --initial-peers."
+            f"no member of the run {hv.run_id!r} answered on this network within {ASK_TIMEOUT_S:g} s. Is "
+            "`diloco dht start --discover` running there with this --run-id, and do firewalls let UDP through? "
+            "Otherwise use --initial-peers."
         )
     return found

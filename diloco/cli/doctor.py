@@ -16,13 +16,20 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.machine_recipes import chosen
-from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, program_of
-from diloco.doctor.findings import Finding, as_json, broken, examined, failed
+from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, parse_worker
+from diloco.doctor.findings import Finding, as_json, crashed, failed, run_check
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
 from diloco.options.flags import Seconds
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import ConfigPath, HvConfig, TrainConfig, TrainFlags, for_mode, settled
+from diloco.options.trainer import (
+    ConfigPath,
+    HvConfig,
+    TrainConfig,
+    TrainFlags,
+    with_fitting_batch_size,
+    with_mode_defaults,
+)
 from diloco.rl.gpus import gpus_for_ranks, starts_server
 from diloco.train.devices import Machine, num_ranks, this_machine
 
@@ -83,10 +90,10 @@ def doctor(
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
     if role == "rollout":
         train = replace(train, mode="grpo")
-    train = for_mode(train, _SOURCE.named)
-    if not program_of(worker) and role == "train":
+    train = with_mode_defaults(train, _SOURCE.named)
+    if not parse_worker(worker) and role == "train":
         train = chosen(train, _SOURCE.named, machine, num_ranks=ranks).config
-    train = settled(train, _SOURCE.named, num_ranks=ranks)
+    train = with_fitting_batch_size(train, _SOURCE.named, num_ranks=ranks)
     found: list[Finding] = []
 
     def tell(finding: Finding) -> None:
@@ -115,16 +122,16 @@ def _of_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Fi
     from diloco.doctor.software import check_packages, check_python, check_torch, check_vllm
     from diloco.launch.swarm_config import state_dir
 
-    yield from examined("python", check_python, _INSTALL)
-    yield from examined("packages", lambda: check_packages(extras_of(train)), _INSTALL)
-    loaded = list(examined("torch", check_torch, _INSTALL))
+    yield from run_check("python", check_python, _INSTALL)
+    yield from run_check("packages", lambda: check_packages(extras_of(train)), _INSTALL)
+    loaded = list(run_check("torch", check_torch, _INSTALL))
     yield from loaded
     if all(finding.verdict == "pass" for finding in loaded):
         yield from _of_torch(train, ranks, machine)
     if starts_server(train):
-        yield from examined("vllm", lambda: check_vllm(train.grpo), "--rollout hf")
-    yield from examined("descriptors", check_descriptors, "ulimit -n 4096")
-    yield from examined("disk", lambda: check_disk(train, state_dir()), "df -h")
+        yield from run_check("vllm", lambda: check_vllm(train.grpo), "--rollout hf")
+    yield from run_check("descriptors", check_descriptors, "ulimit -n 4096")
+    yield from run_check("disk", lambda: check_disk(train, state_dir()), "df -h")
 
 
 def _of_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
@@ -133,15 +140,15 @@ def _of_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Find
     from diloco.doctor.resources import check_model_memory
     from diloco.doctor.speed import check_speed
 
-    yield from examined("gpu", lambda: check_gpus(train.device), "nvidia-smi")
+    yield from run_check("gpu", lambda: check_gpus(train.device), "nvidia-smi")
     compiles = train.torch_compile is not False
-    yield from examined("nccl", lambda: check_nccl(train.device, ranks, compiles=compiles), "nvidia-smi")
+    yield from run_check("nccl", lambda: check_nccl(train.device, ranks, compiles=compiles), "nvidia-smi")
     memory = list(
-        examined("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes()), "--path-model 2m")
+        run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes()), "--path-model 2m")
     )
     yield from memory
     if train.mode == "pretrain" and all(finding.verdict == "pass" for finding in memory):
-        yield from examined(
+        yield from run_check(
             "speed", lambda: check_speed(train, ranks, num_peers=machine.num_peers), "--path-model 2m"
         )
 
@@ -166,7 +173,7 @@ def _examine_network(
             async for finding in of_network(hv, timeout_s):
                 tell(finding)
         except Exception as error:  # noqa: BLE001 - what is known already is worth telling
-            tell(broken("swarm", error, "diloco status --initial-peers <maddr>"))
+            tell(crashed("swarm", error, "diloco status --initial-peers <maddr>"))
         return 0
 
     return run_interruptible(examine())

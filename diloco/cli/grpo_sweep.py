@@ -10,11 +10,18 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError
-from diloco.launch.sweep import check_room, overruled, planned
+from diloco.launch.sweep import check_resources, notes_on_overridden_flags, plan_instances
 from diloco.options.checks import at_least, whole
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
+from diloco.options.trainer import (
+    ConfigPath,
+    TrainConfig,
+    TrainFlags,
+    notes_on_unused_flags,
+    with_fitting_batch_size,
+    with_mode_defaults,
+)
 from diloco.train.devices import this_machine, visible_gpus
 
 _SOURCE = ValueSource()
@@ -60,19 +67,19 @@ def grpo_sweep(
 
     named = _SOURCE.named | {"mode"}
     train = replace(train, mode="grpo")
-    for remark in [*remarks(train, named), *overruled(train, named)]:
+    for remark in [*notes_on_unused_flags(train, named), *notes_on_overridden_flags(train, named)]:
         print(f"note: {remark}", file=sys.stderr, flush=True)
-    train = settled(for_mode(train, named), named)
+    train = with_fitting_batch_size(with_mode_defaults(train, named), named)
     # So that a mistyped name is reported once, not by each instance.
     load_model_config(train.path_model)
     check_choices(train, this_machine(os.environ, train.device))
-    plan = planned(
+    plan = plan_instances(
         train,
         num_instances=instances,
         seeds=seeds_of(seeds, instances, train.seed),
         gpus=visible_gpus(os.environ),
     )
-    check_room(plan, train, os.environ, min_free_bytes=int(min_free_gb * 1e9))
+    check_resources(plan, train, os.environ, min_free_bytes=int(min_free_gb * 1e9))
     from diloco.launch.sweep_run import Sweep
 
     return run_interruptible(Sweep(train, named, plan, average).until_reported())

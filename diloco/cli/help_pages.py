@@ -1,6 +1,6 @@
-"""The pages of `--help`, as the code has the flags. `make docs` writes them to diloco/help/; see options/help.py.
+"""Generates the pages of `--help` from the code. `make docs` writes them to diloco/help/; options/help.py prints them.
 
-A verb with many flags has two: the flags that most people need, and with `--help-all` all of them.
+A command with many flags has two pages: `--help` shows the main flags, and `--help-all` shows all of them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts.annotations import resolve_optional
 
-from diloco.cli.app import VERBS, make_app
-from diloco.cli.described import (
+from diloco.cli.app import COMMANDS, make_app
+from diloco.cli.command_info import (
     arguments_of,
+    commands_of,
     default_of,
     field_of,
     help_of,
     names_of,
     paragraphs_of,
-    verbs_of,
 )
 from diloco.cli.machine_recipes import RECIPES
 from diloco.options.help import PAGES_DIR, page_path
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 _COLUMNS = 80
 _INDENT = 30
-# Shown first when all flags of a verb are listed.
+# Groups of shared flags, in the order in which pages show them.
 _GROUPS_IN_ORDER = ("Swarm", "Training", "Checkpoints")
 
-_OF_A_PEER = ("--initial-peers", "--run-id", "--host-maddrs")
-_OF_A_RUN = ("--path-model", "--dataset-name-or-path", "--lr", "--total-batch-size", "--total-steps")
-_OF_AVERAGING = ("--hv.local-steps", "--hv.compression")
-FLAGS = {
-    "peer": (*_OF_A_PEER, *_OF_AVERAGING, *_OF_A_RUN, "--ckpt.path", "--ckpt.interval", "--ckpt.resume"),
+_PEER_FLAGS = ("--initial-peers", "--run-id", "--host-maddrs")
+_RUN_FLAGS = ("--path-model", "--dataset-name-or-path", "--lr", "--total-batch-size", "--total-steps")
+_AVERAGING_FLAGS = ("--hv.local-steps", "--hv.compression")
+MAIN_FLAGS = {
+    "peer": (*_PEER_FLAGS, *_AVERAGING_FLAGS, *_RUN_FLAGS, "--ckpt.path", "--ckpt.interval", "--ckpt.resume"),
     "run": (
         "--peers",
-        *_OF_AVERAGING,
-        *_OF_A_RUN,
+        *_AVERAGING_FLAGS,
+        *_RUN_FLAGS,
         "--seq-length",
         "--ckpt.interval",
         "--config",
         "--run-dir",
     ),
-    "doctor": (*_OF_A_PEER, "--path-model", "--dataset-name-or-path", "--run-dir", "--json"),
+    "doctor": (*_PEER_FLAGS, "--path-model", "--dataset-name-or-path", "--run-dir", "--json"),
     "grpo-sweep": ("--instances", "--seeds", "--average", "--path-model", "--dataset", "--rollout", "--lr"),
     "simulate": (
         *("--params", "--peers", "--gpu", "--bandwidth", "--rtt", "--local-steps", "--codec", "--fragments"),
@@ -70,10 +70,10 @@ FLAGS = {
         "--dry-run",
     ),
 }
-"""Of verbs with many flags, those that most people need."""
+"""The main flags of the commands that have many, in the order in which `--help` shows them."""
 
-_CHOSEN = {name for recipe in RECIPES for name in ("optimizer", *recipe.values, *recipe.rates["muon"])}
-"""What `run`, `peer` and `provision` choose for the machine, unless a model is named."""
+_RECIPE_FIELDS = {name for recipe in RECIPES for name in ("optimizer", *recipe.values, *recipe.rates["muon"])}
+"""Fields that `run`, `peer` and `provision` choose for the machine, so that the help shows no default."""
 
 _MADDR = "--initial-peers <maddr>"
 EXAMPLES = {
@@ -112,17 +112,17 @@ EXAMPLES = {
 
 
 def pages() -> dict[str, str]:
-    """The text of every page by the name of its file."""
+    """The text of every page by file name."""
     app = make_app()
-    verbs = {" ".join(words): verb for words, verb in verbs_of(app)}
-    found = {"": _home()}
-    found |= {group: _group_page(group, app, verbs) for group in _groups(verbs)}
+    commands = {" ".join(words): command for words, command in commands_of(app)}
+    found = {"": _overview_page()}
+    found |= {group: _group_page(group, app, commands) for group in _groups(commands)}
     texts = {page_path(words.split()).name: text for words, text in found.items()}
-    for words, verb in verbs.items():
-        few = FLAGS.get(words, ())
-        texts[page_path(words.split()).name] = _page(words, verb, few)
-        if few:
-            texts[page_path(words.split(), everything=True).name] = _page(words, verb, ())
+    for words, command in commands.items():
+        main_flags = MAIN_FLAGS.get(words, ())
+        texts[page_path(words.split()).name] = _page(words, command, main_flags)
+        if main_flags:
+            texts[page_path(words.split(), everything=True).name] = _page(words, command, ())
     texts[page_path(["trainer"]).name] = _page("trainer", trainer_app(ValueSource()), ())
     return texts
 
@@ -137,56 +137,56 @@ def write_pages() -> None:
         (PAGES_DIR / name).write_text(text, encoding="utf-8")
 
 
-def _home() -> str:
+def _overview_page() -> str:
     lines = ["Usage: diloco COMMAND [FLAGS]", "", "Train one model on machines scattered over the world.", ""]
-    for group, verbs in VERBS.items():
-        lines += [f"{group}:", *(f"  {verb.words:<14}{verb.help}" for verb in verbs), ""]
+    for group, commands in COMMANDS.items():
+        lines += [f"{group}:", *(f"  {command.words:<14}{command.help}" for command in commands), ""]
     lines += ["`diloco COMMAND --help` describes a command. To begin, try `diloco run`."]
     return "\n".join(lines) + "\n"
 
 
-def _groups(verbs: Mapping[str, App]) -> list[str]:
-    """The leading words of a verb: the groups that have verbs of their own."""
-    found = (words.split()[:number] for words in verbs for number in range(1, len(words.split())))
+def _groups(commands: Mapping[str, App]) -> list[str]:
+    """The names of the groups of commands."""
+    found = (words.split()[:number] for words in commands for number in range(1, len(words.split())))
     return sorted({" ".join(words) for words in found})
 
 
-def _group_page(group: str, app: App, verbs: Mapping[str, App]) -> str:
+def _group_page(group: str, app: App, commands: Mapping[str, App]) -> str:
     for word in group.split():
         app = app[word]
-    below = {words: verb for words, verb in verbs.items() if words.startswith(f"{group} ")}
+    below = {words: command for words, command in commands.items() if words.startswith(f"{group} ")}
     lines = [f"Usage: diloco {group} COMMAND [FLAGS]", ""]
     lines += [*textwrap.wrap(paragraphs_of(app)[0], _COLUMNS), "", "Commands:"]
-    for words, verb in below.items():
-        lines += _row(words.removeprefix(f"{group} "), paragraphs_of(verb)[0], indent=16)
-    return "\n".join([*lines, "", f"`diloco {group} COMMAND --help` says more of one."]) + "\n"
+    for words, command in below.items():
+        lines += _flag_lines(words.removeprefix(f"{group} "), paragraphs_of(command)[0], indent=16)
+    return "\n".join([*lines, "", f"`diloco {group} COMMAND --help` describes a command."]) + "\n"
 
 
-def _page(words: str, verb: App, few: Sequence[str]) -> str:
-    arguments = arguments_of(verb)
-    named = {name: _named(arguments, name) for name in few}
+def _page(words: str, command: App, main_flags: Sequence[str]) -> str:
+    arguments = arguments_of(command)
+    named = {name: _argument_named(arguments, name) for name in main_flags}
     rows = [(one, name) for name, one in named.items()] or [(one, _label(one)) for one in arguments]
     program = "torchrun diloco/train_fsdp.py" if words == "trainer" else f"diloco {words}"
-    lines = [str(verb.usage or f"Usage: {program}{_places(arguments)} [FLAGS]"), ""]
-    for paragraph in paragraphs_of(verb):
+    lines = [str(command.usage or f"Usage: {program}{_positional_arguments(arguments)} [FLAGS]"), ""]
+    for paragraph in paragraphs_of(command):
         lines += [*textwrap.wrap(paragraph, _COLUMNS), ""]
     lines += ["Example:", f"  {EXAMPLES[words]}", ""]
-    for group in _in_order([argument for argument, _name in rows]):
+    for group in _ordered_groups([argument for argument, _name in rows]):
         lines += [f"{group}:"]
         for argument, name in rows:
             if _group_of(argument) == group:
-                value = _value_of(argument) if name.startswith("-") else ""
-                lines += _row(f"{name} {value}".rstrip(), _meaning(argument))
+                value = _value_placeholder(argument) if name.startswith("-") else ""
+                lines += _flag_lines(f"{name} {value}".rstrip(), _help_text(argument))
         lines += [""]
-    if few:
+    if main_flags:
         lines += [f"`diloco {words} --help-all` lists all {len(arguments)} flags."]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _places(arguments: Sequence[Argument]) -> str:
-    """Positional arguments."""
-    places = {_label(one): one.required for one in arguments if one.index is not None}
-    return "".join(f" {name}" if required else f" [{name}]" for name, required in places.items())
+def _positional_arguments(arguments: Sequence[Argument]) -> str:
+    """Positional arguments, for the usage line."""
+    labels = {_label(one): one.required for one in arguments if one.index is not None}
+    return "".join(f" {name}" if required else f" [{name}]" for name, required in labels.items())
 
 
 def _label(argument: Argument) -> str:
@@ -195,12 +195,12 @@ def _label(argument: Argument) -> str:
     return ", ".join(names_of(argument))
 
 
-def _named(arguments: Sequence[Argument], name: str) -> Argument:
+def _argument_named(arguments: Sequence[Argument], name: str) -> Argument:
     return next(argument for argument in arguments if name in argument.names)
 
 
-def _in_order(arguments: Sequence[Argument]) -> list[str]:
-    """The verb's own flags, then how to join, then what is trained, then the rest."""
+def _ordered_groups(arguments: Sequence[Argument]) -> list[str]:
+    """The groups of flags: the command's own, then the shared ones in their fixed order, and GRPO last."""
     groups = list(dict.fromkeys(map(_group_of, arguments)))
     shared = [group for group in _GROUPS_IN_ORDER if group in groups]
     reinforcement = [group for group in groups if group == "GRPO"]
@@ -214,7 +214,7 @@ def _group_of(argument: Argument) -> str:
     return "Flags" if name in ("", "Parameters", "Arguments") else name
 
 
-def _value_of(argument: Argument) -> str:
+def _value_placeholder(argument: Argument) -> str:
     """The placeholder for the value."""
     if argument.parameter.metavar:
         return str(argument.parameter.metavar)
@@ -226,14 +226,14 @@ def _value_of(argument: Argument) -> str:
     return {int: "INT", float: "NUMBER", str: "TEXT"}.get(hint, "PATH" if "Path" in str(hint) else "TEXT")
 
 
-def _meaning(argument: Argument) -> str:
+def _help_text(argument: Argument) -> str:
     default, text = default_of(argument), help_of(argument)
-    if default in ("", "off") or "default" in text or field_of(argument) in _CHOSEN:
+    if default in ("", "off") or "default" in text or field_of(argument) in _RECIPE_FIELDS:
         return text
     return f"{text} [{default if default == 'required' else f'default: {default}'}]"
 
 
-def _row(name: str, text: str, *, indent: int = _INDENT) -> Iterator[str]:
+def _flag_lines(name: str, text: str, *, indent: int = _INDENT) -> Iterator[str]:
     lines = textwrap.wrap(text, _COLUMNS - indent, break_long_words=False, break_on_hyphens=False) or [""]
     if len(name) + 3 > indent:
         yield f"  {name}"

@@ -1,4 +1,4 @@
-"""`diloco peer`: one peer of a swarm: its daemon in this process, its workers below it."""
+"""`diloco peer`: runs one peer of a swarm: the daemon in this process, and the workers as child processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from diloco.cli.discovery import discovered
+from diloco.cli.discovery import with_discovered_peers
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError
-from diloco.launch.workplace import (
-    check_not_refused,
+from diloco.launch.peer_workers import (
+    log_and_print,
     path_with_this_python,
-    tell_in,
+    raise_if_refused,
     worker_command,
     worker_log,
 )
@@ -33,10 +33,10 @@ from diloco.options.trainer import (
     Scalar,
     TrainConfig,
     TrainFlags,
-    for_mode,
-    remarks,
-    settled,
+    notes_on_unused_flags,
     trainer_of,
+    with_fitting_batch_size,
+    with_mode_defaults,
 )
 from diloco.rl.gpus import gpus_for_ranks
 from diloco.train.devices import num_ranks, this_machine
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
 
 _SOURCE = ValueSource()
-NOT_KEPT = (
+NO_CHECKPOINTS = (
     "no checkpoints are saved: if all peers stop before the end, the progress of the run is lost; "
     "--ckpt.interval 100 saves one every 100 steps"
 )
@@ -75,8 +75,8 @@ def peer(
 ) -> int:
     """Join a swarm, train in it, and leave it when the training is done.
 
-    The weights, and all settings of the run that are not given here, come from the swarm. The first peer chooses a
-    model and batch size that suit its machine, or takes the model of --path-model; a preset includes batch size and
+    The weights, and all settings of the run that are not given here, come from the swarm. The first peer uses the
+    model of --path-model, or chooses a model and batch size that suit its machine; a preset includes batch size and
     sequence length. The same command starts a peer, joins a running swarm, and rejoins it after a crash.
 
     Parameters
@@ -88,15 +88,15 @@ def peer(
     peers_here: int
         Number of peers on this machine, this one included; they share its cores and memory.
     discover: bool
-        Find the run on this network, in place of --initial-peers, by asking over UDP multicast; and answer who asks.
+        Instead of --initial-peers, find the run on the local network by UDP multicast, and answer such requests.
     role: str
-        `rollout`: generate completions for the peers of the run that train with --rollout peers, and do not train.
+        `rollout`: do not train, but generate completions for the peers of the run that have --rollout peers.
     worker: str
-        Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
+        Your own training program, which calls `Diloco(model)`, such as "python loop.py"; default: diloco's trainer.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.data.batches import check_data
-    from diloco.doctor.before_start import check_choices, check_ports_free, check_room
+    from diloco.doctor.before_start import check_choices, check_memory_and_disk, check_ports_free
     from diloco.launch.phase_file import write_phase
     from diloco.launch.swarm_config import daemon_config, state_dir
     from peers.protocol.reports import Phase
@@ -104,55 +104,52 @@ def peer(
     if role == "rollout":
         from diloco.cli.rollout_peer import rollout_peer
 
-        if discover and not train.hv.initial_peers:
-            train = replace(train, hv=replace(train.hv, initial_peers=discovered(train.hv)))
-        return rollout_peer(train, _SOURCE.named, num_peers=peers_here)
+        return rollout_peer(with_discovered_peers(train, discover), _SOURCE.named, num_peers=peers_here)
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
-    for remark in remarks(train, _SOURCE.named):
+    for remark in notes_on_unused_flags(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
-    program, train = program_of(worker), for_mode(train, _SOURCE.named)
-    # A program of the user's own brings its own model.
+    program, train = parse_worker(worker), with_mode_defaults(train, _SOURCE.named)
+    # The user's own program has its own model.
     choice = Choice(config=train) if program else chosen(train, _SOURCE.named, machine, num_ranks=ranks)
-    train = settled(choice.config, _SOURCE.named, num_ranks=ranks)
-    if program and (unread := unread_by_a_program(_SOURCE.named)):
-        print(f"note: {unread}", file=sys.stderr, flush=True)
-    if discover and not train.hv.initial_peers:
-        train = replace(train, hv=replace(train.hv, initial_peers=discovered(train.hv)))
+    train = with_fitting_batch_size(choice.config, _SOURCE.named, num_ranks=ranks)
+    if program and (note := note_on_unused_flags(_SOURCE.named)):
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    train = with_discovered_peers(train, discover)
     is_first = not train.hv.initial_peers
     if not program:
         check_choices(train, machine, is_settled=is_first)
-    # Fields that are not named come from the swarm.
+    # Settings that the user has not set come from the swarm, so only the others are checked.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
     fields = {
         **daemon_config(train, _SOURCE.named, has_own_worker=bool(program)),
         "discover": discover,
     }
-    # Ports and memory taken by other peers here are not free any more.
-    alone = replace(machine, num_peers=1)
-    check_room(train, alone, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
+    # The other peers on this machine may already use their memory, so only this one is counted.
+    one_peer = replace(machine, num_peers=1)
+    check_memory_and_disk(train, one_peer, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
     check_ports_free(train.hv)
     with run_dir_of(train) as run_dir:
         print(f"run directory: {run_dir}", flush=True)
         write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
-        # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice
-        # a signal.
+        # These imports take seconds. They come after the checks of the arguments, which then fail fast, and before
+        # the event loop, which could not handle signals meanwhile.
         import peers.daemon.main  # noqa: F401
         from peers.net.dht.node import load_hivemind
 
         load_hivemind()
         if not program and "path_model" in _SOURCE.named:
-            from diloco.doctor.speed import tell_if_slow
+            from diloco.doctor.speed import warn_if_slow
 
-            tell_if_slow(train, ranks, num_peers=peers_here)
+            warn_if_slow(train, ranks, num_peers=peers_here)
         choice = replace(choice, config=train)
-        workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
-        return run_interruptible(_live(workplace, fields))
+        workers = WorkerSetup(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
+        return run_interruptible(_run_peer(workers, fields))
 
 
-def program_of(worker: str | None) -> tuple[str, ...]:
-    """The words of --worker; nothing means the trainer. Raises UserError where it cannot be started."""
+def parse_worker(worker: str | None) -> tuple[str, ...]:
+    """The words of --worker; empty without the flag. Raises UserError for a program that cannot be started."""
     if worker is None:
         return ()
     try:
@@ -160,57 +157,55 @@ def program_of(worker: str | None) -> tuple[str, ...]:
     except ValueError as error:
         raise UserError(f"--worker {worker}: {error}.") from error
     if not words or shutil.which(words[0], path=path_with_this_python()) is None:
-        raise UserError(f"--worker {worker!r} names no program that is here to be started.")
+        raise UserError(f"--worker {worker!r} names no program that can be started on this machine.")
     script = next((word for word in words if word.endswith(".py")), None)
     if script is not None and not Path(script).expanduser().exists():
-        raise UserError(f"--worker {worker!r}: there is no {script} here.")
+        raise UserError(f"--worker {worker!r}: the file {script} does not exist.")
     return words
 
 
-def unread_by_a_program(named: Collection[str]) -> str:
-    """One sentence on the flags that only diloco's own trainer follows, if any were given."""
-    # The outer step follows the inner optimizer.
-    flags = [f"--{name.replace('_', '-')}" for name in sorted(named) if not name.startswith("hv.")]
-    unread = [flag for flag in flags if flag not in ("--device", "--run-dir", "--optimizer")]
-    return (
-        f"{', '.join(unread)}: the program of --worker is not told, only diloco's own trainer."
-        if unread
-        else ""
-    )
+def note_on_unused_flags(named: Collection[str]) -> str:
+    """One sentence on the given flags that have no effect with --worker; empty if there are none."""
+    # The defaults of the outer step depend on the inner optimizer, so --optimizer has an effect.
+    used = ("device", "run_dir", "optimizer")
+    unused = [name for name in sorted(named) if not name.startswith("hv.") and name not in used]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+    return f"{flags}: no effect with --worker; only diloco's own trainer reads such flags." if flags else ""
 
 
 @dataclass
-class Workplace:
-    """How this peer's workers are started."""
+class WorkerSetup:
+    """The settings with which this peer's workers are started."""
 
     choice: Choice
     named: frozenset[str]
     run_dir: Path
     num_ranks: int
     program: tuple[str, ...] = ()
-    """What the user trains with instead of the trainer."""
+    """The command of --worker; empty for diloco's trainer."""
     num_peers: int = 1
     """Peers on this machine."""
-    agreed: TrainConfig | None = None
-    """What diloco's trainer trains, once the swarm has agreed on it."""
+    adopted: TrainConfig | None = None
+    """The configuration of diloco's trainer; None until the swarm's manifest is known, and with --worker."""
 
     def command(
         self, manifest: Mapping[str, Scalar], is_own: bool, world_rank: int, link_path: Path
     ) -> WorkerCommand:
-        """The workers' command line, after writing the configuration that it names. `is_own`: this peer, and no other,
-        has chosen the manifest.
-        """
-        from diloco.launch.swarm_config import adopted
+        """The workers' command line, after writing the configuration file that it names.
 
-        config = adopted(
+        `is_own`: the manifest is this peer's own proposal.
+        """
+        from diloco.launch.swarm_config import adopt_manifest
+
+        config = adopt_manifest(
             self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
         )
         if not self.program:
             check_extras(config)
-            self.agreed = config
+            self.adopted = config
             print(self.choice.in_words(config, has_joined=not is_own), flush=True)
             if is_own and config.ckpt.interval is None:
-                print(NOT_KEPT, flush=True)
+                print(NO_CHECKPOINTS, flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         return worker_command(
             config,
@@ -223,32 +218,33 @@ class Workplace:
         )
 
 
-async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
-    from diloco.launch.live import Shown, show, show_log, viewed
+async def _run_peer(workers: WorkerSetup, fields: Mapping[str, Any]) -> int:
+    from diloco.launch.live import PeerRow, running_view, show, show_log
     from diloco.launch.phase_file import write_phase
     from peers.daemon.config import DaemonConfig
     from peers.daemon.main import run_daemon
 
-    tell_in(workplace.run_dir / "logs" / "daemon.log")
-    shown = Shown("this peer", workplace.run_dir, since=time.time())
-    # Only our trainers write metrics; a program of the user's own prints what it likes, we what this peer does.
-    views = [show([shown], terminal=False if workplace.program else None)]
-    if workplace.program:
-        views.append(show_log(worker_log(workplace.run_dir)))
-    async with contextlib.AsyncExitStack() as shown_meanwhile:
+    log_and_print(workers.run_dir / "logs" / "daemon.log")
+    row = PeerRow("this peer", workers.run_dir, since=time.time())
+    # Only diloco's trainers write metrics. The output of the user's own program is printed as it is, so a table that
+    # is redrawn in place would be disturbed.
+    views = [show([row], terminal=False if workers.program else None)]
+    if workers.program:
+        views.append(show_log(worker_log(workers.run_dir)))
+    async with contextlib.AsyncExitStack() as stack:
         for view in views:
-            await shown_meanwhile.enter_async_context(viewed(view))
+            await stack.enter_async_context(running_view(view))
         code = await run_daemon(
             DaemonConfig(**fields),
-            worker=workplace.command,
-            on_phase=lambda phase: write_phase(workplace.run_dir, phase),
+            worker=workers.command,
+            on_phase=lambda phase: write_phase(workers.run_dir, phase),
         )
-    check_not_refused(code, workplace.run_dir)
-    if workplace.agreed is None:
-        print(f"training is done; its logs are in {workplace.run_dir}", flush=True)
+    raise_if_refused(code, workers.run_dir)
+    if workers.adopted is None:
+        print(f"training is done; its logs are in {workers.run_dir}", flush=True)
         return 0
     from diloco.launch.report import report
 
     print("training is done", flush=True)
-    report(workplace.agreed, workplace.run_dir, in_swarm=True)
+    report(workers.adopted, workers.run_dir, in_swarm=True)
     return 0

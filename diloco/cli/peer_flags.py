@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, may_be_hub_id, preset_names
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import TrainConfig, explained, for_mode, settled
+from diloco.options.trainer import TrainConfig, parse_error_text, with_fitting_batch_size, with_mode_defaults
 
 if TYPE_CHECKING:
     from provisioning.machines.setup import Setup
@@ -79,7 +79,7 @@ def _parsed(flags: Sequence[str], source: ValueSource) -> dict[str, Any]:
         _, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
         raise UserError(
-            f"{explained(error)}\nWhat follows `--` is for every peer: see `diloco peer --help`."
+            f"{parse_error_text(error)}\nWhat follows `--` is for every peer: see `diloco peer --help`."
         ) from error
     bound.apply_defaults()
     return bound.arguments
@@ -94,13 +94,13 @@ def _check_settings(given: Mapping[str, Any], named: Collection[str], files: Pod
     train, generates = given["train"], given["role"] == "rollout"
     # How many GPUs there are, only the pods know.
     ranks = num_ranks(given["nproc_per_node"], "cpu", 0)
-    train = for_mode(replace(train, mode="grpo") if generates else train, named)
+    train = with_mode_defaults(replace(train, mode="grpo") if generates else train, named)
     brings_own_model = generates or given["worker"] is not None
     configs = [train] if brings_own_model else possible(train, named, num_ranks=ranks)
     refusals: list[Exception] = []
     for config in configs:
         try:
-            settled(config, named, num_ranks=ranks)
+            with_fitting_batch_size(config, named, num_ranks=ranks)
             if not brings_own_model:
                 _check_task_and_model(config, files)
         except (UserError, PeersUserError) as error:

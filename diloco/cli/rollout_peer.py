@@ -1,4 +1,4 @@
-"""`diloco peer --role rollout`: generates rollouts for the learners of a run, and trains nothing."""
+"""`diloco peer --role rollout`: generates rollouts for the learners of a run, without training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
-from diloco.launch.workplace import check_not_refused, tell_in, worker_command
+from diloco.launch.peer_workers import log_and_print, raise_if_refused, worker_command
 from diloco.options.extras import check_extras
-from diloco.options.trainer import Scalar, TrainConfig, for_mode, settled
+from diloco.options.trainer import Scalar, TrainConfig, with_fitting_batch_size, with_mode_defaults
 from diloco.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
@@ -24,44 +24,46 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
     from diloco.launch.swarm_config import daemon_config
 
     if "mode" in named and train.mode != "grpo":
-        raise UserError(f"--role rollout is for --mode grpo: under --mode {train.mode} nothing is generated.")
+        raise UserError(f"--role rollout is for --mode grpo: --mode {train.mode} needs no completions.")
     if train.grpo.rollout == "peers":
-        raise UserError("--rollout says what a rollout peer generates by: vllm, or hf, which needs no GPU.")
+        raise UserError(
+            "--rollout peers is for learners; a rollout peer takes --rollout vllm, or hf, which needs no GPU."
+        )
     if not train.hv.initial_peers:
         raise UserError(
             "--initial-peers is missing: a rollout peer joins a run that has learners, started with --mode grpo "
             "--rollout peers."
         )
-    # With `mode` among the named, a run that does not learn by reinforcement is refused.
+    # Counting `mode` as set makes this peer refuse a run that is not in --mode grpo.
     named |= {"mode"}
-    config = settled(for_mode(replace(train, mode="grpo"), named), named)
+    config = with_fitting_batch_size(with_mode_defaults(replace(train, mode="grpo"), named), named)
     check_extras(config)
     fields = daemon_config(config, named)
     with run_dir_of(config) as run_dir:
         print(f"run directory: {run_dir}", flush=True)
-        # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice
-        # a signal.
+        # These imports take seconds. They come after the checks of the arguments, which then fail fast, and before
+        # the event loop, which could not handle signals meanwhile.
         import peers.daemon.rollout_peer  # noqa: F401
         from peers.net.dht.node import load_hivemind
 
         load_hivemind()
-        return run_interruptible(_live(config, named, fields, run_dir, num_peers))
+        return run_interruptible(_run(config, named, fields, run_dir, num_peers))
 
 
-async def _live(
+async def _run(
     config: TrainConfig, named: frozenset[str], fields: Mapping[str, Any], run_dir: Path, num_peers: int
 ) -> int:
-    from diloco.launch.swarm_config import adopted
+    from diloco.launch.swarm_config import adopt_manifest
     from peers.daemon.config import DaemonConfig
     from peers.daemon.rollout_peer import run_rollout_peer
 
     def command(manifest: Mapping[str, Scalar], link_path: Path) -> WorkerCommand:
-        agreed = replace(adopted(config, manifest, named, run_dir=run_dir), run_dir=str(run_dir))
+        agreed = replace(adopt_manifest(config, manifest, named, run_dir=run_dir), run_dir=str(run_dir))
         return worker_command(
             agreed, run_dir, link_path, module="diloco.generate_rollouts", num_peers=num_peers
         )
 
-    tell_in(run_dir / "logs" / "daemon.log")
+    log_and_print(run_dir / "logs" / "daemon.log")
     policies = run_dir / "policies"
     shutil.rmtree(policies, ignore_errors=True)
     policies.mkdir()
@@ -69,5 +71,5 @@ async def _live(
         code = await run_rollout_peer(DaemonConfig(**fields), worker=command, directory=policies)
     finally:
         shutil.rmtree(policies, ignore_errors=True)
-    check_not_refused(code, run_dir)
+    raise_if_refused(code, run_dir)
     return 0

@@ -15,7 +15,14 @@ from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
 from diloco.options.flags import CkptConfig
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
+from diloco.options.trainer import (
+    ConfigPath,
+    TrainConfig,
+    TrainFlags,
+    notes_on_unused_flags,
+    with_fitting_batch_size,
+    with_mode_defaults,
+)
 from diloco.train.devices import this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, created_run_dir
@@ -63,7 +70,7 @@ def run(
     from diloco.cli.interrupts import run_interruptible
     from diloco.cli.machine_recipes import chosen
     from diloco.data.batches import check_data
-    from diloco.doctor.before_start import check_choices, check_room
+    from diloco.doctor.before_start import check_choices, check_memory_and_disk
     from diloco.launch.swarm_config import state_dir
 
     if lose_peer is not None and lose_peer >= peers:
@@ -71,13 +78,13 @@ def run(
     if baseline and train.mode == "grpo":
         raise UserError("--baseline is for pretraining: leave it out under --mode grpo.")
     _check_enough_peers(train.hv.aggregation, peers)
-    for remark in remarks(train, _SOURCE.named):
+    for remark in notes_on_unused_flags(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
     machine = this_machine(os.environ, train.device, num_peers=peers)
-    choice = chosen(for_mode(train, _SOURCE.named), _SOURCE.named, machine)
-    train = settled(choice.config, _SOURCE.named)
+    choice = chosen(with_mode_defaults(train, _SOURCE.named), _SOURCE.named, machine)
+    train = with_fitting_batch_size(choice.config, _SOURCE.named)
     check_choices(train, machine)
-    check_room(train, machine, state_dir())
+    check_memory_and_disk(train, machine, state_dir())
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
     _check_overwrites_none(train.ckpt)
@@ -85,9 +92,9 @@ def run(
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
         raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
     if "path_model" in _SOURCE.named:
-        from diloco.doctor.speed import tell_if_slow
+        from diloco.doctor.speed import warn_if_slow
 
-        tell_if_slow(train, num_peers=peers)
+        warn_if_slow(train, num_peers=peers)
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
     return run_interruptible(
         _Run(
@@ -130,9 +137,9 @@ class _Run:
     async def until_reported(self) -> int:
         import asyncio
 
-        from diloco.launch.live import show, viewed
+        from diloco.launch.live import running_view, show
         from diloco.launch.local_swarm import LocalSwarm
-        from diloco.launch.report import text_if_complete
+        from diloco.launch.report import text_if_already_complete
 
         print(f"run directory: {self.run_dir}", flush=True)
         _say(f"each peer {self.trained}")
@@ -141,7 +148,9 @@ class _Run:
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}
         try:
-            async with viewed(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))):
+            async with running_view(
+                show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))
+            ):
                 await swarm.run()
         except asyncio.CancelledError:
             step = max(_last_step(records) for records in self.records.values())
@@ -151,7 +160,7 @@ class _Run:
         model = {"model": models[0]} if models else {}
         if self.config.ckpt.interval is not None and "://" not in self.config.ckpt.path:
             model["checkpoints"] = Path(self.config.ckpt.path).expanduser().absolute()
-        if said := text_if_complete(self.config, self.records, {**model, "everything": self.run_dir}):
+        if said := text_if_already_complete(self.config, self.records, {**model, "everything": self.run_dir}):
             print(said, flush=True)
             return 0
         code = self._report(model)
@@ -162,14 +171,14 @@ class _Run:
     async def _compare(self) -> None:
         """After the report: whatever comes of this, the swarm's figures have been told."""
         from diloco.launch.baseline import NAME, LoneTraining
-        from diloco.launch.report import baseline_line, plotted, summary_of
+        from diloco.launch.report import baseline_line, plot_run, summarise_run
 
         _say("now one peer trains alone for as many steps, to compare; Ctrl-C skips this")
         lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
         await lone.run()
-        swarm = summary_of(self.config, self.records)
-        plotted(self.config, self.records, self.run_dir, self._title(swarm.num_epochs), lone.records)
-        print(baseline_line(summary_of(self.config, {NAME: lone.records}), swarm), flush=True)
+        swarm = summarise_run(self.config, self.records)
+        plot_run(self.config, self.records, self.run_dir, self._title(swarm.num_epochs), lone.records)
+        print(baseline_line(summarise_run(self.config, {NAME: lone.records}), swarm), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""
@@ -185,11 +194,11 @@ class _Run:
             )
 
     def _report(self, model: Mapping[str, Path]) -> int:
-        from diloco.launch.report import plotted, summary_of, text_of
+        from diloco.launch.report import plot_run, report_text, summarise_run
 
-        summary = summary_of(self.config, self.records)
-        plot = plotted(self.config, self.records, self.run_dir, self._title(summary.num_epochs))
-        print(text_of(summary, {**model, **plot, "everything": self.run_dir}), flush=True)
+        summary = summarise_run(self.config, self.records)
+        plot = plot_run(self.config, self.records, self.run_dir, self._title(summary.num_epochs))
+        print(report_text(summary, {**model, **plot, "everything": self.run_dir}), flush=True)
         return 0 if summary.agrees else 1
 
     def _title(self, num_epochs: int) -> str:

@@ -1,4 +1,4 @@
-"""`diloco simulate`: what a run would take on given machines and links, before anybody rents them."""
+"""`diloco simulate`: estimates the duration, traffic and cost of a run on given machines and links."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _FROM_OFFERS = (
     f"Take the cheapest pods of a provider ({', '.join(CLOUDS)}), or of a file from "
     "`diloco provision --offers --json`."
 )
-_TOLD_EVERY_S = 2.0
-_ENOUGH_LOSSES = 30
-_LEAST_EPOCHS, _USUAL_EPOCHS, _MOST_EPOCHS = 4, 20, 300
-_PEER_EPOCHS, _MOST_PEER_EPOCHS = 1000, 4500
-"""Peers times epochs to simulate: usually, and at most, where failures have to be counted. For two hundred peers the
-latter takes about a minute.
+_PROGRESS_INTERVAL_S = 2.0
+_EXPECTED_FAILURES = 30
+"""With --mtbf, epochs are simulated until this many failures are expected."""
+_MIN_EPOCHS, _DEFAULT_EPOCHS, _MAX_EPOCHS = 4, 20, 300
+_PEER_EPOCHS, _MAX_PEER_EPOCHS = 1000, 4500
+"""Limits of the number of peers times epochs, without and with failures. For two hundred peers the latter takes about a
+minute.
 """
 
 Switch = Annotated[bool, Parameter(negative="")]
@@ -56,12 +57,12 @@ Bandwidth = Annotated[
         show_default=lambda values: ", ".join(f"{value / 1e6:g}mbit" for value in values) or "the upload",
     ),
 ]
-Seconds = Parameter(
+ShortTime = Parameter(
     converter=one(seconds),
     metavar="TIME",
     show_default=lambda value: f"{1e3 * value:g}ms" if value else "none",
 )
-Long = Parameter(
+Duration = Parameter(
     converter=one(long_seconds), metavar="TIME", show_default=lambda value: f"{value:g}s" if value else "none"
 )
 Number = Parameter(converter=one(count), metavar="NUMBER")
@@ -70,27 +71,27 @@ Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained, and how often it is averaged."""
+    """The model, and how often its weights are averaged."""
 
     params: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e15)))] = 1e9
-    """Weights of the model: 10e9, 10B, 150m."""
+    """Number of parameters of the model: 10e9, 10B, 150m."""
     local_steps: Annotated[Count, Parameter(alias="--hv.local-steps")] = 500
     """Inner steps between two averagings of the same weights (H)."""
     local_time: Annotated[
         float | None,
         Parameter(converter=duration_or_auto, metavar="SECONDS|auto", alias="--hv.local-time"),
     ] = None
-    """Time after which an epoch ends even if its local steps are not done; auto: whatever trains most tokens."""
+    """Time after which an epoch ends even if its local steps are not done; auto: as long as trains the most tokens."""
     fragments: Annotated[Count, Parameter(alias="--hv.num-fragments")] = 1
-    """Parts of the model, averaged in turn; local steps are rounded up to a multiple of them."""
+    """Parts of the model, averaged in turn; local steps are rounded up to a multiple of their number."""
     overlap: Annotated[
         int, Parameter(converter=whole_or_auto, metavar="NUMBER|auto", alias="--hv.overlap-steps")
     ] = 0
-    """Inner steps trained while a round takes place (tau); auto: as many as the round takes, at most an epoch's."""
+    """Inner steps trained during a round (tau); auto: as many as the round takes, at most one epoch."""
     codec: Annotated[CodecName, Parameter(alias="--hv.compression")] = "fp32"
     """Codec of pseudo-gradients on the wire."""
     batch_tokens: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e12)))] = 524288
-    """Tokens that one peer trains in a step."""
+    """Tokens that one peer trains on in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ class Pods:
     """The machines and their links."""
 
     peers: Annotated[int | None, Parameter(converter=whole, validator=(at_least(1), up_to(MAX_PEERS)))] = None
-    """Number of peers; default 8, or those of --peers-file."""
+    """Number of peers; default 8, or as many as --peers-file lists."""
     gpu: str = "H100"
     """GPU type of each peer: H100, A100, 4090 and the like."""
     gpus: Count = 8
@@ -107,18 +108,18 @@ class Pods:
     """Instead of --gpu: peak FLOP/s of a peer, such as 989T."""
     mfu: Annotated[float, Parameter(validator=(at_least(0.001), up_to(1)))] = 0.4
     """Fraction of the peak that training achieves."""
-    step_time: Annotated[float | None, Seconds] = None
+    step_time: Annotated[float | None, ShortTime] = None
     """Instead of --gpu, --flops and --mfu: the duration of an inner step."""
     cores: Annotated[float, Parameter(validator=(finite, at_least(LEAST_CORES)))] = 8.0
     """Processor cores that the daemon may use."""
     bandwidth: Bandwidth = (500e6,)
-    """Upload of each peer, and its download where that is not given: one value, or one for each peer."""
+    """Upload bandwidth of each peer, and its download bandwidth without --download: one value, or one for each peer."""
     download: Bandwidth = ()
-    """Download, where it differs."""
-    rtt: Annotated[float, Seconds] = 0.08
-    """Round trip between two peers."""
+    """Download bandwidth of each peer."""
+    rtt: Annotated[float, ShortTime] = 0.08
+    """Round-trip time between two peers."""
     window: Annotated[float | None, Number] = None
-    """Maximum TCP window in bytes; default: as much as fills the link."""
+    """Maximum TCP window in bytes; default: large enough to fill the link."""
     price: Annotated[float, Positive] = 0.0
     """Dollars per hour of one peer."""
     peers_file: Path | None = None
@@ -127,13 +128,13 @@ class Pods:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chances:
-    """What goes wrong."""
+class Failures:
+    """Failures of peers, and variation of their speed."""
 
-    mtbf: Annotated[float | None, Long] = None
+    mtbf: Annotated[float | None, Duration] = None
     """Mean time between two failures of one peer, such as 6h; default: no failures."""
-    restart: Annotated[float, Long] = 300.0
-    """From a loss until the peer is back and asks for the state."""
+    restart: Annotated[float, Duration] = 300.0
+    """Time from a peer's failure until it has restarted and requests the state."""
     jitter: Annotated[float, Parameter(validator=(at_least(0), up_to(0.5)))] = 0.005
     """Variation of a peer's step time from epoch to epoch, as a fraction."""
     seed: Annotated[int, Parameter(converter=whole, validator=at_least(0))] = 0
@@ -145,7 +146,7 @@ def simulate(
     *,
     training: Annotated[Training, Parameter(name="*", group="Training")] = Training(),
     pods: Annotated[Pods, Parameter(name="*", group="Peers")] = Pods(),
-    chances: Annotated[Chances, Parameter(name="*", group="Failures")] = Chances(),
+    failures: Annotated[Failures, Parameter(name="*", group="Failures")] = Failures(),
     epochs: Annotated[int | None, Parameter(converter=whole, validator=at_least(1))] = None,
     plot: Path | None = None,
     assumptions: Switch = False,
@@ -153,64 +154,64 @@ def simulate(
 ) -> int:
     """Estimate the utilisation, time, traffic and cost of a run without running it.
 
-    It runs the real rounds on a simulated clock and simulated links. No process is started and no network used, except
-    to read a provider's offers (--from-offers).
+    Executes the protocol of real peers with a simulated clock and simulated links. Starts no processes, and uses no
+    network except to read a provider's offers (--from-offers).
 
     Parameters
     ----------
     epochs: int
-        Averagings to simulate; default 20, fewer of large swarms, more where failures are to be counted.
+        Epochs to simulate; default 20, fewer for large swarms, more with --mtbf.
     plot: Path
         File for a plot of utilisation over bandwidth (png, svg, pdf).
     assumptions: bool
-        Also list the assumptions.
+        Also print the assumptions of the simulation.
     as_json: bool
-        One JSON object on stdout.
+        Print one JSON object.
     """
     if plot is not None:
         from diloco.options.plot_file import check_drawable
 
         check_drawable(plot)
-    specs, notes = _specs(pods)
-    scenario = _scenario(training, pods, chances, specs, epochs)
+    specs, notes = _peer_specs(pods)
+    scenario = _scenario(training, pods, failures, specs, epochs)
     if scenario.schedule.local_steps != training.local_steps:
         notes.append(
-            f"{training.local_steps} local steps are {scenario.schedule.local_steps} here, the next multiple of "
-            f"{training.fragments} fragments"
+            f"--local-steps {training.local_steps} is rounded up to {scenario.schedule.local_steps}, a multiple of "
+            f"--fragments {training.fragments}"
         )
     from diloco.sim.cost.swarm import simulate as run
 
-    figures = run(scenario, _told(scenario.num_epochs))
+    figures = run(scenario, _progress_printer(scenario.num_epochs))
     curves = _curves(scenario, specs, plot) if plot is not None else None
     from diloco.sim.command.report import text_of
     from diloco.sim.cost.figures import ASSUMPTIONS
 
     if as_json:
-        plain = _plain(scenario, figures, notes, curves)
-        print(json.dumps({**plain, "assumptions": ASSUMPTIONS} if assumptions else plain), flush=True)
+        result = _json_object(scenario, figures, notes, curves)
+        print(json.dumps({**result, "assumptions": ASSUMPTIONS} if assumptions else result), flush=True)
         return 0
     print(text_of(scenario, figures, notes))
     if assumptions:
-        print("\nassumed", *(f"- {assumption}" for assumption in ASSUMPTIONS), sep="\n")
+        print("\nassumptions", *(f"- {assumption}" for assumption in ASSUMPTIONS), sep="\n")
     if plot is not None:
         print(f"\nplot              {plot}")
     return 0
 
 
-def _specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
-    """Each peer's machine and link, and what had to be assumed."""
-    from diloco.sim.command import given_peers as simulate_peers
+def _peer_specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
+    """Each peer's machine and link, and notes on values that had to be assumed."""
+    from diloco.sim.command import given_peers
 
-    sources = {"--peers-file": pods.peers_file, "--from-offers": pods.from_offers}
-    given = [flag for flag, value in sources.items() if value is not None]
+    lists = {"--peers-file": pods.peers_file, "--from-offers": pods.from_offers}
+    given = [flag for flag, value in lists.items() if value is not None]
     if len(given) > 1:
-        raise UserError("--peers-file and --from-offers both say what peers there are; leave one out")
+        raise UserError("--peers-file and --from-offers both list the peers; leave one out")
     for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
         if given and len(values) > 1:
             raise UserError(
-                f"{given[0]} lists the peers; {flag} is one value then, for those that have none of their own"
+                f"{flag} takes only one value with {given[0]}: the default for listed peers that have none"
             )
-    usual = simulate_peers.PeerSpec(
+    default = given_peers.PeerSpec(
         up=pods.bandwidth[0],
         down=(pods.download or pods.bandwidth)[0],
         rtt_s=pods.rtt,
@@ -222,20 +223,20 @@ def _specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
         step_s=pods.step_time,
     )
     if pods.peers_file is not None:
-        found = simulate_peers.from_toml(pods.peers_file, usual)
+        found = given_peers.from_toml(pods.peers_file, default)
         if pods.peers not in (None, len(found)):
             raise UserError(f"{pods.peers_file} has {len(found)} peers; leave --peers {pods.peers} out")
         if len(found) > MAX_PEERS:
-            raise UserError(f"{pods.peers_file} has {len(found)} peers; {MAX_PEERS} are the most")
+            raise UserError(f"{pods.peers_file} has {len(found)} peers; the maximum is {MAX_PEERS}")
         return found, []
     num_peers = pods.peers or 8
     if pods.from_offers is not None:
-        return simulate_peers.from_offers(_offers(pods.from_offers), usual, num_peers)
-    return simulate_peers.from_lists(usual, num_peers, pods.bandwidth, pods.download), []
+        return given_peers.from_offers(_offers(pods.from_offers), default, num_peers)
+    return given_peers.from_lists(default, num_peers, pods.bandwidth, pods.download), []
 
 
 def _offers(source: str) -> list[Offer]:
-    """Of a file, or of the provider with this name."""
+    """The offers in the file, or of the provider, with this name."""
     from diloco.sim.command.given_peers import read_offers
 
     if Path(source).exists():
@@ -261,7 +262,7 @@ def _offers(source: str) -> list[Offer]:
 
 
 def _scenario(
-    training: Training, pods: Pods, chances: Chances, specs: Sequence[PeerSpec], epochs: int | None
+    training: Training, pods: Pods, failures: Failures, specs: Sequence[PeerSpec], epochs: int | None
 ) -> Scenario:
     from diloco.sim.cost.links import Link
     from diloco.sim.cost.machine import machine_of
@@ -269,7 +270,9 @@ def _scenario(
     from peers.core.schedule import Schedule
 
     if training.fragments > training.params:
-        raise UserError(f"--fragments {training.fragments} of {training.params:g} weights would be empty")
+        raise UserError(
+            f"--fragments {training.fragments} is more than the {training.params:g} weights of --params"
+        )
     schedule = Schedule(
         local_steps=math.ceil(training.local_steps / training.fragments) * training.fragments,
         num_fragments=training.fragments,
@@ -291,36 +294,38 @@ def _scenario(
         codec=training.codec,
         schedule=schedule,
         tokens_per_step=round(training.batch_tokens),
-        num_epochs=epochs or _USUAL_EPOCHS,
-        jitter=chances.jitter,
-        mtbf_s=chances.mtbf or float("inf"),
-        restart_s=chances.restart,
+        num_epochs=epochs or _DEFAULT_EPOCHS,
+        jitter=failures.jitter,
+        mtbf_s=failures.mtbf or float("inf"),
+        restart_s=failures.restart,
         window_bytes=pods.window or float("inf"),
-        seed=chances.seed,
+        seed=failures.seed,
     )
-    return scenario if epochs else replace(scenario, num_epochs=_enough_epochs(scenario))
+    return scenario if epochs else replace(scenario, num_epochs=_default_num_epochs(scenario))
 
 
-def _enough_epochs(scenario: Scenario) -> int:
-    """Fewer of a swarm that takes long to compute; for failures to be counted, until enough are to be expected."""
-    few = max(_LEAST_EPOCHS, min(_USUAL_EPOCHS, _PEER_EPOCHS // len(scenario.peers)))
-    usual_s = scenario.schedule.steps_per_epoch * max(peer.step_s for peer in scenario.peers)
-    losses = len(scenario.peers) * usual_s / scenario.mtbf_s
-    most = max(few, min(_MOST_EPOCHS, _MOST_PEER_EPOCHS // len(scenario.peers)))
-    return few if not losses else max(few, min(most, round(_ENOUGH_LOSSES / losses)))
+def _default_num_epochs(scenario: Scenario) -> int:
+    """Fewer for large swarms, which take long to simulate; with failures, enough epochs for _EXPECTED_FAILURES."""
+    few = max(_MIN_EPOCHS, min(_DEFAULT_EPOCHS, _PEER_EPOCHS // len(scenario.peers)))
+    epoch_s = scenario.schedule.steps_per_epoch * max(peer.step_s for peer in scenario.peers)
+    failures_per_epoch = len(scenario.peers) * epoch_s / scenario.mtbf_s
+    most = max(few, min(_MAX_EPOCHS, _MAX_PEER_EPOCHS // len(scenario.peers)))
+    if not failures_per_epoch:
+        return few
+    return max(few, min(most, round(_EXPECTED_FAILURES / failures_per_epoch)))
 
 
-def _told(num_epochs: int) -> Progress:
-    """Says how far it is, where that takes long."""
-    told_at = time.monotonic()
+def _progress_printer(num_epochs: int) -> Progress:
+    """Prints the progress of a long simulation every few seconds."""
+    printed_at = time.monotonic()
 
-    def tell(epoch: int, at: float) -> None:
-        nonlocal told_at
-        if (now := time.monotonic()) - told_at > _TOLD_EVERY_S:
-            told_at = now
+    def print_progress(epoch: int, at: float) -> None:
+        nonlocal printed_at
+        if (now := time.monotonic()) - printed_at > _PROGRESS_INTERVAL_S:
+            printed_at = now
             print(f"simulated {epoch} of {num_epochs + 1} epochs", file=sys.stderr, flush=True)
 
-    return tell
+    return print_progress
 
 
 def _curves(scenario: Scenario, specs: Sequence[PeerSpec], path: Path) -> dict[str, Curve]:
@@ -349,17 +354,17 @@ def _curves(scenario: Scenario, specs: Sequence[PeerSpec], path: Path) -> dict[s
 
 
 def _overlap_of(schedule: Schedule) -> int | str:
-    """As --overlap takes it."""
+    """The value of --overlap."""
     return "auto" if schedule.never_waits else schedule.overlap_steps
 
 
-def _plain(
+def _json_object(
     scenario: Scenario, figures: Figures, notes: Sequence[str], curves: dict[str, Curve] | None
 ) -> dict[str, object]:
     from dataclasses import asdict
 
     schedule = scenario.schedule
-    plain: dict[str, object] = {
+    result: dict[str, object] = {
         "scenario": {
             "num_params": scenario.num_params,
             "codec": scenario.codec,
@@ -380,5 +385,5 @@ def _plain(
         "notes": list(notes),
     }
     if curves is not None:
-        plain["utilisation_over_mbps"] = {name: list(map(list, points)) for name, points in curves.items()}
-    return plain
+        result["utilisation_over_mbps"] = {name: list(map(list, points)) for name, points in curves.items()}
+    return result

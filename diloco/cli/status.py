@@ -72,10 +72,10 @@ def _print(swarm: dict[str, Any], *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from diloco.cli.status_table import picture_of
+    from diloco.cli.status_table import render
 
     console = Console()
-    console.print(picture_of(swarm, width=console.width))
+    console.print(render(swarm, width=console.width))
 
 
 async def _print_forever(observer: Observer, *, as_json: bool) -> None:
@@ -94,11 +94,11 @@ async def _redraw_forever(observer: Observer) -> None:
 
     from rich.live import Live
 
-    from diloco.cli.status_table import picture_of
+    from diloco.cli.status_table import render
 
     with Live(auto_refresh=False, screen=True) as live:
         while True:
-            picture = picture_of(observer.swarm(), width=live.console.width, height=live.console.height)
+            picture = render(observer.swarm(), width=live.console.width, height=live.console.height)
             live.update(picture, refresh=True)
             await asyncio.sleep(LEAST_REDRAW_S)
             await observer.changed(REDRAW_S)

@@ -28,7 +28,7 @@ _TABLE_LINES = 4
 """Of a block of the picture, beside its rows: a blank line, the title, the head of its table, and one to spare."""
 
 
-def picture_of(swarm: Mapping[str, Any], *, width: int, height: int | None = None) -> RenderableType:
+def render(swarm: Mapping[str, Any], *, width: int, height: int | None = None) -> RenderableType:
     """All of it, as much as fits; without `height`, at any length."""
     peers = swarm["peers"]
     parts: list[RenderableType] = [_title(swarm), *_verdict(swarm["verdict"])]
@@ -68,7 +68,7 @@ def _verdict(verdict: Mapping[str, Any]) -> list[Text]:
 
 _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("rank", "right", lambda peer: shown_rank(peer["world_rank"])),
-    ("doing", "left", lambda peer: doing_of(peer)),
+    ("doing", "left", lambda peer: state_text(peer)),
     ("epoch", "right", lambda peer: str(peer["epoch"])),
     ("step", "right", lambda peer: str(peer["step"])),
     ("loss", "right", lambda peer: _decimals(peer["loss"], 3)),
@@ -84,7 +84,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
 )
 
 
-def doing_of(peer: Peer) -> str:
+def state_text(peer: Peer) -> str:
     """The phase that a peer reports, if it reports one."""
     phase = peer["phase"]
     doing = str(phase["short"] if phase else peer["state"])

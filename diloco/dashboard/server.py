@@ -118,7 +118,7 @@ class Guard:
         return text is not None and hmac.compare_digest(text.encode(), self._token.encode())
 
 
-async def served(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
+async def serve(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
     """Serve until cancelled. Raises the error of the feed if it fails."""
     config = uvicorn.Config(
         app,

@@ -23,7 +23,7 @@ from diloco.train.preflight import check_peers_fit
 _TABLES = 3
 
 
-def check_room(
+def check_memory_and_disk(
     config: TrainConfig, machine: Machine, state_dir: Path, *, num_ranks: int = 1, is_settled: bool = True
 ) -> None:
     """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.

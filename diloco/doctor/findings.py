@@ -37,15 +37,15 @@ def failed(name: str, said: str, fix: str) -> Finding:
 Check = Callable[[], Iterable[Finding]]
 
 
-def examined(name: str, check: Check, fix: str) -> Iterator[Finding]:
+def run_check(name: str, check: Check, fix: str) -> Iterator[Finding]:
     """The findings of a check. An exception becomes a failed finding, so that the remaining checks still run."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - a bug in one check must not prevent the others
-        yield broken(name, error, fix)
+        yield crashed(name, error, fix)
 
 
-def broken(name: str, error: Exception, fix: str) -> Finding:
+def crashed(name: str, error: Exception, fix: str) -> Finding:
     """The finding for a check that raised an exception."""
     return failed(name, f"cannot be checked: {type(error).__name__}: {error}", fix)
 

@@ -45,10 +45,10 @@ def check_gpus(device: str, environment: Mapping[str, str] = os.environ) -> Iter
     if device != "cuda" and not gpus:
         yield passed("gpu", f"none in use: training on the CPU, with {num_cores()} cores")
         return
-    yield judged(gpus, Cuda.here())
+    yield judge_gpus(gpus, Cuda.here())
 
 
-def judged(gpus: Sequence[str], cuda: Cuda) -> Finding:
+def judge_gpus(gpus: Sequence[str], cuda: Cuda) -> Finding:
     """The finding for the GPUs that the driver lists and the installed torch."""
     if not gpus:
         return failed(
@@ -103,10 +103,10 @@ def _all_reduce(num_ranks: int) -> tuple[int, str]:
             process.stdin.close()
             process.wait()
         log.seek(0)
-        return process.returncode, last_words(log)
+        return process.returncode, first_error_line(log)
 
 
-def last_words(log: Iterable[str]) -> str:
+def first_error_line(log: Iterable[str]) -> str:
     """The first error line in the log, else the last line. torchrun's own last lines only say that a rank failed."""
     lines = [line.strip() for line in log if line.strip()]
     errors = (line for line in lines if _ERROR.search(line))

@@ -24,7 +24,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """How one peer sees this machine."""
 
     by: str
@@ -52,7 +52,7 @@ class Seen:
         return "mapped" if is_reached else "hidden"
 
 
-def judged_port(port: Port, seen: Seen) -> Finding:
+def judge_port(port: Port, seen: Observation) -> Finding:
     error = seen.errors[port.name]
     if not error:
         return passed(port.name, f"{port.announced} is reached by {seen.by}")
@@ -64,7 +64,7 @@ def judged_port(port: Port, seen: Seen) -> Finding:
     return warned(port.name, f"{said}; bytes will go by other ways, the last through a third peer", fix)
 
 
-def judged_nat(seen: Seen) -> Finding:
+def judge_nat(seen: Observation) -> Finding:
     host = seen.host
     if seen.is_near:
         return warned(
@@ -92,7 +92,7 @@ def judged_nat(seen: Seen) -> Finding:
     )
 
 
-def judged_announcement(announced: str, flag: str, seen: Seen) -> Finding | None:
+def judge_announcement(announced: str, flag: str, seen: Observation) -> Finding | None:
     """A warning if an announced IP address is not the one under which this machine is seen."""
     if seen.is_near or announced == seen.host:
         return None
@@ -103,7 +103,7 @@ def judged_announcement(announced: str, flag: str, seen: Seen) -> Finding | None
     )
 
 
-def _fix(port: Port, seen: Seen) -> str:
+def _fix(port: Port, seen: Observation) -> str:
     if port.listens != port.announced:
         return f"map port {port.announced} to {port.listens} here, or announce the one that is: {port.announce_flag}"
     if seen.kind == "hidden":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
-from diloco.options.common_names import nearest
+from diloco.options.common_names import closest_name
 from diloco.options.model_files import PRESETS_DIR, load_model_config, preset_names
 from diloco.options.trainer import TrainConfig
 from diloco.train.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
@@ -52,7 +52,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
     try:
         model = load_model_config(config.path_model)
     except UserError as error:
-        likely = nearest(config.path_model, preset_names()) or "2m"
+        likely = closest_name(config.path_model, preset_names()) or "2m"
         yield failed("memory", str(error), f"--path-model {likely}  # or another preset, directory or hub id")
         return
     try:
@@ -98,11 +98,11 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
 def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:
     """Check every directory that `num_peers` peers write to, by writing a temporary file."""
     num_parameters = _parameters_or_none(config.path_model) * num_peers
-    for place in places_of(config, state_dir, num_parameters):
-        yield tried(place)
+    for place in places_to_check(config, state_dir, num_parameters):
+        yield check_place(place)
 
 
-def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list[Place]:
+def places_to_check(config: TrainConfig, state_dir: Path, num_parameters: int) -> list[Place]:
     """The directories that are written to; `num_parameters` is summed over all peers on this machine."""
     model_bytes = num_parameters * _MODEL_BYTES_PER_PARAMETER
     run_dir = Path(config.run_dir or "runs").expanduser()
@@ -126,7 +126,7 @@ def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list
     return places
 
 
-def tried(place: Place) -> Finding:
+def check_place(place: Place) -> Finding:
     """Check that a file can be written there, and that there is enough free space."""
     existing = next(
         (path for path in (place.path, *place.path.absolute().parents) if path.exists()), Path("/")

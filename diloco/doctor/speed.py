@@ -44,7 +44,7 @@ def check_speed(config: TrainConfig, num_ranks: int, *, num_peers: int = 1) -> I
         yield passed("speed", said)
 
 
-def tell_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1) -> None:
+def warn_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1) -> None:
     """Print a note where a model that the user named is much for this machine."""
     if config.mode == "pretrain":
         for finding in check_speed(config, num_ranks, num_peers=num_peers):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from diloco.doctor.findings import Finding, failed, passed, warned
-from diloco.doctor.outside import Outside
+from diloco.doctor.reachability import ReachabilityProbe
 from diloco.options.flags import HvConfig
 from peers.admission.secrets import SwarmSecret, load_secret
 from peers.admission.token_request import ISSUERS_KEY, Applicant, NoIssuer, request_token
@@ -81,7 +81,7 @@ async def _check_members(
         return
     shown = f"{len(members)} member{'s' if len(members) > 1 else ''} of the run {hv.run_id}"
     yield passed("swarm", shown if len(members) <= MAX_ASKED else f"{shown}; {MAX_ASKED} of them are asked")
-    outside = Outside(hv, identity)
+    outside = ReachabilityProbe(hv, identity)
     try:
         outside.listen()
         for member in members[:MAX_ASKED]:
@@ -90,7 +90,7 @@ async def _check_members(
             yield finding
     finally:
         await outside.close()
-    yield judged_clock(outside.ahead_s)
+    yield judge_clock(outside.ahead_s)
 
 
 async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:
@@ -114,7 +114,7 @@ async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, witho
     return list(found.values())
 
 
-def judged_clock(ahead_s: dict[str, float]) -> Finding:
+def judge_clock(ahead_s: dict[str, float]) -> Finding:
     """The finding for the clock; `ahead_s` is how far this machine's clock is ahead of each member's."""
     if not ahead_s:
         return passed("clock", f"within {_ALLOWED_CLOCK_S:g} s of the DHT's nodes, which say no more")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError
-from diloco.launch.live import Shown, show, viewed
-from diloco.launch.local_swarm import OWN_FIELDS, environment_of_peers, gpu_of_peer
+from diloco.launch.live import PeerRow, running_view, show
+from diloco.launch.local_swarm import PER_PEER_FIELDS, environment_of_peers, gpu_of_peer
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, flat_values, to_toml
 from diloco.train.devices import visible_gpus
@@ -40,7 +40,7 @@ class LoneTraining:
 
     async def run(self) -> None:
         """Train to the end with a live view. Raises DilocoError. No process is left, even if cancelled."""
-        shown = Shown(NAME, self.run_dir / NAME, since=time.time())
+        shown = PeerRow(NAME, self.run_dir / NAME, since=time.time())
         shown.run_dir.mkdir(parents=True, exist_ok=True)
         write_phase(shown.run_dir, Phase(name="starting", detail="loading torch, the model and the data"))
         command, clock = self._command(shown.run_dir), PhaseClock()
@@ -51,7 +51,7 @@ class LoneTraining:
                 doing = Doing("training", done=steps[-1]["step"], total=self.config.end_step, unit="steps")
                 write_phase(shown.run_dir, clock.at(doing, time.time()))
 
-        async with viewed(show([shown], on_records=received)):
+        async with running_view(show([shown], on_records=received)):
             end = await Supervisor(command, policy=_POLICY).run()
         if end.code:
             raise DilocoError(
@@ -76,4 +76,4 @@ class LoneTraining:
     def _fields(self) -> frozenset[str]:
         """The user's fields, without those of the swarm, and without checkpoints, which would mix with the peers'."""
         checkpoints = {name for name in flat_values(self.config) if name.startswith("ckpt.")}
-        return self.named - OWN_FIELDS - checkpoints
+        return self.named - PER_PEER_FIELDS - checkpoints

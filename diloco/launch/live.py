@@ -37,7 +37,7 @@ _COLUMNS = (
 
 
 @dataclass
-class Shown:
+class PeerRow:
     """A peer in the view. The supervisor of its process sets `state`."""
 
     name: str
@@ -67,7 +67,7 @@ class Shown:
 
 
 async def show(
-    peers: Sequence[Shown],
+    peers: Sequence[PeerRow],
     *,
     on_records: Callable[[int, list[Record]], None] | None = None,
     terminal: bool | None = None,
@@ -101,7 +101,7 @@ async def show(
 
 
 @contextlib.asynccontextmanager
-async def viewed(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def running_view(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run `show` or `show_log` while the block runs; it ends with a last look."""
     task = asyncio.create_task(view)
     try:
@@ -137,7 +137,7 @@ async def show_log(path: Path) -> None:
 class _Lines:
     """Prints a line for each epoch, evaluation and event, and every few seconds one for a step or a phase."""
 
-    def __init__(self, peers: Sequence[Shown]) -> None:
+    def __init__(self, peers: Sequence[PeerRow]) -> None:
         self._peers = peers
         self._records = [RecordLines() for _ in peers]
         self._phases = [PhaseLines() for _ in peers]
@@ -163,7 +163,7 @@ class _Lines:
 class _Screen:
     """A table that is redrawn in place; other output scrolls above it."""
 
-    def __init__(self, peers: Sequence[Shown]) -> None:
+    def __init__(self, peers: Sequence[PeerRow]) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -197,7 +197,7 @@ class _Screen:
         self._live.update(table, refresh=True)
 
 
-def table_of(peers: Sequence[Shown], figures: Sequence[PeerFigures]) -> Table:
+def table_of(peers: Sequence[PeerRow], figures: Sequence[PeerFigures]) -> Table:
     """A table with one row per peer, which fits 80 columns."""
     from rich.table import Table
 
@@ -205,7 +205,7 @@ def table_of(peers: Sequence[Shown], figures: Sequence[PeerFigures]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True, justify="left" if column in ("peer", "state") else "right")
     for peer, newest in zip(peers, figures, strict=True):
-        table.add_row(peer.name, peer.doing, *cells_of(newest))
+        table.add_row(peer.name, peer.doing, *row_cells(newest))
     return table
 
 
@@ -229,7 +229,7 @@ def caption_of(
     return ", ".join(parts)
 
 
-def cells_of(newest: PeerFigures) -> list[str]:
+def row_cells(newest: PeerFigures) -> list[str]:
     """The cells of one row from the column `epoch` on, with dashes for unknown figures."""
     step, epoch = newest.step, newest.epoch
     epochs = [int(record["epoch"]) for record in (step, epoch) if record.get("epoch") is not None]

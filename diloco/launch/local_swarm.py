@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import DilocoError, UserError
-from diloco.launch.live import Shown
+from diloco.launch.live import PeerRow
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings, visible_gpus
@@ -33,7 +33,7 @@ _LOG_INTERVAL_S = 1.0
 # A peer needs a few seconds to stop its own workers and p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
 # LocalSwarm sets these fields for each peer.
-OWN_FIELDS = frozenset(
+PER_PEER_FIELDS = frozenset(
     {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
     # Its coordinator is on loopback and admits every peer.
     | {"hv.swarm_secret_file", "hv.admission_key_file", "hv.allowlist_file"}
@@ -46,7 +46,7 @@ class LocalPeer:
 
     world_rank: int
     supervisor: Supervisor
-    shown: Shown
+    shown: PeerRow
 
     def lose(self) -> int:
         """Simulate the loss of the machine: SIGKILL all of the peer's processes. Returns their number."""
@@ -70,7 +70,9 @@ class LocalSwarm:
 
     def __post_init__(self) -> None:
         self._config_path = self.run_dir / "config.toml"
-        self._config_path.write_text(to_toml(self.config, only=self.named - OWN_FIELDS), encoding="utf-8")
+        self._config_path.write_text(
+            to_toml(self.config, only=self.named - PER_PEER_FIELDS), encoding="utf-8"
+        )
         self._environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
         command = coordinator_command(
             self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
@@ -79,7 +81,8 @@ class LocalSwarm:
         # Files of an earlier run in this directory must be ignored.
         now = time.time()
         self.shown = [
-            Shown(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now) for rank in range(self.num_peers)
+            PeerRow(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now)
+            for rank in range(self.num_peers)
         ]
 
     async def run(self) -> None:
@@ -92,11 +95,11 @@ class LocalSwarm:
             write_phase(one.run_dir, Phase(name="waiting for the coordinator"))
         log = self._coordinator.command.log_path
         # The log may begin with the output of an earlier run, which names another port.
-        said_before = log.stat().st_size if log.exists() else 0
+        log_offset = log.stat().st_size if log.exists() else 0
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks: list[asyncio.Task[Any]] = [coordinator]
         try:
-            address = await printed_address(self._coordinator, coordinator, said_before)
+            address = await coordinator_address(self._coordinator, coordinator, log_offset)
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
@@ -183,8 +186,10 @@ def coordinator_command(
     )
 
 
-async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd], said_before: int = 0) -> str:
-    """Wait until the coordinator prints its address, ignoring the first `said_before` bytes of its log.
+async def coordinator_address(
+    coordinator: Supervisor, end: asyncio.Task[WorkerEnd], log_offset: int = 0
+) -> str:
+    """Wait until the coordinator prints its address, ignoring the first `log_offset` bytes of its log.
 
     Raises UserError or DilocoError with its last output.
     """
@@ -193,7 +198,7 @@ async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd],
     while asyncio.get_running_loop().time() < deadline:
         if end.done():
             _check_end(end.result().code or 1, "diloco dht start", log)
-        said = log.read_bytes()[said_before:] if log.exists() else b""
+        said = log.read_bytes()[log_offset:] if log.exists() else b""
         lines = said.decode("utf-8", errors="replace").splitlines()
         found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]
         if found:

@@ -23,7 +23,7 @@ _MAX_EPOCH_MARKS = 80
 
 
 @dataclass(frozen=True)
-class Life:
+class Session:
     """The records of a peer between a start and its end or loss."""
 
     began_at: float
@@ -32,7 +32,7 @@ class Life:
     has_finished: bool = False
 
 
-def lives_of(records: Sequence[Record]) -> list[Life]:
+def sessions_of(records: Sequence[Record]) -> list[Session]:
     """Split one peer's records at its starts. Times are Unix seconds."""
     parts: list[list[Record]] = []
     for record in records:
@@ -45,11 +45,11 @@ def lives_of(records: Sequence[Record]) -> list[Life]:
         steps = [r for r in part if r.get("kind") == "step" and r.get("loss") is not None]
         if times:
             has_finished = any(record.get("event") == "finished" for record in part)
-            found.append(Life(min(times), max(times), steps, has_finished))
+            found.append(Session(min(times), max(times), steps, has_finished))
     return found
 
 
-def absences(lives: Sequence[Life], ended_at: float) -> list[tuple[float, float]]:
+def absences(lives: Sequence[Session], ended_at: float) -> list[tuple[float, float]]:
     """Intervals (from, to) in which a peer was lost; the last one ends with the run if the peer did not return."""
     found = [(before.ended_at, after.began_at) for before, after in itertools.pairwise(lives)]
     if lives and not lives[-1].has_finished and ended_at - lives[-1].ended_at > _NOTICEABLE_S:
@@ -82,7 +82,7 @@ def plot(
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
     _draw_epochs(axes, records, began_at)
     for index, (peer, own) in enumerate(records_of.items()):
-        _draw_peer(axes, peer, lives_of(own), began_at, ended_at, f"C{index % 10}")
+        _draw_peer(axes, peer, sessions_of(own), began_at, ended_at, f"C{index % 10}")
     if alone:
         _draw_validation(axes, validation_of(alone), "validation, alone", is_alone=True)
     _draw_validation(axes, validation_of(records), "validation", is_alone=False)
@@ -128,7 +128,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def _draw_peer(
-    axes: Axes, peer: str, lives: Sequence[Life], began_at: float, ended_at: float, colour: str
+    axes: Axes, peer: str, lives: Sequence[Session], began_at: float, ended_at: float, colour: str
 ) -> None:
     num_steps = sum(len(life.steps) for life in lives)
     window = max(1, min(num_steps // 20, _SMOOTHED_STEPS))
@@ -139,13 +139,16 @@ def _draw_peer(
             losses = smoothed([record["loss"] for record in life.steps], window)
             axes.plot(times, losses, color=colour, label=label, linewidth=1.4)
             label = None
-    for gone, back in absences(lives, ended_at):
-        gone, back = gone - began_at, back - began_at
-        axes.axvspan(gone, back, color=colour, alpha=0.12, linewidth=0)
-        is_back = back < ended_at - began_at
+    for lost_at, returned_at in absences(lives, ended_at):
+        lost_at, returned_at = lost_at - began_at, returned_at - began_at
+        axes.axvspan(lost_at, returned_at, color=colour, alpha=0.12, linewidth=0)
+        is_back = returned_at < ended_at - began_at
         # Near the end there is no room to the right of the line.
-        side_of_back = "right" if back > _NEAR_END * (ended_at - began_at) else "left"
-        for x, what, side in ((gone, "lost", "right"), *([(back, "back", side_of_back)] if is_back else [])):
+        side_of_back = "right" if returned_at > _NEAR_END * (ended_at - began_at) else "left"
+        for x, what, side in (
+            (lost_at, "lost", "right"),
+            *([(returned_at, "back", side_of_back)] if is_back else []),
+        ):
             axes.axvline(x, color=colour, linestyle="--", linewidth=1)
             axes.annotate(
                 f" {peer} {what} ",

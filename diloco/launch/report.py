@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.launch.plot import absences, lives_of, plot
+from diloco.launch.plot import absences, plot, sessions_of
 from diloco.launch.results import Losses, Rewards, decimal
 from diloco.launch.reward_plot import plot_rewards
 from diloco.launch.run_facts import disagreements, facts_of, waited_s
@@ -50,7 +50,7 @@ class Summary:
         return self.num_epochs > 0 and not self.disagreements
 
 
-def summary_of(config: TrainConfig, records_of: Mapping[str, Sequence[Record]]) -> Summary:
+def summarise_run(config: TrainConfig, records_of: Mapping[str, Sequence[Record]]) -> Summary:
     """`records_of` holds each peer's records in the order of writing."""
     batch, hv = config.total_batch_size, config.hv
     # The records of GRPO's steps have their duration, so that their tokens need not be known.
@@ -106,7 +106,7 @@ def summarise(
     )
 
 
-def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
+def report_text(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
     """The text of the report."""
     *results, trained = summary.results.lines()
     together = ", all peers together" if summary.num_peers > 1 else ""
@@ -122,7 +122,7 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
     return "\n".join(lines)
 
 
-def text_if_complete(
+def text_if_already_complete(
     config: TrainConfig, records_of: Mapping[str, Sequence[Record]], paths: Mapping[str, Path]
 ) -> str:
     """The text instead of a report where a checkpoint of the run's end was resumed; empty if there was more to do."""
@@ -147,7 +147,7 @@ def baseline_line(alone: Summary, swarm: Summary) -> str:
     )
 
 
-def plotted(
+def plot_run(
     config: TrainConfig,
     records_of: Mapping[str, Sequence[Record]],
     run_dir: Path,
@@ -168,11 +168,11 @@ def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
     """Print the report of one trainer, from its metrics, and write its plot."""
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
     model = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
-    if said := text_if_complete(config, records_of, {**model, "everything": run_dir}):
+    if said := text_if_already_complete(config, records_of, {**model, "everything": run_dir}):
         print(said, flush=True)
         return
-    paths = {**model, **plotted(config, records_of, run_dir, config.project), "everything": run_dir}
-    print(text_of(summary_of(config, records_of), paths, in_swarm=in_swarm), flush=True)
+    paths = {**model, **plot_run(config, records_of, run_dir, config.project), "everything": run_dir}
+    print(report_text(summarise_run(config, records_of), paths, in_swarm=in_swarm), flush=True)
 
 
 def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
@@ -183,17 +183,17 @@ def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
         f"{peer}, {gone - began_at:.0f} s into training, "
         + (f"back {back - gone:.0f} s later" if back < ended_at else "and not back")
         for peer, records in records_of.items()
-        for gone, back in absences(lives_of(records), ended_at)
+        for gone, back in absences(sessions_of(records), ended_at)
     ]
 
 
-def seen_from_here(path: Path) -> Path:
+def shown_path(path: Path) -> Path:
     """The path relative to the current directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _lines_of(paths: Mapping[str, Path]) -> list[str]:
-    return [f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()]
+    return [f"{name:<23} {shown_path(path)}" for name, path in paths.items()]
 
 
 def _averaged(summary: Summary) -> list[str]:

@@ -84,7 +84,7 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
     return manifest
 
 
-def adopted(
+def adopt_manifest(
     config: TrainConfig,
     manifest: Mapping[str, Scalar],
     named: Collection[str],

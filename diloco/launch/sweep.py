@@ -74,7 +74,7 @@ class Instance:
         return [word for pair in own.items() for word in pair]
 
 
-def planned(
+def plan_instances(
     config: TrainConfig, *, num_instances: int, seeds: Sequence[int], gpus: Sequence[str]
 ) -> list[Instance]:
     """Instance i has its server on GPU 2i and port 8000 + i, and its trainer on GPU 2i + 1. Raises UserError.
@@ -114,7 +114,7 @@ def planned(
     ]
 
 
-def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
+def notes_on_overridden_flags(config: TrainConfig, named: Collection[str]) -> list[str]:
     """One sentence for each flag of the user that the sweep overrides for each instance."""
     values, defaults = flat_values(config), flat_values(TrainConfig())
     return [
@@ -124,7 +124,7 @@ def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
     ]
 
 
-def check_room(
+def check_resources(
     instances: Sequence[Instance],
     config: TrainConfig,
     environment: Mapping[str, str],

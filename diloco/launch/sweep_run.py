@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError
-from diloco.launch.live import Shown, show, viewed
-from diloco.launch.local_swarm import coordinator_command, free_port, printed_address
+from diloco.launch.live import PeerRow, running_view, show
+from diloco.launch.local_swarm import coordinator_address, coordinator_command, free_port
 from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.metrics_file import Record
@@ -40,7 +40,7 @@ class Sweep:
         self._config_path = LOGS / "sweep.toml"
         own = {"seed", "grpo.vllm_port", *PER_INSTANCE_FIELDS}
         self._config_path.write_text(to_toml(self.config, only=self.named - own), encoding="utf-8")
-        self._shown = [Shown(instance.name, instance.output_dir) for instance in self.instances]
+        self._shown = [PeerRow(instance.name, instance.output_dir) for instance in self.instances]
         self._codes: dict[int, int] = {}
         self._environment = dict(os.environ)
         if self.average:
@@ -54,7 +54,7 @@ class Sweep:
                 shown.name = f"peer {instance.number}"
         supervisors: list[Supervisor] = []
         try:
-            async with viewed(show(self._shown, on_records=self._received)):
+            async with running_view(show(self._shown, on_records=self._received)):
                 await self._train(supervisors)
         finally:
             await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
@@ -71,7 +71,7 @@ class Sweep:
             )
             supervisors.append(coordinator)
             bootstrap = asyncio.create_task(coordinator.run())
-            swarm = ["--hv.initial-peers", await printed_address(coordinator, bootstrap)]
+            swarm = ["--hv.initial-peers", await coordinator_address(coordinator, bootstrap)]
             swarm += [
                 "--hv.galaxy-size",
                 str(len(self.instances)),

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from diloco.errors import DilocoError, UserError, print_box
 from diloco.launch.daemon_process import DaemonProcess, wants_swarm
-from diloco.launch.swarm_config import adopted
-from diloco.options.trainer import TrainConfig, remarks, settled, trainer_of
+from diloco.launch.swarm_config import adopt_manifest
+from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
 from diloco.outer.world import World, on_rank_zero
 from diloco.train.progress import Progress
 from diloco.train.run_dir import created_run_dir, written_config
@@ -55,7 +55,7 @@ def exit_code(action: Callable[[], None]) -> int:
     return code
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this rank's process: run the functions registered with atexit, but do not finalize the interpreter.
 
     A thread of gloo releases the tensors of the last collective asynchronously and needs the interpreter for that. If
@@ -88,7 +88,7 @@ class Assignment:
         return Progress(self.link_path, tells=world.is_main)
 
 
-def assigned(
+def make_assignment(
     config: TrainConfig, named: frozenset[str], world: World, clean_ups: CleanUps
 ) -> tuple[Assignment, DaemonProcess | None]:
     """The assignment of this rank. If a swarm is asked for and no daemon runs yet, start one and adopt the manifest.
@@ -98,12 +98,12 @@ def assigned(
     daemons: list[DaemonProcess] = []
 
     def prepare() -> Assignment:
-        for remark in remarks(config, named):
+        for remark in notes_on_unused_flags(config, named):
             print(f"note: {remark}", file=sys.stderr, flush=True)
         run_dir = created_run_dir(config)
         link = os.environ.get(LINK_ENV)
         if link or not wants_swarm(config):
-            own = settled(config, named, num_ranks=world.num_ranks)
+            own = with_fitting_batch_size(config, named, num_ranks=world.num_ranks)
             written_config(own, run_dir)
             path = Path(link) if link else None
             return Assignment(config=own, run_dir=run_dir, link_path=path, is_shown_here=not link)
@@ -111,7 +111,7 @@ def assigned(
         daemons.append(daemon)
         clean_ups.append(daemon.kill)
         os.environ[LINK_ENV] = str(daemon.link_path)
-        agreed = adopted(config, daemon.manifest(), named, run_dir=run_dir, num_ranks=world.num_ranks)
+        agreed = adopt_manifest(config, daemon.manifest(), named, run_dir=run_dir, num_ranks=world.num_ranks)
         if agreed.mode != config.mode:
             raise UserError(f"the swarm's mode is {agreed.mode}; start {trainer_of(agreed)} to join it")
         written_config(agreed, run_dir)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco.options.common_names import nearest
+from diloco.options.common_names import closest_name
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.protocol.codecs import CODEC_NAMES
 
@@ -138,7 +138,7 @@ def codec(_type: Any, tokens: Sequence[Token]) -> str:
     """Converts the name of one of our codecs, or of hivemind's, to the name of our codec."""
     name = tokens[-1].value
     if name not in _CODECS:
-        close = nearest(name, _CODECS)
+        close = closest_name(name, _CODECS)
         hint = f' Did you mean "{close}"?' if close else ""
         raise ValueError(f'"{name}" is not one of {", ".join(CODEC_NAMES)}.{hint}')
     return _CODECS[name]

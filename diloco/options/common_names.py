@@ -83,7 +83,7 @@ _FIELD_BY_OTHER_NAME = {
 flag has a short form."""
 
 
-def meant(name: str, known: Collection[str]) -> str | None:
+def suggested_name(name: str, known: Collection[str]) -> str | None:
     """The name in `known` that is most likely meant by `name`; None if nothing is similar.
 
     Names have underscores, a section in front (`hv.local_steps`), and no leading dashes.
@@ -92,14 +92,14 @@ def meant(name: str, known: Collection[str]) -> str | None:
     if f"{name}s" in known:
         return f"{name}s"
     ours = _FIELD_BY_OTHER_NAME.get(name.rpartition(".")[2].lower(), "")
-    # The same field has a section in some verbs and none in others.
+    # The same field has a section in some commands and none in others.
     for candidate in (ours, ours.rpartition(".")[2], f"hv.{ours}"):
         if candidate in known:
             return candidate
-    return nearest(name, known)
+    return closest_name(name, known)
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
+def closest_name(name: str, known: Collection[str]) -> str | None:
     """The name in `known` of which `name` is probably a misspelling; None if there is none."""
     close = difflib.get_close_matches(name, known, n=1)
     return close[0] if close else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
-from diloco.options.common_names import nearest
+from diloco.options.common_names import closest_name
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def directory_of(path_model: str, *, weights: bool) -> Path:
         return local
     if local.exists() or not may_be_hub_id(path_model):
         what = "has no config.json" if local.exists() else "does not exist"
-        close = nearest(path_model, preset_names())
+        close = closest_name(path_model, preset_names())
         hint = f". Did you mean {close}? Otherwise " if close and not local.exists() else "; "
         raise UserError(f"{path_model} is not a model: it {what}{hint}{_what_to_name()}")
     return _from_hub(path_model, weights=weights)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import CycloptsError
 
 from diloco.errors import UserError
-from diloco.options.common_names import meant
+from diloco.options.common_names import suggested_name
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -92,7 +92,7 @@ def _nested(values: Mapping[str, Any], known: set[str], source: str) -> dict[str
     nested: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            close = meant(name, known)
+            close = suggested_name(name, known)
             hint = f' Did you mean "{close}"?' if close else ""
             raise CycloptsError(msg=f'Unknown key "{name}" in {source}.{hint}')
         if value is None:

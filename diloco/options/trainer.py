@@ -18,7 +18,7 @@ from cyclopts import (
 )
 
 from diloco.errors import UserError
-from diloco.options.common_names import meant
+from diloco.options.common_names import suggested_name
 from diloco.options.flags import (
     GRPO_DEFAULTS,
     MUON_DEFAULTS,
@@ -28,7 +28,7 @@ from diloco.options.flags import (
     HvConfig,
     TrainConfig,
 )
-from diloco.options.help import HELP_FLAGS, page_of
+from diloco.options.help import HELP_FLAGS, read_page
 from diloco.options.sources import ValueSource
 from peers.core.schedule import Schedule
 
@@ -40,16 +40,16 @@ __all__ = [
     "HvConfig",
     "TrainConfig",
     "TrainFlags",
-    "explained",
     "flat_values",
-    "for_mode",
+    "notes_on_unused_flags",
+    "parse_error_text",
     "parse_train_config",
-    "remarks",
-    "settled",
     "shared_fields",
     "shared_values",
     "to_toml",
     "trainer_of",
+    "with_fitting_batch_size",
+    "with_mode_defaults",
     "with_shared",
 ]
 
@@ -73,7 +73,7 @@ def parse_train_config(
     # Counting `mode` as set makes a swarm of the other mode refuse this peer. train_fsdp, whose mode is the default,
     # checks the swarm's mode itself.
     named = source.named if mode == TrainConfig.mode else source.named | {"mode"}
-    return settled(for_mode(replace(config, mode=mode), named), named), named
+    return with_fitting_batch_size(with_mode_defaults(replace(config, mode=mode), named), named), named
 
 
 def trainer_of(config: TrainConfig) -> str:
@@ -81,7 +81,7 @@ def trainer_of(config: TrainConfig) -> str:
     return _PROGRAMS[config.mode]
 
 
-def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
+def with_mode_defaults(config: TrainConfig, named: Collection[str]) -> TrainConfig:
     """The configuration with the defaults of its mode and optimizer in the fields that are not in `named`.
 
     Raises UserError for an optimizer or a dataset of the other mode.
@@ -102,7 +102,9 @@ def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
     return replace(config, **values)
 
 
-def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> TrainConfig:
+def with_fitting_batch_size(
+    config: TrainConfig, named: Collection[str], *, num_ranks: int = 1
+) -> TrainConfig:
     """The configuration with a per-device batch size that divides the batch of each of `num_ranks` ranks.
 
     A size that the user has not set is reduced to a divisor. Raises UserError if the user's sizes do not divide, and
@@ -123,7 +125,7 @@ def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) 
     return replace(config, per_device_train_batch_size=fitting)
 
 
-def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
+def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[str]:
     """One sentence for each flag that the user has set without effect."""
     hv = config.hv
     like = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
@@ -153,17 +155,17 @@ def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
     return [f"{text}." for name, text in known.items() if name in given.intersection(named)]
 
 
-def explained(error: CycloptsError, verb_with: Callable[[str], str] = lambda flag: "") -> str:
-    """The message for arguments that do not parse. `verb_with` names another verb that has this flag, or nothing."""
+def parse_error_text(error: CycloptsError, command_with: Callable[[str], str] = lambda flag: "") -> str:
+    """The message for arguments that do not parse. `command_with` returns another command that has this flag, or ""."""
     if isinstance(error, UnusedCliTokensError):
         return (
             f'Nothing takes the argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
         )
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
-        return _unknown_flag(error, verb_with)
+        return _unknown_flag(error, command_with)
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         return _missing_value(error, error.argument)
-    # Of an unknown verb, without cyclopts' list of all verbs.
+    # For an unknown command, cyclopts adds a list of all commands.
     return str(error).partition(" Available commands:")[0]
 
 
@@ -172,17 +174,17 @@ def _missing_value(error: MissingArgumentError, argument: Argument) -> str:
         return f"{flag} needs a value."
     if argument.index is None:
         return f"{argument.name} is missing."
-    usage = page_of(error.command_chain or ()).partition("\n")[0]
+    usage = read_page(error.command_chain or ()).partition("\n")[0]
     return f"{argument.name.lstrip('-').upper()} is missing.\n{usage}"
 
 
-def _unknown_flag(error: UnknownOptionError, verb_with: Callable[[str], str]) -> str:
+def _unknown_flag(error: UnknownOptionError, command_with: Callable[[str], str]) -> str:
     typed = (error.token.keyword or error.token.value).partition("=")[0]
-    if verb := verb_with(typed):
-        return f"{typed} is not a flag of this command, but of `diloco {verb}`."
+    if command := command_with(typed):
+        return f"{typed} is not a flag of this command, but of `diloco {command}`."
     flags = [name for argument in error.argument_collection if argument.show for name in argument.names]
     known = {flag.lstrip("-").replace("-", "_"): flag for flag in reversed(flags) if flag.startswith("--")}
-    close = meant(typed.lstrip("-").replace("-", "_"), known)
+    close = suggested_name(typed.lstrip("-").replace("-", "_"), known)
     hint = f" Did you mean {known[close]}?" if close else ""
     return f"There is no flag {typed}.{hint}"
 
@@ -216,7 +218,7 @@ def with_shared(
             "Use the version that the other peers run."
         )
     source = ValueSource(values={**flat_values(config), **values}, name="the swarm's manifest")
-    return settled(_parse([], source), named, num_ranks=num_ranks)
+    return with_fitting_batch_size(_parse([], source), named, num_ranks=num_ranks)
 
 
 def to_toml(config: TrainConfig, *, only: Collection[str] | None = None) -> str:
@@ -261,14 +263,14 @@ def trainer_app(source: ValueSource) -> App:
 
 def _parse(argv: list[str], source: ValueSource) -> TrainConfig:
     if any(word in HELP_FLAGS for word in argv):
-        print(page_of(["trainer"]), end="", flush=True)
+        print(read_page(["trainer"]), end="", flush=True)
         raise SystemExit(0)
     try:
         command, bound, _ = trainer_app(source).parse_args(
             argv, exit_on_error=False, print_error=False, verbose=False
         )
     except CycloptsError as error:
-        raise UserError(explained(error)) from error
+        raise UserError(parse_error_text(error)) from error
     result = command(*bound.args, **bound.kwargs)
     if not isinstance(result, TrainConfig):
         raise SystemExit(0)

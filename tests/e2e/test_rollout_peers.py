@@ -144,7 +144,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(st
     [
         (
             ("--initial-peers", "MADDR", "--rollout", "peers"),
-            "--rollout says what a rollout peer generates by",
+            "a rollout peer takes --rollout vllm, or hf",
         ),
         (("--initial-peers", "MADDR", "--mode", "pretrain"), "--role rollout is for --mode grpo"),
         (("--rollout", "hf"), "--initial-peers is missing"),

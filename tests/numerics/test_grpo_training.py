@@ -14,7 +14,7 @@ from diloco import train_grpo
 from diloco.errors import UserError
 from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig, TrainConfig
-from diloco.options.trainer import for_mode
+from diloco.options.trainer import with_mode_defaults
 from diloco.outer.world import World
 from diloco.rl.answers import Completion
 from diloco.rl.sampling import sampled
@@ -75,7 +75,9 @@ def config(tmp_path, monkeypatch):
         hv=HvConfig(local_steps=2),
         ckpt=CkptConfig(path=str(tmp_path / "checkpoints")),
     )
-    return for_mode(own, {"lr", "warmup_steps", "total_steps", "total_batch_size", "hv.local_steps"})
+    return with_mode_defaults(
+        own, {"lr", "warmup_steps", "total_steps", "total_batch_size", "hv.local_steps"}
+    )
 
 
 def trained(config, run_dir):

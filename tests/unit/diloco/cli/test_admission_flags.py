@@ -8,7 +8,7 @@ import pytest
 
 from diloco.cli.app import exit_code
 from diloco.cli.machine_recipes import Choice
-from diloco.cli.peer import Workplace
+from diloco.cli.peer import WorkerSetup
 from diloco.launch.local_swarm import environment_of_peers
 from diloco.launch.swarm_config import daemon_config
 from diloco.options.trainer import parse_train_config
@@ -25,7 +25,7 @@ def test_a_swarm_on_this_machine_does_without_the_secret_of_another(tmp_path):
 def test_the_workers_are_not_given_the_secret(tmp_path, monkeypatch):
     monkeypatch.setenv(SECRET_ENV, SECRET)
     config, named = parse_train_config([])
-    command = Workplace(Choice(config=config), named, tmp_path, 1).command({}, True, 0, tmp_path / "link")
+    command = WorkerSetup(Choice(config=config), named, tmp_path, 1).command({}, True, 0, tmp_path / "link")
     assert SECRET not in (*command.env.values(), *command.argv)
     assert SECRET.split(".")[2] not in (tmp_path / "config.toml").read_text()
 

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for, trained
 from diloco.options.model_files import load_model_config
-from diloco.options.trainer import TrainConfig, flat_values, for_mode, parse_train_config
+from diloco.options.trainer import TrainConfig, flat_values, parse_train_config, with_mode_defaults
 from diloco.train.devices import Machine
 from diloco.train.memory import check_memory, memory_needed_bytes
 from diloco.train.model import num_parameters
@@ -97,7 +97,7 @@ def test_what_the_user_names_is_kept_and_the_rest_is_chosen():
     ],
 )
 def test_rates_are_those_of_the_optimizer(given, named, optimizer, lr, weight_decay):
-    config = chosen(for_mode(given, named), named, machine(2)).config
+    config = chosen(with_mode_defaults(given, named), named, machine(2)).config
     assert (config.optimizer, config.lr, config.weight_decay) == (optimizer, lr, weight_decay)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import peers.daemon
 from diloco.cli.machine_recipes import Choice, chosen
-from diloco.cli.peer import NOT_KEPT, Workplace, program_of, unread_by_a_program
+from diloco.cli.peer import NO_CHECKPOINTS, WorkerSetup, note_on_unused_flags, parse_worker
 from diloco.errors import UserError
-from diloco.launch.workplace import TOLD
+from diloco.launch.peer_workers import PRINTED_LOGGERS
 from diloco.options.trainer import CkptConfig, TrainConfig
 from diloco.train.devices import Machine
 
@@ -19,33 +19,33 @@ from diloco.train.devices import Machine
 def test_the_words_of_a_program_are_split_as_a_shell_would(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.py").touch()
-    assert program_of(None) == ()
-    assert program_of('python loop.py --name "two words"') == ("python", "loop.py", "--name", "two words")
+    assert parse_worker(None) == ()
+    assert parse_worker('python loop.py --name "two words"') == ("python", "loop.py", "--name", "two words")
 
 
 @pytest.mark.parametrize("worker", ["", "no-such-program loop.py", 'python "loop.py', "python loop.py"])
 def test_a_program_that_cannot_be_started_is_refused(worker):
     with pytest.raises(UserError, match="--worker"):
-        program_of(worker)
+        parse_worker(worker)
 
 
-def test_flags_that_a_program_is_not_told_are_named():
-    assert unread_by_a_program({"hv.local_steps", "run_dir", "device", "optimizer"}) == ""
-    said = unread_by_a_program({"ckpt.interval", "total_steps", "hv.local_steps"})
-    assert said.startswith("--ckpt.interval, --total-steps: the program of --worker is not told")
+def test_flags_without_effect_on_a_program_are_named():
+    assert note_on_unused_flags({"hv.local_steps", "run_dir", "device", "optimizer"}) == ""
+    said = note_on_unused_flags({"ckpt.interval", "total_steps", "hv.local_steps"})
+    assert said.startswith("--ckpt.interval, --total-steps: no effect with --worker")
 
 
 def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path):
-    workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1, ("python", "loop.py"))
-    command = workplace.command({}, False, 3, tmp_path / "link.sock")
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, 1, ("python", "loop.py"))
+    command = workers.command({}, False, 3, tmp_path / "link.sock")
     assert command.argv == ("python", "loop.py")
     assert command.env["DILOCO_LINK"] == str(tmp_path / "link.sock")
     assert command.env["PATH"].split(":")[0] == str(Path(sys.executable).parent)
 
 
 def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
-    workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
-    command = workplace.command({"seq_length": 77}, False, 3, tmp_path / "link.sock")
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
+    command = workers.command({"seq_length": 77}, False, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
     assert "seq_length = 77" in (tmp_path / "config.toml").read_text()
 
@@ -57,21 +57,21 @@ def test_the_first_peer_says_what_becomes_of_a_run_without_checkpoints(
     tmp_path, capsys, is_own, interval, is_said
 ):
     config = TrainConfig(ckpt=CkptConfig(interval=interval))
-    workplace = Workplace(Choice(config=config), frozenset(), tmp_path, 1)
-    workplace.command({}, is_own, 3, tmp_path / "link.sock")
-    assert (NOT_KEPT in capsys.readouterr().out) == is_said
+    workers = WorkerSetup(Choice(config=config), frozenset(), tmp_path, 1)
+    workers.command({}, is_own, 3, tmp_path / "link.sock")
+    assert (NO_CHECKPOINTS in capsys.readouterr().out) == is_said
 
 
 def test_who_joins_trains_as_the_swarm_does_whatever_it_would_have_chosen(tmp_path, capsys):
     choice = chosen(TrainConfig(), (), Machine(num_cores=2, memory_bytes=None))
-    workplace = Workplace(choice, frozenset(), tmp_path, 1)
-    workplace.command({}, False, 0, tmp_path / "link.sock")
+    workers = WorkerSetup(choice, frozenset(), tmp_path, 1)
+    workers.command({}, False, 0, tmp_path / "link.sock")
     assert "; as the swarm does" in capsys.readouterr().out
 
 
 def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
-    workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
-    command = workplace.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, False, 3, tmp_path / "link.sock")
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
+    command = workers.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, False, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_grpo", "--config", str(tmp_path / "config.toml"))
     assert 'dataset = "gsm8k"' in (tmp_path / "config.toml").read_text()
 
@@ -80,5 +80,7 @@ def test_what_the_daemon_says_of_its_life_is_told_in_the_terminal():
     """All but where it listens: that is of use in its log."""
     folder = Path(peers.daemon.__file__).parent
     texts = {f"peers.daemon.{path.stem}": path.read_text() for path in folder.glob("*.py")}
-    assert {name for name in texts if "log.info(" in texts[name]} - {"peers.daemon.presence"} <= set(TOLD)
-    assert all("log." in texts[name] for name in TOLD)
+    assert {name for name in texts if "log.info(" in texts[name]} - {"peers.daemon.presence"} <= set(
+        PRINTED_LOGGERS
+    )
+    assert all("log." in texts[name] for name in PRINTED_LOGGERS)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.cli.app import exit_code
-from diloco.cli.simulate import _enough_epochs
+from diloco.cli.simulate import _default_num_epochs
 from diloco.errors import UserError
 from diloco.sim.command.given_peers import PeerSpec, from_lists, from_offers, from_toml, read_offers
 from diloco.sim.command.gpus import peak_flops
@@ -153,7 +153,7 @@ def test_an_offer_that_hides_its_bandwidth_is_assumed_to_have_the_usual_one_and_
 def test_the_command_says_what_a_run_would_take(capsys):
     assert exit_code([*SMALL, "--price", "2", "--assumptions"]) == 0
     said = capsys.readouterr().out
-    for word in ("utilisation", "epoch", "round", "bytes", "cost", "assumed"):
+    for word in ("utilisation", "epoch", "round", "bytes", "cost", "assumptions"):
         assert word in said
 
 
@@ -177,7 +177,7 @@ def test_local_steps_are_rounded_up_to_a_multiple_of_the_fragments(capsys):
     assert exit_code([*SMALL, "--fragments", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["scenario"]["local_steps"] == 21
-    assert told["notes"] == ["20 local steps are 21 here, the next multiple of 3 fragments"]
+    assert told["notes"] == ["--local-steps 20 is rounded up to 21, a multiple of --fragments 3"]
 
 
 def test_what_is_assumed_is_told_to_programs_too(capsys):
@@ -239,11 +239,11 @@ def test_hundreds_of_peers_that_seldom_fail_are_simulated_for_a_few_epochs_only(
         num_epochs=1,
         mtbf_s=720 * 3600.0,
     )
-    assert _enough_epochs(scenario) == 15
-    assert _enough_epochs(replace(scenario, peers=peers[:14])) == 300
+    assert _default_num_epochs(scenario) == 15
+    assert _default_num_epochs(replace(scenario, peers=peers[:14])) == 300
 
 
-def test_failures_are_counted_over_enough_epochs(capsys):
+def test_failures_are_counted_over_default_num_epochs(capsys):
     assert exit_code([*SMALL[:-2], "--mtbf", "60s", "--restart", "10s", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["figures"]["losses"]["peers_lost"] > 5
@@ -274,10 +274,13 @@ def test_a_plot_is_drawn_over_bandwidth(tmp_path, capsys):
         (["--bandwidth", ""], "no value"),
         (["--bandwidth"], "--bandwidth"),
         (["--mtbf", "6"], "is not a time like 300s, 10m or 6h"),
-        (["--peers-file", "peers.toml", "--bandwidth", "1gbit,2gbit"], "--peers-file lists the peers"),
+        (
+            ["--peers-file", "peers.toml", "--bandwidth", "1gbit,2gbit"],
+            "takes only one value with --peers-file",
+        ),
         (["--batch-tokens", "0.1"], "1 or more"),
         (["--flops", "1e-300"], "1e+06 or more"),
-        (["--fragments", "10000001"], "would be empty"),
+        (["--fragments", "10000001"], "is more than the"),
         (["--cores", "inf"], "finite"),
         (["--plot", "plan.xyz"], "xyz is none of the formats"),
         (["--plot", "nowhere/plan.png"], "there is no directory nowhere"),

@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from diloco.cli.status_table import picture_of
+from diloco.cli.status_table import render
 from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
 from peers.protocol.reports import Phase, Standing
@@ -17,9 +17,7 @@ def shown(observations: Observations, *, width: int = 160, height: int | None = 
     now = time.time()
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None)
-    console.print(
-        picture_of(summary_of("run", observations, now=1.0, unix_now=now), width=width, height=height)
-    )
+    console.print(render(summary_of("run", observations, now=1.0, unix_now=now), width=width, height=height))
     return out.getvalue()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco.cli.dashboard import address_of, listening, token_from
+from diloco.cli.dashboard import checked_token, open_listener, page_url
 from diloco.dashboard import feed as feeds
 from diloco.dashboard.feed import Feed, Sent
 from diloco.errors import UserError
@@ -23,7 +23,7 @@ from tests.support.sighted import entry, reported
 pytest.importorskip("starlette", reason="needs the extra `dashboard`: pip install -e '.[dev]'")
 pytest.importorskip("uvicorn", reason="needs the extra `dashboard`: pip install -e '.[dev]'")
 
-from diloco.dashboard.server import FILES, STATIC, application, served
+from diloco.dashboard.server import FILES, STATIC, application, serve
 
 TOKEN = "0123456789abcdef"
 
@@ -52,9 +52,9 @@ class Canned:
 @contextlib.asynccontextmanager
 async def running(source: Canned) -> AsyncIterator[int]:
     """The real server on a free port."""
-    listener = listening("127.0.0.1", 0)
+    listener = open_listener("127.0.0.1", 0)
     feed = Feed(source)
-    task = asyncio.create_task(served(application(feed, token=TOKEN, cookie="diloco-1"), listener, feed))
+    task = asyncio.create_task(serve(application(feed, token=TOKEN, cookie="diloco-1"), listener, feed))
     try:
         yield listener.getsockname()[1]
     finally:
@@ -194,23 +194,23 @@ def test_points_and_rounds_that_a_page_has_are_not_sent_again():
 
 
 def test_a_token_that_could_be_guessed_is_refused():
-    assert len(token_from(None)) >= 32 and token_from(None) != token_from(None)
-    assert token_from(TOKEN) == TOKEN
+    assert len(checked_token(None)) >= 32 and checked_token(None) != checked_token(None)
+    assert checked_token(TOKEN) == TOKEN
     for text in ("", "short", "x" * 15, "a token with spaces in it", "ünïcödé-ünïcödé-ünïcödé"):
         with pytest.raises(UserError, match="DILOCO_DASHBOARD_TOKEN"):
-            token_from(text)
+            checked_token(text)
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_not_here_are_told():
-    with listening("127.0.0.1", 0) as listener:
+    with open_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        assert address_of(listener, "a/b") == f"http://127.0.0.1:{port}/?token=a%2Fb"
+        assert page_url(listener, "a/b") == f"http://127.0.0.1:{port}/?token=a%2Fb"
         with pytest.raises(UserError, match=f"--port {port}.*--port 0"):
-            listening("127.0.0.1", port)
+            open_listener("127.0.0.1", port)
     with pytest.raises(UserError, match=r"--host 203\.0\.113\.7"):
-        listening("203.0.113.7", 0)
+        open_listener("203.0.113.7", 0)
     with pytest.raises(UserError, match=r"--host x+ --port 0: .*--port 0"):
-        listening("x" * 64, 0)
+        open_listener("x" * 64, 0)
     if socket.has_ipv6:
-        with contextlib.suppress(UserError), listening("::1", 0) as six:
-            assert address_of(six, "t").startswith("http://[::1]:")
+        with contextlib.suppress(UserError), open_listener("::1", 0) as six:
+            assert page_url(six, "t").startswith("http://[::1]:")

@@ -10,19 +10,21 @@ import pytest
 
 from diloco.doctor import speed
 from diloco.doctor.discover import check_discover
-from diloco.doctor.findings import Finding, as_json, examined, passed
-from diloco.doctor.gpu import Cuda, judged, last_words
-from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
-from diloco.doctor.resources import Place, check_model_memory, places_of, tried
+from diloco.doctor.findings import Finding, as_json, passed, run_check
+from diloco.doctor.gpu import Cuda, first_error_line, judge_gpus
+from diloco.doctor.nat import Observation, Port, judge_announcement, judge_nat, judge_port
+from diloco.doctor.resources import Place, check_model_memory, check_place, places_to_check
 from diloco.doctor.software import check_packages, check_vllm
-from diloco.doctor.swarm import judged_clock
+from diloco.doctor.swarm import judge_clock
 from diloco.options.trainer import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 
 PUBLIC, PRIVATE = "203.0.113.7", "192.168.1.5"
 
 
-def seen(host: str = PUBLIC, local: str = PUBLIC, error: str = "", there: str = "198.51.100.1") -> Seen:
-    return Seen("peer 3", host, local, there, {"data port": error})
+def seen(
+    host: str = PUBLIC, local: str = PUBLIC, error: str = "", there: str = "198.51.100.1"
+) -> Observation:
+    return Observation("peer 3", host, local, there, {"data port": error})
 
 
 def port(*, announced: int = 30003, is_named: bool = True) -> Port:
@@ -39,41 +41,41 @@ def port(*, announced: int = 30003, is_named: bool = True) -> Port:
     ],
 )
 def test_the_kind_of_nat_follows_from_two_addresses_and_a_call(local, error, kind):
-    found = judged_nat(seen(local=local, error=error))
+    found = judge_nat(seen(local=local, error=error))
     assert seen(local=local, error=error).kind == kind
     assert found.said.startswith(kind)
     assert found.verdict == ("pass" if not error else "warn")
 
 
 def test_only_an_address_of_the_internet_is_called_public():
-    found = judged_nat(seen(host="9.9.9.9", local="9.9.9.9"))
+    found = judge_nat(seen(host="9.9.9.9", local="9.9.9.9"))
     assert found.said == "public: seen as 9.9.9.9, this machine's own address"
-    found = judged_nat(seen(host=PRIVATE, local=PRIVATE))
+    found = judge_nat(seen(host=PRIVATE, local=PRIVATE))
     assert found.said == f"direct: seen as {PRIVATE}, this machine's own address, on a private network"
 
 
 def test_a_peer_on_this_machine_proves_nothing_of_the_outside():
-    assert judged_nat(seen(host="127.0.0.1", local="127.0.0.1")).verdict == "warn"
-    assert judged_nat(seen(there=PUBLIC)).verdict == "warn"
-    assert judged_nat(seen()).verdict == "pass"
+    assert judge_nat(seen(host="127.0.0.1", local="127.0.0.1")).verdict == "warn"
+    assert judge_nat(seen(there=PUBLIC)).verdict == "warn"
+    assert judge_nat(seen()).verdict == "pass"
 
 
 def test_a_port_that_was_named_has_to_be_reached_and_another_need_not():
-    assert judged_port(port(), seen()).verdict == "pass"
-    assert judged_port(port(), seen(error="no answer in time")).verdict == "fail"
-    assert judged_port(port(is_named=False), seen(error="no answer in time")).verdict == "warn"
+    assert judge_port(port(), seen()).verdict == "pass"
+    assert judge_port(port(), seen(error="no answer in time")).verdict == "fail"
+    assert judge_port(port(is_named=False), seen(error="no answer in time")).verdict == "warn"
 
 
 def test_what_mends_a_closed_port_depends_on_what_is_in_its_way():
     closed = "no answer in time"
-    assert judged_port(port(), seen(error=closed)).fix.startswith("sudo ufw allow 30003/tcp")
-    assert f"/ip4/{PUBLIC}/tcp/" in judged_port(port(), seen(local=PRIVATE, error=closed)).fix
-    assert "map port 41003 to 30003" in judged_port(port(announced=41003), seen(error=closed)).fix
+    assert judge_port(port(), seen(error=closed)).fix.startswith("sudo ufw allow 30003/tcp")
+    assert f"/ip4/{PUBLIC}/tcp/" in judge_port(port(), seen(local=PRIVATE, error=closed)).fix
+    assert "map port 41003 to 30003" in judge_port(port(announced=41003), seen(error=closed)).fix
 
 
 def test_an_announced_address_that_is_another_machines_is_told():
-    assert judged_announcement(PUBLIC, "--hv.announce-maddrs", seen()) is None
-    found = judged_announcement("198.51.100.1", "--hv.announce-maddrs", seen())
+    assert judge_announcement(PUBLIC, "--hv.announce-maddrs", seen()) is None
+    found = judge_announcement("198.51.100.1", "--hv.announce-maddrs", seen())
     assert found and found.verdict == "warn" and f"/ip4/{PUBLIC}/" in found.fix
 
 
@@ -82,7 +84,7 @@ def test_an_announced_address_that_is_another_machines_is_told():
     [(0.2, "pass"), (-0.9, "pass"), (-1.5, "warn"), (2.9, "warn"), (3.1, "fail"), (-40, "fail")],
 )
 def test_a_clock_may_be_off_by_less_than_three_seconds(off_s, verdict):
-    found = judged_clock({"peer 0": 0.0, "peer 1": off_s})
+    found = judge_clock({"peer 0": 0.0, "peer 1": off_s})
     assert found.verdict == verdict
     assert f"{abs(off_s):.2f} s {'ahead of' if off_s > 0 else 'behind'} that of peer 1" in found.said
 
@@ -97,7 +99,7 @@ def test_a_clock_may_be_off_by_less_than_three_seconds(off_s, verdict):
     ],
 )
 def test_gpus_that_torch_cannot_use_are_told_from_those_that_are_not_there(gpus, cuda, verdict, fix):
-    found = judged(gpus, cuda)
+    found = judge_gpus(gpus, cuda)
     assert (found.verdict, fix in found.fix) == (verdict, True)
 
 
@@ -108,8 +110,8 @@ def test_of_ranks_that_failed_the_first_error_is_told_and_not_torchruns_own():
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
         "=====\n",
     )
-    assert last_words(log) == "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected"
-    assert last_words(["NCCL INFO bootstrap\n", "killed\n"]) == "killed"
+    assert first_error_line(log) == "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected"
+    assert first_error_line(["NCCL INFO bootstrap\n", "killed\n"]) == "killed"
 
 
 def test_a_network_on_which_nobody_answers_is_a_fault_of_who_does_not_begin_the_run(monkeypatch):
@@ -170,7 +172,7 @@ def test_a_check_that_breaks_is_a_finding_and_not_the_end():
         yield passed("first", "fine")
         raise RuntimeError("boom")
 
-    first, second = examined("thing", breaks, "fix it")
+    first, second = run_check("thing", breaks, "fix it")
     assert (first.verdict, second.verdict, second.name) == ("pass", "fail", "thing")
     assert "boom" in second.said and second.fix == "fix it"
 
@@ -191,17 +193,17 @@ def test_json_says_at_its_top_whether_anything_fails():
 
 
 def test_checkpoints_take_room_only_where_some_are_made(tmp_path):
-    names = [place.name for place in places_of(TrainConfig(hv=HvConfig()), tmp_path, 10**9)]
+    names = [place.name for place in places_to_check(TrainConfig(hv=HvConfig()), tmp_path, 10**9)]
     assert names == ["run directory", "state directory", "temporary files"]
     kept = TrainConfig(ckpt=CkptConfig(interval=100, topk=3, path=str(tmp_path)))
-    assert places_of(kept, tmp_path, 10**9)[-1].needed_bytes == 4 * 20 * 10**9
+    assert places_to_check(kept, tmp_path, 10**9)[-1].needed_bytes == 4 * 20 * 10**9
     remote = TrainConfig(ckpt=CkptConfig(interval=100, path="s3://bucket/run"))
-    assert len(places_of(remote, tmp_path, 10**9)) == 3
+    assert len(places_to_check(remote, tmp_path, 10**9)) == 3
 
 
 def test_a_disk_with_too_little_room_fails_and_one_with_just_enough_warns(tmp_path):
-    assert tried(Place("disk", tmp_path / "not" / "there", 1, "fix")).verdict == "pass"
-    assert tried(Place("disk", tmp_path, 10**18, "fix")).verdict == "fail"
+    assert check_place(Place("disk", tmp_path / "not" / "there", 1, "fix")).verdict == "pass"
+    assert check_place(Place("disk", tmp_path, 10**18, "fix")).verdict == "fail"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,9 +227,9 @@ def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monk
     # 500 steps of 512 * 1024 tokens, 6 FLOPs each for every weight, at half the speed of matrix products.
     assert found.verdict == "warn" and "an epoch of 500 steps takes 78.3 days" in found.said
     assert [one.verdict for one in speed.check_speed(quick, 1)] == ["pass"]
-    speed.tell_if_slow(quick)
+    speed.warn_if_slow(quick)
     assert capsys.readouterr().err == ""
-    speed.tell_if_slow(slow)
+    speed.warn_if_slow(slow)
     assert capsys.readouterr().err.startswith("note: 150m is much for this machine: at most ")
 
 

@@ -9,7 +9,7 @@ import time
 
 from rich.console import Console
 
-from diloco.launch.live import Shown, caption_of, cells_of, show, table_of
+from diloco.launch.live import PeerRow, caption_of, row_cells, show, table_of
 from diloco.launch.phase_file import write_phase
 from diloco.train.metrics_file import PeerFigures, Tail, figure, line_of, size
 from peers.protocol.reports import Phase
@@ -63,20 +63,20 @@ def test_figures_are_short():
 
 def test_a_row_shows_epoch_step_loss_speed_peers_bytes_and_time():
     figures = PeerFigures("peer 0")
-    assert set(cells_of(figures)) == {"–"}
+    assert set(row_cells(figures)) == {"–"}
     figures.fold([EVALUATION, STEP, EPOCH, {"kind": "other"}])
-    assert cells_of(figures) == ["1", "7", "2.346", "12.3k", "2", "8.4MB", "0.26 s"]
+    assert row_cells(figures) == ["1", "7", "2.346", "12.3k", "2", "8.4MB", "0.26 s"]
 
 
 def test_records_with_nulls_are_shown_as_dashes():
     figures = PeerFigures("peer 0")
     figures.fold([{"kind": "step", "step": 1, "epoch": 0, "loss": None, "tokens_per_s": None}])
-    assert cells_of(figures)[2:4] == ["–", "–"]
+    assert row_cells(figures)[2:4] == ["–", "–"]
     assert line_of({"kind": "step", "step": 1, "loss": None}) is not None
 
 
 def test_the_table_names_every_peer(tmp_path):
-    peers = [Shown("peer 0", tmp_path), Shown("peer 1", tmp_path, "restarting")]
+    peers = [PeerRow("peer 0", tmp_path), PeerRow("peer 1", tmp_path, "restarting")]
     console = Console(width=140, record=True, file=None, quiet=False)
     with console.capture() as captured:
         console.print(table_of(peers, [PeerFigures("peer 0"), PeerFigures("peer 1")]))
@@ -90,7 +90,7 @@ def test_the_table_is_readable_on_80_columns(tmp_path):
     figures.fold([{**STEP, "step": 88_000}, EPOCH])
     phase = Phase(name="receiving the state", done=1e9, total=4e9, unit="bytes")
     with console.capture() as captured:
-        console.print(table_of([Shown("this peer", tmp_path, phase=phase)], [figures]))
+        console.print(table_of([PeerRow("this peer", tmp_path, phase=phase)], [figures]))
     words = captured.get().split()
     assert {"sent", "receiving", "25%", "88000", "2.346", "12.3k", "8.4MB", "0.26"} <= set(words)
 
@@ -108,7 +108,7 @@ def test_records_of_a_life_before_are_not_shown_again(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     async def scenario() -> None:
-        view = asyncio.create_task(show([Shown("peer", tmp_path, since=5.0)], terminal=False))
+        view = asyncio.create_task(show([PeerRow("peer", tmp_path, since=5.0)], terminal=False))
         await asyncio.sleep(0)
         view.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -126,7 +126,7 @@ def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys
     async def scenario() -> None:
         view = asyncio.create_task(
             show(
-                [Shown("peer 0", tmp_path)],
+                [PeerRow("peer 0", tmp_path)],
                 on_records=lambda index, new: seen.append((index, len(new))),
                 terminal=False,
             )
@@ -150,7 +150,7 @@ def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys
 
 
 def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_lasted(tmp_path, capsys):
-    peer = Shown("peer 0", tmp_path, since=time.time())
+    peer = PeerRow("peer 0", tmp_path, since=time.time())
     phase = Phase(name="evaluating", done=30.0, total=120.0, unit="windows", left_s=9.0, for_s=3.0)
     write_phase(tmp_path, phase)
 
@@ -172,7 +172,7 @@ def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_la
 
 def test_of_a_peer_that_is_done_nobody_is_told_what_it_did_last(tmp_path):
     write_phase(tmp_path, Phase(name="leaving"))
-    peer = Shown("peer 0", tmp_path, state="training")
+    peer = PeerRow("peer 0", tmp_path, state="training")
     peer.look()
     assert peer.doing == "leaving"
     peer.state = "done"
@@ -183,7 +183,7 @@ def test_of_a_peer_that_is_done_nobody_is_told_what_it_did_last(tmp_path):
 def test_a_row_shows_the_epoch_that_its_last_steps_ended_in():
     figures = PeerFigures("peer 0")
     figures.fold([{"kind": "step", "step": 8, "epoch": 1}, {"kind": "epoch", "epoch": 2}])
-    assert cells_of(figures)[0] == "2"
+    assert row_cells(figures)[0] == "2"
 
 
 def test_the_caption_says_how_far_the_run_is_and_when_it_will_be_done():
@@ -210,7 +210,7 @@ def test_until_somebody_trains_the_caption_says_what_keeps_each_peer():
 
 
 def test_records_of_a_life_before_do_not_make_a_restarted_peer_training(tmp_path):
-    peer = Shown("peer 0", tmp_path)
+    peer = PeerRow("peer 0", tmp_path)
     peer.saw([{**STEP, "time": 10.0}])
     assert peer.state == "training"
     peer.restarted(now=20.0)

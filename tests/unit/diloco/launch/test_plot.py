@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.plot import absences, lives_of, plot, smoothed, validation_of
+from diloco.launch.plot import absences, plot, sessions_of, smoothed, validation_of
 
 
 def step(number, loss, at):
@@ -23,22 +23,22 @@ RECORDS = {
 
 
 def test_a_peer_that_was_started_again_has_two_lives_and_nothing_is_known_of_between():
-    lives = lives_of(RECORDS["peer 1"])
+    lives = sessions_of(RECORDS["peer 1"])
     assert [(life.began_at, life.ended_at) for life in lives] == [(1.0, 2.0), (20.0, 21.0)]
     assert [[record["step"] for record in life.steps] for life in lives] == [[1], [2]]
-    assert len(lives_of(RECORDS["peer 0"])) == 1 and lives_of([]) == []
+    assert len(sessions_of(RECORDS["peer 0"])) == 1 and sessions_of([]) == []
 
 
 def test_a_peer_is_absent_between_its_lives_and_after_one_that_did_not_finish():
-    lives = lives_of(RECORDS["peer 1"])
+    lives = sessions_of(RECORDS["peer 1"])
     assert absences(lives, 22.0) == [(2.0, 20.0)]
     assert absences(lives, 60.0) == [(2.0, 20.0), (21.0, 60.0)]
     finished = [*RECORDS["peer 1"], {"kind": "event", "event": "finished", "time": 22.0}]
-    assert absences(lives_of(finished), 60.0) == [(2.0, 20.0)]
+    assert absences(sessions_of(finished), 60.0) == [(2.0, 20.0)]
 
 
 def test_steps_without_a_loss_are_left_out():
-    (life,) = lives_of([step(1, None, 1.0), step(2, 4.0, 2.0)])
+    (life,) = sessions_of([step(1, None, 1.0), step(2, 4.0, 2.0)])
     assert [record["step"] for record in life.steps] == [2]
 
 

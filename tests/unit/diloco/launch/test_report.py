@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.report import baseline_line, summarise, text_if_complete, text_of
+from diloco.launch.report import baseline_line, report_text, summarise, text_if_already_complete
 from diloco.launch.run_facts import disagreements
 from diloco.options.flags import TrainConfig
 
@@ -49,8 +49,8 @@ def test_peers_whose_anchors_differ_are_found_and_named():
     assert disagreements(broken) == {2: {"peer 0": "bb", "peer 1": "bb", "peer 2": "cc"}}
     summary = summarise(broken, tokens_per_step=1)
     assert not summary.agrees
-    assert "PROBLEM: anchors differed after 1 of 2 epochs" in text_of(summary, {})
-    assert "peer 2 cc" in text_of(summary, {})
+    assert "PROBLEM: anchors differed after 1 of 2 epochs" in report_text(summary, {})
+    assert "peer 2 cc" in report_text(summary, {})
 
 
 def test_a_peer_that_came_back_and_missed_an_epoch_is_no_disagreement():
@@ -60,13 +60,13 @@ def test_a_peer_that_came_back_and_missed_an_epoch_is_no_disagreement():
 def test_a_run_without_any_epoch_does_not_count_as_agreement():
     summary = summarise({"peer 0": [step(1, 5.0)]}, tokens_per_step=1)
     assert not summary.agrees
-    assert "no epoch was completed" in text_of(summary, {})
+    assert "no epoch was completed" in report_text(summary, {})
 
 
 def test_a_run_that_was_resumed_at_its_end_is_said_to_be_complete(tmp_path):
     def said(*records, **changes):
         config = TrainConfig(total_steps=100, **changes)
-        return text_if_complete(config, {"peer 0": records, "peer 1": []}, {"everything": tmp_path})
+        return text_if_already_complete(config, {"peer 0": records, "peer 1": []}, {"everything": tmp_path})
 
     start, finished = {"kind": "event", "event": "start"}, {"kind": "event", "event": "finished"}
     assert said({**start, "step": 100}, finished) == (
@@ -85,7 +85,9 @@ def test_the_first_evaluation_of_a_resumed_run_is_not_taken_for_one_before_train
 
 
 def test_the_report_prints_the_baselines_beside_the_result(tmp_path):
-    text = text_of(summarise(RECORDS, tokens_per_step=1000), {"plot of the losses": tmp_path / "loss.png"})
+    text = report_text(
+        summarise(RECORDS, tokens_per_step=1000), {"plot of the losses": tmp_path / "loss.png"}
+    )
     assert "uniform               8.000" in text
     assert "byte frequencies      4.900" in text
     assert "after training        2.100" in text
@@ -102,9 +104,9 @@ def test_what_a_peer_came_to_alone_is_told_beside_the_swarms_result():
 
 
 def test_the_report_tells_how_many_epochs_hold_everybodys_work():
-    assert "2 epochs by all 2 peers, 400B sent" in text_of(summarise(RECORDS, tokens_per_step=1), {})
+    assert "2 epochs by all 2 peers, 400B sent" in report_text(summarise(RECORDS, tokens_per_step=1), {})
     alone = {**RECORDS, "peer 0": [*RECORDS["peer 0"], epoch(3, "cc", contributors=(0,))]}
-    assert "3 epochs, 2 of them by all 2 peers" in text_of(summarise(alone, tokens_per_step=1), {})
+    assert "3 epochs, 2 of them by all 2 peers" in report_text(summarise(alone, tokens_per_step=1), {})
 
 
 def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it():
@@ -113,36 +115,38 @@ def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it(
         return {"peer 0": [*steps, {**epoch(1, "aa"), "blocked_s": blocked_s}]}
 
     # The records span 31 s; a step of 1000 tokens takes one second.
-    assert "stood still             0.3% of the time, for averaging\n" in text_of(
+    assert "stood still             0.3% of the time, for averaging\n" in report_text(
         summarise(records(0.1, 1000.0), tokens_per_step=1000), {}
     )
-    assert "; --hv.overlap-steps 4 would hide the rounds" in text_of(
+    assert "; --hv.overlap-steps 4 would hide the rounds" in report_text(
         summarise(records(3.1, 1000.0), tokens_per_step=1000), {}
     )
-    overlapped = text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000, overlaps=True), {})
+    overlapped = report_text(summarise(records(9.0, 1000.0), tokens_per_step=1000, overlaps=True), {})
     assert "averaging takes 29% of the time: try more --hv.local-steps\n" in overlapped
     assert "--hv.overlap-steps" not in overlapped
-    text = text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
+    text = report_text(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
     assert text.startswith(
         "verdict                 averaging takes 29% of the time: try more --hv.local-steps"
     )
 
 
 def test_the_report_begins_with_the_verdict_and_names_what_was_not_saved():
-    assert text_of(summarise(RECORDS, tokens_per_step=1000), {}).startswith(
+    assert report_text(summarise(RECORDS, tokens_per_step=1000), {}).startswith(
         "verdict                 healthy: 2 peers\n"
     )
     failed = {"kind": "event", "event": "checkpoint_failed", "step": 20, "reason": "no space left"}
     records = {**RECORDS, "peer 1": [*RECORDS["peer 1"], failed, {**failed, "step": 40}]}
-    lines = text_of(summarise(records, tokens_per_step=1000), {}).splitlines()
+    lines = report_text(summarise(records, tokens_per_step=1000), {}).splitlines()
     assert lines[0] == (
         "verdict                 peer 1: 2 checkpoints were not saved, the last one of step 40: no space left"
     )
     finished = {"kind": "event", "event": "finished", "time": 80.0}
     one_ended = {**RECORDS, "peer 0": [*RECORDS["peer 0"], finished]}
-    assert "verdict                 peer 1 was lost, " in text_of(summarise(one_ended, tokens_per_step=1), {})
+    assert "verdict                 peer 1 was lost, " in report_text(
+        summarise(one_ended, tokens_per_step=1), {}
+    )
     lost = {"peer 0": [step(1, 5.0), step(2, None), step(3, None)]}
-    assert "its loss is not a number since step 2" in text_of(summarise(lost, tokens_per_step=1), {})
+    assert "its loss is not a number since step 2" in report_text(summarise(lost, tokens_per_step=1), {})
 
 
 def test_the_report_names_peers_that_were_lost_and_when_they_were_back():
@@ -158,7 +162,7 @@ def test_the_report_names_peers_that_were_lost_and_when_they_were_back():
         ],
         "peer 2": [{**start, "time": 10.0}, {**step(1, 5.0), "time": 70.0}],
     }
-    lines = text_of(summarise(records, tokens_per_step=1), {}).splitlines()
+    lines = report_text(summarise(records, tokens_per_step=1), {}).splitlines()
     assert [line for line in lines if line.startswith("lost")] == [
         "lost                    peer 1, 30 s into training, back 12 s later",
         "lost                    peer 2, 60 s into training, and not back",
@@ -168,7 +172,7 @@ def test_the_report_names_peers_that_were_lost_and_when_they_were_back():
 def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
     steps = [{**step(n, 4.0), "tokens_per_s": 1000.0} for n in range(10)]
     late = {**epoch(1, "aa"), "blocked_s": 6.2, "wait_s": 6.1, "round_s": 0.1}
-    text = text_of(summarise({"peer 0": [*steps, late]}, tokens_per_step=1000), {})
+    text = report_text(summarise({"peer 0": [*steps, late]}, tokens_per_step=1000), {})
     # The records span 31 s.
     assert (
         "stood still             20.0% of the time: 0.3% for averaging, 19.7% waiting for the slowest peer\n"
@@ -177,5 +181,5 @@ def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
 
     # With overlap the wait took place while the training went on: what it stood still for was the round.
     slow = {**epoch(1, "aa"), "blocked_s": 3.0, "wait_s": 6.0, "round_s": 9.0}
-    text = text_of(summarise({"peer 0": [*steps, slow]}, tokens_per_step=1000), {})
+    text = report_text(summarise({"peer 0": [*steps, slow]}, tokens_per_step=1000), {})
     assert "stood still             9.7% of the time, for averaging; --hv.overlap-steps 3 would hide" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import UserError
-from diloco.launch.swarm_config import adopted, daemon_config, manifest_of
+from diloco.launch.swarm_config import adopt_manifest, daemon_config, manifest_of
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 
@@ -43,7 +43,7 @@ def test_a_directory_and_a_preset_with_equal_contents_are_one_model(tmp_path):
     manifest = manifest_of(TrainConfig(path_model=FRESH))
     config, named = parse_train_config(["--path-model", "2m"])
     assert {name: manifest[name] for name in ("model", "tokenizer")}.items() <= manifest_of(config).items()
-    assert adopted(config, manifest, named, run_dir=tmp_path).path_model == "2m"
+    assert adopt_manifest(config, manifest, named, run_dir=tmp_path).path_model == "2m"
 
 
 def test_a_model_that_this_machine_lacks_is_written_down(tmp_path):
@@ -53,7 +53,7 @@ def test_a_model_that_this_machine_lacks_is_written_down(tmp_path):
     (directory / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 3}))
     manifest = manifest_of(TrainConfig(path_model=str(directory), lr=0.5))
     shutil.rmtree(directory)
-    config = adopted(TrainConfig(), manifest, (), run_dir=tmp_path / "run")
+    config = adopt_manifest(TrainConfig(), manifest, (), run_dir=tmp_path / "run")
     assert config.lr == 0.5
     assert config.path_model == str(tmp_path / "run" / "model_config")
     assert load_model_config(config.path_model)["num_hidden_layers"] == 3
@@ -62,10 +62,12 @@ def test_a_model_that_this_machine_lacks_is_written_down(tmp_path):
 def test_a_model_with_a_tokenizer_that_is_not_here_is_refused(tmp_path):
     manifest = {**manifest_of(TrainConfig(seq_length=64)), "tokenizer": "0" * 64}
     with pytest.raises(UserError, match="Copy the model's directory"):
-        adopted(TrainConfig(), manifest, (), run_dir=tmp_path)
+        adopt_manifest(TrainConfig(), manifest, (), run_dir=tmp_path)
 
 
 @pytest.mark.parametrize("model", ["[1]", "{", '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'])
 def test_a_manifest_with_a_bad_model_is_refused(tmp_path, model):
     with pytest.raises(UserError, match="manifest"):
-        adopted(TrainConfig(), {"model": model, "tokenizer": "", "path_model": ""}, (), run_dir=tmp_path)
+        adopt_manifest(
+            TrainConfig(), {"model": model, "tokenizer": "", "path_model": ""}, (), run_dir=tmp_path
+        )

@@ -11,7 +11,12 @@ import pytest
 
 from diloco.cli.grpo_sweep import seeds_of
 from diloco.errors import UserError
-from diloco.launch.sweep import check_room, overruled, planned, trainer_environment
+from diloco.launch.sweep import (
+    check_resources,
+    notes_on_overridden_flags,
+    plan_instances,
+    trainer_environment,
+)
 from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.gpus import gpus_for_ranks, split_gpus
 from diloco.rl.own_server import _only_diloco, server_environment
@@ -24,7 +29,7 @@ EIGHT = [str(number) for number in range(8)]
 
 
 def test_four_instances_on_eight_gpus_share_nothing():
-    plan = planned(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)
+    plan = plan_instances(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)
     assert [(one.server_gpu, one.trainer_gpu, one.port) for one in plan] == [
         ("0", "1", 8000),
         ("2", "3", 8001),
@@ -45,7 +50,7 @@ def test_a_generators_options_are_no_part_of_names():
 
 
 def test_the_seed_is_really_in_the_trainers_arguments():
-    second = planned(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)[1]
+    second = plan_instances(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)[1]
     flags = second.flags(seed=second.seed)
     told = dict(zip(flags[::2], flags[1::2], strict=True))
     assert told["--seed"] == "1337" and told["--vllm-port"] == "8001"
@@ -71,19 +76,19 @@ def test_the_seed_is_really_in_the_trainers_arguments():
 )
 def test_what_cannot_be_is_said(instances, seeds, gpus, says):
     with pytest.raises(UserError, match=says):
-        planned(CONFIG, num_instances=instances, seeds=seeds, gpus=gpus)
+        plan_instances(CONFIG, num_instances=instances, seeds=seeds, gpus=gpus)
 
 
 def test_there_are_no_ports_beyond_the_last():
     config = replace(CONFIG, grpo=replace(CONFIG.grpo, vllm_port=65534))
-    assert planned(config, num_instances=2, seeds=[1, 2], gpus=EIGHT)[1].port == 65535
+    assert plan_instances(config, num_instances=2, seeds=[1, 2], gpus=EIGHT)[1].port == 65535
     with pytest.raises(UserError, match="3 instances need as many ports from there on"):
-        planned(config, num_instances=3, seeds=[1, 2, 3], gpus=EIGHT)
+        plan_instances(config, num_instances=3, seeds=[1, 2, 3], gpus=EIGHT)
 
 
 def test_what_each_instance_has_of_its_own_is_said_to_have_no_effect():
     config = replace(CONFIG, run_dir="here", grpo=replace(CONFIG.grpo, rollout_url=("http://host:1",)))
-    assert overruled(config, {"run_dir", "grpo.rollout_url", "ckpt.path"}) == [
+    assert notes_on_overridden_flags(config, {"run_dir", "grpo.rollout_url", "ckpt.path"}) == [
         "--run-dir has no effect in a sweep: each instance has its own.",
         "--grpo.rollout-url has no effect in a sweep: each instance has its own.",
     ]
@@ -110,28 +115,28 @@ def plan(tmp_path, monkeypatch):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config = replace(CONFIG, device="cpu", grpo=replace(CONFIG.grpo, vllm_port=port))
-    return config, planned(config, num_instances=1, seeds=[1], gpus=[])
+    return config, plan_instances(config, num_instances=1, seeds=[1], gpus=[])
 
 
 def test_a_taken_port_a_full_disk_an_old_run_and_a_missing_key_are_found_before_the_start(plan):
     config, instances = plan
-    check_room(instances, config, {}, min_free_bytes=0)
+    check_resources(instances, config, {}, min_free_bytes=0)
     with socket.socket() as taken, pytest.raises(UserError, match="is taken"):
         taken.bind(("127.0.0.1", instances[0].port))
         taken.listen()
-        check_room(instances, config, {}, min_free_bytes=0)
+        check_resources(instances, config, {}, min_free_bytes=0)
     with pytest.raises(UserError, match="are free here"):
-        check_room(instances, config, {}, min_free_bytes=10**18)
+        check_resources(instances, config, {}, min_free_bytes=10**18)
     wandb = replace(config, metric_logger_type="wandb")
     nowhere = {"NETRC": "/nowhere"}
     with pytest.raises(UserError, match="WANDB_API_KEY is not set"):
-        check_room(instances, wandb, nowhere, min_free_bytes=0)
-    check_room(instances, wandb, {**nowhere, "WANDB_API_KEY": "k"}, min_free_bytes=0)
-    check_room(instances, wandb, {**nowhere, "WANDB_MODE": "offline"}, min_free_bytes=0)
+        check_resources(instances, wandb, nowhere, min_free_bytes=0)
+    check_resources(instances, wandb, {**nowhere, "WANDB_API_KEY": "k"}, min_free_bytes=0)
+    check_resources(instances, wandb, {**nowhere, "WANDB_MODE": "offline"}, min_free_bytes=0)
     instances[0].output_dir.mkdir(parents=True)
     (instances[0].output_dir / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="holds a run already"):
-        check_room(instances, config, {}, min_free_bytes=0)
+        check_resources(instances, config, {}, min_free_bytes=0)
 
 
 def test_a_peers_server_has_a_gpu_that_no_rank_trains_on():

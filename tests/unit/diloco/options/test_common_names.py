@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.options.common_names import _FIELD_BY_OTHER_NAME, meant
+from diloco.options.common_names import _FIELD_BY_OTHER_NAME, suggested_name
 from diloco.options.trainer import TrainConfig, flat_values
 
 KNOWN = set(flat_values(TrainConfig()))
@@ -27,7 +27,7 @@ KNOWN = set(flat_values(TrainConfig()))
     ],
 )
 def test_a_name_of_another_program_leads_to_ours(typed, ours):
-    assert meant(typed, KNOWN) == ours
+    assert suggested_name(typed, KNOWN) == ours
 
 
 def test_no_name_is_both_ours_and_anothers():
@@ -35,6 +35,6 @@ def test_no_name_is_both_ours_and_anothers():
 
 
 def test_what_a_verb_does_not_have_is_not_suggested():
-    assert meant("learning_rate", {"initial_peers", "run_id"}) is None
-    assert meant("peer", {"initial_peers", "run_id"}) == "initial_peers"
-    assert meant("peer", {"initial_peers", "peers"}) == "peers"
+    assert suggested_name("learning_rate", {"initial_peers", "run_id"}) is None
+    assert suggested_name("peer", {"initial_peers", "run_id"}) == "initial_peers"
+    assert suggested_name("peer", {"initial_peers", "peers"}) == "peers"

@@ -10,12 +10,12 @@ from diloco.errors import UserError
 from diloco.options.trainer import (
     TrainConfig,
     flat_values,
+    notes_on_unused_flags,
     parse_train_config,
-    remarks,
-    settled,
     shared_fields,
     shared_values,
     to_toml,
+    with_fitting_batch_size,
     with_shared,
 )
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
@@ -119,12 +119,15 @@ def test_toml_can_be_limited_to_the_fields_that_were_named(tmp_path):
 def test_a_batch_size_that_was_not_named_shrinks_to_fit():
     assert parse_train_config(["--total-batch-size", "24"])[0].per_device_train_batch_size == 24
     assert parse_train_config(["--total-batch-size", "72"])[0].per_device_train_batch_size == 24
-    assert settled(TrainConfig(total_batch_size=24), (), num_ranks=2).per_device_train_batch_size == 12
+    assert (
+        with_fitting_batch_size(TrainConfig(total_batch_size=24), (), num_ranks=2).per_device_train_batch_size
+        == 12
+    )
 
 
 def test_batch_sizes_that_cannot_be_divided_among_ranks_are_refused():
     with pytest.raises(UserError, match="the 5 ranks"):
-        settled(TrainConfig(total_batch_size=24), (), num_ranks=5)
+        with_fitting_batch_size(TrainConfig(total_batch_size=24), (), num_ranks=5)
 
 
 def test_shared_values_carry_over_to_another_peer():
@@ -183,13 +186,13 @@ def test_codecs_go_by_our_names_and_by_hiveminds(given, meant):
 
 def test_needless_flags_are_remarked_upon_once_and_only_when_given():
     config, named = parse_train_config(EVERY_FLAG)
-    assert [text.split()[0] for text in remarks(config, named)] == [
+    assert [text.split()[0] for text in notes_on_unused_flags(config, named)] == [
         "--num-workers",
         "--hv.skip-load-from-peers",
     ]
     waits = replace(config, hv=replace(config.hv, all_reduce_strategy="WAIT_FOR_ALL"))
-    assert any("--hv.matchmaking-time has no effect" in text for text in remarks(waits, named))
-    assert remarks(TrainConfig(), flat_values(TrainConfig())) == []
+    assert any("--hv.matchmaking-time has no effect" in text for text in notes_on_unused_flags(waits, named))
+    assert notes_on_unused_flags(TrainConfig(), flat_values(TrainConfig())) == []
 
 
 @pytest.mark.parametrize(
@@ -201,9 +204,9 @@ def test_needless_flags_are_remarked_upon_once_and_only_when_given():
     ],
 )
 def test_a_flag_that_another_one_makes_needless_is_remarked_upon(needless, needed):
-    without = remarks(*parse_train_config([*needless.split(), "--hv.transport", "libp2p"]))
+    without = notes_on_unused_flags(*parse_train_config([*needless.split(), "--hv.transport", "libp2p"]))
     assert [text.partition(" has no effect")[0] for text in without] == [needless.split()[0]]
-    assert remarks(*parse_train_config([*needless.split(), *needed.split()])) == []
+    assert notes_on_unused_flags(*parse_train_config([*needless.split(), *needed.split()])) == []
 
 
 def test_help_ends_the_process_without_an_error(capsys, monkeypatch):

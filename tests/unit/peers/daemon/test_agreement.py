@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco.launch.swarm_config import adopted, daemon_config
+from diloco.launch.swarm_config import adopt_manifest, daemon_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from peers.core.joining import manifest_digest
 from peers.daemon.agreement import Agreement
@@ -71,7 +71,7 @@ def test_a_peer_whose_worker_has_other_tensors_than_the_swarms_is_refused(here, 
 def test_a_peer_takes_over_the_manifest_of_a_swarm_with_the_same_kind_of_worker(own, tmp_path):
     manifest = agreed(own, own)
     assert manifest["hv.local_steps"] == 7
-    assert adopted(TrainConfig(), manifest, (), run_dir=tmp_path).hv.local_steps == 7
+    assert adopt_manifest(TrainConfig(), manifest, (), run_dir=tmp_path).hv.local_steps == 7
 
 
 def test_of_a_swarm_that_trains_a_program_of_its_own_nothing_is_said_that_only_our_trainer_follows():

@@ -1,4 +1,4 @@
-"""What the code says of its verbs and flags, read for the `--help` pages and the reference."""
+"""Reads commands and flags, with their descriptions, from the code, for the `--help` pages and docs/reference.md."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from cyclopts.argument import Argument
 
 
-def verbs_of(app: App, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Every command that can be run, with the words that call it."""
+def commands_of(app: App, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    """Every command, with the words that call it; groups of commands are left out."""
     if app.default_command is not None:
         yield words, app
     for name in app:
         if not name.startswith("-"):
-            yield from verbs_of(app[name], (*words, name))
+            yield from commands_of(app[name], (*words, name))
 
 
 def arguments_of(app: App) -> list[Argument]:
@@ -25,18 +25,18 @@ def arguments_of(app: App) -> list[Argument]:
 
 
 def field_of(argument: Argument) -> str:
-    """The dotted name of the field that it sets."""
+    """The dotted name of the field that the argument sets."""
     return ".".join(argument.keys)
 
 
 def names_of(argument: Argument) -> list[str]:
-    """All its names but the negative ones; of a positional argument, its name in capitals."""
+    """The names of a flag without the negative ones; for a positional argument, its name in capitals."""
     names = [name for name in argument.names if name not in argument.negatives]
     return [name for name in names if name.startswith("-")] or [name.upper() for name in names[-1:]]
 
 
 def default_of(argument: Argument) -> str:
-    """Empty if there is none worth showing."""
+    """The default as text; empty if there is none, or it is not shown."""
     value: Any = argument.field_info.default
     if argument.required:
         return "required"
@@ -61,7 +61,7 @@ def help_of(argument: Argument) -> str:
 
 
 def paragraphs_of(app: App) -> list[str]:
-    """What the verb's docstring says before its parameters, without line breaks in a paragraph."""
+    """The paragraphs of the command's docstring before its parameters, without line breaks."""
     text = str(getattr(app.default_command, "__doc__", "") or "") or str(app.help or "")
     text = re.split(r"\n\s*Parameters\n", text)[0]
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text.strip())]

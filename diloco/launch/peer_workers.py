@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
 
 _LINK_ENV = "DILOCO_LINK"
-TOLD = tuple(
+PRINTED_LOGGERS = tuple(
     f"peers.daemon.{name}"
     for name in (
         *("agreement", "daemon", "downloads", "main", "rollout_peer", "rollout_service", "runtime"),
@@ -58,7 +58,7 @@ def worker_log(run_dir: Path) -> Path:
     return run_dir / "logs" / "worker.log"
 
 
-def check_not_refused(code: int, run_dir: Path) -> None:
+def raise_if_refused(code: int, run_dir: Path) -> None:
     """Raise UserError, in the worker's words, if it ended because of what the user can mend."""
     if code == 2:
         log = worker_log(run_dir)
@@ -84,13 +84,13 @@ def _environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
     }
 
 
-def tell_in(path: Path) -> None:
+def log_and_print(path: Path) -> None:
     """Log to this file, and print what the daemon does between epochs, so that the user does not wait in the dark."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(logging.INFO)
-    for name in TOLD:
+    for name in PRINTED_LOGGERS:
         logging.getLogger(name).addHandler(_Printer())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from diloco.doctor.findings import Finding, passed, warned
-from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
+from diloco.doctor.nat import Observation, Port, judge_announcement, judge_nat, judge_port
 from diloco.options.flags import HvConfig
 from peers.errors import PeersError
 from peers.net.identity import Identity
@@ -28,7 +28,7 @@ _SLOW_BYTES_PER_S = 2e6
 _DISCARD_PORT = 9
 
 
-class Outside:
+class ReachabilityProbe:
     """Listens on the ports of the peer and asks one member after the other. Used from one event loop."""
 
     def __init__(self, hv: HvConfig, identity: Identity) -> None:
@@ -36,10 +36,10 @@ class Outside:
         self.ahead_s: dict[str, float] = {}
         self._asked: set[str] = set()
         self._acceptor = Acceptor(Credentials.of(identity), allows=self._asked.__contains__)
-        self._acceptor.serve(DIALLED_PROTOCOL, _hang_up)
+        self._acceptor.serve(DIALLED_PROTOCOL, _close_stream)
         self._listeners: list[Direct] = []
         self._ports: list[Port] = []
-        self._seen: Seen | None = None
+        self._seen: Observation | None = None
 
     def listen(self) -> None:
         """Listen on both of a peer's ports. Raises UserError."""
@@ -61,7 +61,7 @@ class Outside:
             async with asking(transport, peer_id, self._hv.run_id, token=token, maddrs=maddrs) as asked:
                 self.ahead_s[name] = asked.here.ahead_s
                 await self._request_calls(transport, asked, peer_id, name)
-                return await _speed_of(asked, name)
+                return await _bandwidth_finding(asked, name)
         except Busy as error:
             return warned("bandwidth", f"{name}: {error}", self._fix_by("diloco doctor", "in a minute"))
         except Refused as error:
@@ -84,15 +84,15 @@ class Outside:
             )
             return
         for port in self._ports:
-            yield judged_port(port, seen)
-        yield judged_nat(seen)
+            yield judge_port(port, seen)
+        yield judge_nat(seen)
         flags = {
             "--hv.announce-maddrs": self._hv.announce_maddrs,
             "--hv.announce-data-maddrs": self._hv.announce_data_maddrs,
         }
         for flag, texts in flags.items():
             for maddr in map(parse_maddr, texts):
-                if maddr.kind in ("ip4", "ip6") and (finding := judged_announcement(maddr.host, flag, seen)):
+                if maddr.kind in ("ip4", "ip6") and (finding := judge_announcement(maddr.host, flag, seen)):
                     yield finding
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class Outside:
         errors = {port.name: await asked.dial(port.announced) for port in self._ports}
         caller = caller_of(await transport.addresses_of(peer_id))
         there = caller.host if caller else ""
-        self._seen = Seen(name, host, local_address(there), there, errors)
+        self._seen = Observation(name, host, local_address(there), there, errors)
 
 
 def local_address(towards: str) -> str:
@@ -134,7 +134,7 @@ def local_address(towards: str) -> str:
     return ""
 
 
-async def _speed_of(asked: Asked, name: str) -> Finding:
+async def _bandwidth_finding(asked: Asked, name: str) -> Finding:
     speed = await asked.speed()
     slower = min(speed.to_peer, speed.from_peer)
     said = (
@@ -146,5 +146,5 @@ async def _speed_of(asked: Asked, name: str) -> Finding:
     return passed("bandwidth", said)
 
 
-async def _hang_up(_peer_id: str, stream: socket.socket) -> None:
+async def _close_stream(_peer_id: str, stream: socket.socket) -> None:
     stream.close()
