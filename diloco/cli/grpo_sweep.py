@@ -1,4 +1,4 @@
-"""`diloco grpo-sweep`: several GRPO trainings side by side on one machine, each with GPUs and a port of its own."""
+"""`diloco grpo-sweep`: runs several GRPO trainings on one machine at the same time, each with its own GPUs and port."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def grpo_sweep(
     min_free_gb: FreeSpace = 5.0,
     config: ConfigPath = None,
 ) -> int:
-    """Train the same task with several seeds at once, or with --average as the peers of one swarm.
+    """Train the same task with several seeds at once; with --average, as the peers of one swarm.
 
-    Instance i has its trainer on GPU 2i + 1, which starts a vLLM server on GPU 2i and port 8000 + i. Everything is
-    checked before anything starts.
+    The trainer of instance i uses GPU 2i + 1, and starts a vLLM server on GPU 2i and port 8000 + i. All settings are
+    checked before the first instance starts.
 
     Parameters
     ----------
     instances: int
         Number of instances; 1 is a quick test.
     seeds: str
-        One per instance, separated by commas; default: --seed and the numbers after it.
+        One seed per instance, separated by commas; default: --seed and the numbers after it.
     average: bool
-        Let the instances average their weights: one run, of the first seed, with as many peers.
+        Average the weights of the instances: they are the peers of one run, with the first seed.
     min_free_gb: float
-        Gigabytes that have to be free on the disk.
+        Minimum free disk space in gigabytes.
     config: Path
         A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags beat it.
     """
@@ -70,7 +70,7 @@ def grpo_sweep(
     for remark in [*notes_on_unused_flags(train, named), *notes_on_overridden_flags(train, named)]:
         print(f"note: {remark}", file=sys.stderr, flush=True)
     train = with_fitting_batch_size(with_mode_defaults(train, named), named)
-    # So that a mistyped name is reported once, not by each instance.
+    # A mistyped name is reported once here, instead of by each instance.
     load_model_config(train.path_model)
     check_choices(train, this_machine(os.environ, train.device))
     plan = plan_instances(
@@ -82,14 +82,14 @@ def grpo_sweep(
     check_resources(plan, train, os.environ, min_free_bytes=int(min_free_gb * 1e9))
     from diloco.launch.sweep_run import Sweep
 
-    return run_interruptible(Sweep(train, named, plan, average).until_reported())
+    return run_interruptible(Sweep(train, named, plan, average).run())
 
 
 def seeds_of(text: str | None, num_instances: int, first: int) -> list[int]:
-    """The seeds that were named, or as many from `first` on. Raises UserError for what is no number."""
+    """The seeds of --seeds, or `num_instances` seeds from `first` on. Raises UserError for an invalid list."""
     if text is None:
         return list(range(first, first + num_instances))
     try:
         return [int(part) for part in text.replace(" ", ",").split(",") if part]
     except ValueError as error:
-        raise UserError(f"--seeds {text} is not a list of whole numbers apart by commas") from error
+        raise UserError(f"--seeds {text} is not a list of whole numbers separated by commas") from error

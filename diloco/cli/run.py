@@ -1,4 +1,4 @@
-"""`diloco run`: a coordinator and several peers on this machine, a live view, and a report at the end."""
+"""`diloco run`: runs a coordinator and several peers on this machine, with a live view and a final report."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def run(
 ) -> int:
     """Train one model with several peers on this machine.
 
-    Without --path-model it chooses a model and batch size that suit this machine, and prints them; without a dataset
-    it trains on the sources of Python's standard library. Ends with a report. The exit code is 1 if the peers' weights
-    ever differed.
+    Without --path-model, it chooses a model and batch size that suit this machine, and prints them. Without a dataset,
+    it trains on the source code of Python's standard library. It ends with a report; the exit code is 1 if the peers'
+    weights differed after any epoch.
 
     Parameters
     ----------
     peers: int
         Number of peers.
     lose_peer: int
-        Kill this peer (its world rank) half-way, and start it again.
+        World rank of a peer to kill half-way and restart.
     baseline: bool
-        Afterwards train one peer alone for as many steps, and compare its result with the swarm's.
+        Afterwards train a single peer for as many steps, and compare the results.
     config: Path
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     """
@@ -74,7 +74,9 @@ def run(
     from diloco.launch.swarm_config import state_dir
 
     if lose_peer is not None and lose_peer >= peers:
-        raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
+        raise UserError(
+            f"--lose-peer {lose_peer}: with --peers {peers} the highest world rank is {peers - 1}."
+        )
     if baseline and train.mode == "grpo":
         raise UserError("--baseline is for pretraining: leave it out under --mode grpo.")
     _check_enough_peers(train.hv.aggregation, peers)
@@ -87,39 +89,37 @@ def run(
     check_memory_and_disk(train, machine, state_dir())
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
-    _check_overwrites_none(train.ckpt)
+    _check_no_overwrite(train.ckpt)
     run_dir = created_run_dir(train)
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
-        raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
+        raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
     if "path_model" in _SOURCE.named:
         from diloco.doctor.speed import warn_if_slow
 
         warn_if_slow(train, num_peers=peers)
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
     return run_interruptible(
-        _Run(
-            train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)
-        ).until_reported()
+        _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)).run()
     )
 
 
-def _check_overwrites_none(ckpt: CkptConfig) -> None:
-    """Raise UserError for a new run whose checkpoints would take the place of another run's."""
+def _check_no_overwrite(ckpt: CkptConfig) -> None:
+    """Raise UserError if a new run would overwrite the checkpoints of an earlier one."""
     if ckpt.interval is None or ckpt.resume is not None or "://" in ckpt.path:
         return
     path = Path(ckpt.path).expanduser()
     if any(path.glob("model_step_*")):
         raise UserError(
-            f"{path} holds checkpoints already, which this run would overwrite: --ckpt.resume auto goes on from them, "
-            "--ckpt.path names another place."
+            f"{path} already holds checkpoints, which this run would overwrite. Resume from them with "
+            "--ckpt.resume auto, or choose another directory with --ckpt.path."
         )
 
 
 def _check_enough_peers(rule: Rule, num_peers: int) -> None:
-    """Raise UserError if the peers are too few for the rule, so that they would wait forever for others."""
+    """Raise UserError if there are fewer peers than the rule needs, which would wait forever for others."""
     needed = Aggregation(rule=rule).least_group
     if num_peers < needed:
-        raise UserError(f"--hv.aggregation {rule} needs {needed} or more peers: give --peers {needed}.")
+        raise UserError(f"--hv.aggregation {rule} needs {needed} or more peers: use --peers {needed}.")
 
 
 @dataclass
@@ -130,11 +130,11 @@ class _Run:
     num_peers: int
     lose_peer: int | None
     has_baseline: bool
-    trained: str
-    """What, in one line."""
+    description: str
+    """The model and its training, in one line."""
     records: dict[str, list[Record]] = field(default_factory=dict)
 
-    async def until_reported(self) -> int:
+    async def run(self) -> int:
         import asyncio
 
         from diloco.launch.live import running_view, show
@@ -142,26 +142,26 @@ class _Run:
         from diloco.launch.report import text_if_already_complete
 
         print(f"run directory: {self.run_dir}", flush=True)
-        _say(f"each peer {self.trained}")
+        _say(f"each peer {self.description}")
         peers = f"{self.num_peers} peer{'' if self.num_peers == 1 else 's'}"
         _say(f"starting a coordinator and {peers}: some seconds, and half a minute the first time")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
-        self.records = {peer.name: [] for peer in swarm.shown}
+        self.records = {peer.name: [] for peer in swarm.rows}
         try:
             async with running_view(
-                show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new))
+                show(swarm.rows, on_records=lambda i, new: self._received(swarm, i, new))
             ):
                 await swarm.run()
         except asyncio.CancelledError:
             step = max(_last_step(records) for records in self.records.values())
             _say(f"stopped at step {step} of {self.config.end_step}; everything is in {self.run_dir}")
             raise
-        models = [path for peer in swarm.shown if (path := peer.run_dir / "model").is_dir()]
+        models = [path for peer in swarm.rows if (path := peer.run_dir / "model").is_dir()]
         model = {"model": models[0]} if models else {}
         if self.config.ckpt.interval is not None and "://" not in self.config.ckpt.path:
             model["checkpoints"] = Path(self.config.ckpt.path).expanduser().absolute()
-        if said := text_if_already_complete(self.config, self.records, {**model, "everything": self.run_dir}):
-            print(said, flush=True)
+        if text := text_if_already_complete(self.config, self.records, {**model, "everything": self.run_dir}):
+            print(text, flush=True)
             return 0
         code = self._report(model)
         if self.has_baseline:
@@ -169,11 +169,11 @@ class _Run:
         return code
 
     async def _compare(self) -> None:
-        """After the report: whatever comes of this, the swarm's figures have been told."""
+        """Train the baseline and print its results. Called after the report, which must not depend on the baseline."""
         from diloco.launch.baseline import NAME, LoneTraining
         from diloco.launch.report import baseline_line, plot_run, summarise_run
 
-        _say("now one peer trains alone for as many steps, to compare; Ctrl-C skips this")
+        _say("training a single peer for as many steps, to compare; Ctrl-C skips this")
         lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
         await lone.run()
         swarm = summarise_run(self.config, self.records)
@@ -181,16 +181,17 @@ class _Run:
         print(baseline_line(summarise_run(self.config, {NAME: lone.records}), swarm), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
-        """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""
+        """Record a peer's progress, and kill the peer of --lose-peer when it is half-way."""
         peer = swarm.peers[index]
-        self.records[peer.shown.name] += new
+        self.records[peer.row.name] += new
         peer.supervisor.restarts.progressed()
         step = _last_step(new)
         if self.lose_peer == peer.world_rank and 2 * step >= self.config.end_step:
             self.lose_peer = None
-            lost = peer.lose()
+            num_killed = peer.lose()
             _say(
-                f"killed {peer.shown.name} (SIGKILL to its {lost} processes) at step {step} of {self.config.end_step}"
+                f"killed {peer.row.name} (SIGKILL to its {num_killed} processes) "
+                f"at step {step} of {self.config.end_step}"
             )
 
     def _report(self, model: Mapping[str, Path]) -> int:

@@ -1,4 +1,4 @@
-"""Trains one peer alone, with the settings of a peer of the swarm, as a baseline for the swarm's result."""
+"""Trains a single peer with the settings of the swarm's peers, as a baseline for the swarm's result."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class LoneTraining:
     config: TrainConfig
     named: frozenset[str]
     run_dir: Path
-    """The run directory of the swarm; this training's own is a subdirectory."""
+    """The run directory of the swarm; that of this training is a subdirectory."""
     num_peers: int
     records: list[Record] = field(default_factory=list)
 
     async def run(self) -> None:
         """Train to the end with a live view. Raises DilocoError. No process is left, even if cancelled."""
-        shown = PeerRow(NAME, self.run_dir / NAME, since=time.time())
-        shown.run_dir.mkdir(parents=True, exist_ok=True)
-        write_phase(shown.run_dir, Phase(name="starting", detail="loading torch, the model and the data"))
-        command, clock = self._command(shown.run_dir), PhaseClock()
+        row = PeerRow(NAME, self.run_dir / NAME, since=time.time())
+        row.run_dir.mkdir(parents=True, exist_ok=True)
+        write_phase(row.run_dir, Phase(name="starting", detail="loading torch, the model and the data"))
+        command, clock = self._command(row.run_dir), PhaseClock()
 
         def received(_index: int, new: Sequence[Record]) -> None:
             self.records += new
             if steps := [record for record in new if record.get("kind") == "step"]:
                 doing = Doing("training", done=steps[-1]["step"], total=self.config.end_step, unit="steps")
-                write_phase(shown.run_dir, clock.at(doing, time.time()))
+                write_phase(row.run_dir, clock.at(doing, time.time()))
 
-        async with running_view(show([shown], on_records=received)):
+        async with running_view(show([row], on_records=received)):
             end = await Supervisor(command, policy=_POLICY).run()
         if end.code:
             raise DilocoError(
-                f"The training alone ended with {end.code}. The end of {command.log_path}:\n"
+                f"The baseline training ended with exit code {end.code}. The end of {command.log_path}:\n"
                 f"{last_words(command.log_path)}"
             )
 
@@ -74,6 +74,7 @@ class LoneTraining:
 
     @property
     def _fields(self) -> frozenset[str]:
-        """The user's fields, without those of the swarm, and without checkpoints, which would mix with the peers'."""
+        """The fields that the user has set, without those of the swarm, and without checkpoints, which would mix with
+        those of the peers."""
         checkpoints = {name for name in flat_values(self.config) if name.startswith("ckpt.")}
         return self.named - PER_PEER_FIELDS - checkpoints

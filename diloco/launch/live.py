@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import read_phase
 from diloco.train.lines import PhaseLines, RecordLines
 from diloco.train.metrics_file import PeerFigures, Record, Tail, figure, num_contributors, size
@@ -38,30 +39,30 @@ _COLUMNS = (
 
 @dataclass
 class PeerRow:
-    """A peer in the view. The supervisor of its process sets `state`."""
+    """A peer's row in the view. The code that supervises the peer's process sets `state`."""
 
     name: str
     run_dir: Path
     state: str = "starting"
     since: float = 0.0
-    """Unix time of its last start; older records and phases are ignored."""
+    """Unix time of the last start of its process; older records and phases are ignored."""
     phase: Phase | None = None
-    """The phase that it reports."""
+    """The last phase that the peer has reported."""
 
     @property
-    def doing(self) -> str:
+    def state_text(self) -> str:
         """The text in the column `state`."""
         return in_short(self.phase) if self.phase is not None else self.state
 
     def restarted(self, now: float) -> None:
         self.state, self.since, self.phase = "restarting", now, None
 
-    def look(self) -> None:
+    def update_phase(self) -> None:
         """Read the phase file, unless the peer has ended."""
         is_running = self.state in ("starting", "restarting", "training")
         self.phase = read_phase(self.run_dir, self.since) if is_running else None
 
-    def saw(self, records: Iterable[Record]) -> None:
+    def note_records(self, records: Iterable[Record]) -> None:
         if any(float(record.get("time") or 0.0) >= self.since for record in records):
             self.state = "training"
 
@@ -82,10 +83,10 @@ async def show(
 
     def read() -> None:
         for index, (tail, since) in enumerate(tails):
-            peers[index].look()
+            peers[index].update_phase()
             records = [record for record in tail.read() if float(record.get("time") or since) >= since]
             if records:
-                peers[index].saw(records)
+                peers[index].note_records(records)
                 if on_records:
                     on_records(index, records)
                 screen.fold(index, records)
@@ -102,7 +103,7 @@ async def show(
 
 @contextlib.asynccontextmanager
 async def running_view(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `show` or `show_log` while the block runs; it ends with a last look."""
+    """Run `show` or `show_log` until the block ends; then it reads its files once more."""
     task = asyncio.create_task(view)
     try:
         yield
@@ -114,17 +115,11 @@ async def running_view(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def show_log(path: Path) -> None:
     """Print what is appended to a log, until cancelled."""
-    offset = path.stat().st_size if path.exists() else 0
+    log = LogTail(path)
 
     def read() -> None:
-        nonlocal offset
-        if path.exists():
-            with path.open("rb") as log:
-                log.seek(offset)
-                new = log.read()
-            offset += len(new)
-            sys.stdout.write(new.decode(errors="replace"))
-            sys.stdout.flush()
+        sys.stdout.write(log.read().decode(errors="replace"))
+        sys.stdout.flush()
 
     try:
         while True:
@@ -171,7 +166,7 @@ class _Screen:
         self._figures = [PeerFigures(peer.name) for peer in peers]
         self._evaluations: list[Record] = []
         self._began = time.monotonic()
-        # What is printed above the table is wrapped by the terminal, so that an address can be copied.
+        # Lines above the table are wrapped by the terminal, not by rich, so that an address can be copied.
         self._live = Live(console=Console(soft_wrap=True), auto_refresh=False)
 
     def __enter__(self) -> None:
@@ -205,15 +200,15 @@ def table_of(peers: Sequence[PeerRow], figures: Sequence[PeerFigures]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True, justify="left" if column in ("peer", "state") else "right")
     for peer, newest in zip(peers, figures, strict=True):
-        table.add_row(peer.name, peer.doing, *row_cells(newest))
+        table.add_row(peer.name, peer.state_text, *row_cells(newest))
     return table
 
 
 def caption_of(
     evaluations: Sequence[Record], *, elapsed_s: float, phases: Mapping[str, Phase | None] | None = None
 ) -> str:
-    """Elapsed and remaining time, and the last evaluation. While no peer trains yet, the peers' phases, for which the
-    table has no room; `phases` is by peer name."""
+    """Elapsed and remaining time, and the last evaluation. Until a peer trains, the full phases of the peers,
+    for which the table has no room. The keys of `phases` are peer names."""
     minutes, seconds = divmod(int(elapsed_s), 60)
     parts = [f"{minutes}:{seconds:02d}"]
     known = {peer: phase for peer, phase in (phases or {}).items() if phase}

@@ -1,4 +1,4 @@
-"""Runs a whole swarm on this machine: the coordinator and the peers as supervised processes."""
+"""Runs a swarm on this machine: a coordinator and peers, as supervised processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from diloco.errors import DilocoError, UserError
 from diloco.launch.live import PeerRow
+from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings, visible_gpus
@@ -32,21 +33,21 @@ _START_TIMEOUT_S = 60.0
 _LOG_INTERVAL_S = 1.0
 # A peer needs a few seconds to stop its own workers and p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
-# LocalSwarm sets these fields for each peer.
+# Fields that LocalSwarm sets for each peer.
 PER_PEER_FIELDS = frozenset(
     {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
-    # Its coordinator is on loopback and admits every peer.
+    # The coordinator of a local swarm listens on loopback and admits every peer.
     | {"hv.swarm_secret_file", "hv.admission_key_file", "hv.allowlist_file"}
 )
 
 
 @dataclass
 class LocalPeer:
-    """One peer process and its row in the live view."""
+    """A peer's process and its row in the live view."""
 
     world_rank: int
     supervisor: Supervisor
-    shown: PeerRow
+    row: PeerRow
 
     def lose(self) -> int:
         """Simulate the loss of the machine: SIGKILL all of the peer's processes. Returns their number."""
@@ -59,7 +60,7 @@ class LocalPeer:
 
 @dataclass
 class LocalSwarm:
-    """All peers get `config` and `named`; `say` prints messages about their processes."""
+    """All peers have the configuration `config`, of which the user has set `named`; `say` prints messages."""
 
     config: TrainConfig
     named: frozenset[str]
@@ -80,7 +81,7 @@ class LocalSwarm:
         self._coordinator = Supervisor(command, policy=_POLICY)
         # Files of an earlier run in this directory must be ignored.
         now = time.time()
-        self.shown = [
+        self.rows = [
             PeerRow(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now)
             for rank in range(self.num_peers)
         ]
@@ -90,27 +91,27 @@ class LocalSwarm:
 
         No process is left afterwards, even if cancelled.
         """
-        for one in self.shown:
-            one.run_dir.mkdir(parents=True, exist_ok=True)
-            write_phase(one.run_dir, Phase(name="waiting for the coordinator"))
-        log = self._coordinator.command.log_path
-        # The log may begin with the output of an earlier run, which names another port.
-        log_offset = log.stat().st_size if log.exists() else 0
+        for row in self.rows:
+            row.run_dir.mkdir(parents=True, exist_ok=True)
+            write_phase(row.run_dir, Phase(name="waiting for the coordinator"))
+        log = LogTail(self._coordinator.command.log_path)
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks: list[asyncio.Task[Any]] = [coordinator]
         try:
-            address = await coordinator_address(self._coordinator, coordinator, log_offset)
+            address = await coordinator_address(coordinator, log)
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
+            # The relays come first, so that they read the logs from before the peers' processes start.
+            tasks += [asyncio.create_task(self._relay_failures(peer)) for peer in self.peers]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
-            tasks += [asyncio.create_task(self._relay_failures(peer)) for peer in self.peers]
             pending: set[asyncio.Task[WorkerEnd]] = set(ends)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for end in done:
-                    _check_end(end.result().code, ends[end].shown.name, self._log_of(ends[end]))
-                    ends[end].shown.state = "done"
-                late = {end for end in pending if ends[end].shown.state in ("starting", "restarting")}
+                    peer = ends[end]
+                    _check_end(end.result().code, peer.row.name, peer.supervisor.command.log_path)
+                    peer.row.state = "done"
+                late = {end for end in pending if ends[end].row.state in ("starting", "restarting")}
                 await asyncio.gather(*(self._give_up(ends[end]) for end in late))
                 pending -= late
         finally:
@@ -121,62 +122,53 @@ class LocalSwarm:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_up(self, peer: LocalPeer) -> None:
-        """Stop a peer that was still restarting when the others finished: it would train alone."""
-        self.say(f"the training ended before {peer.shown.name} was back in it")
+        """Stop a peer that was still restarting when another one finished, since it would train alone."""
+        self.say(f"{peer.row.name} was still restarting when the training ended")
         await peer.supervisor.stop()
-        peer.shown.state = "late"
+        peer.row.state = "late"
 
     async def _relay_failures(self, peer: LocalPeer) -> None:
-        """Say why a peer's worker has failed and is started again, which only the peer's log has; until cancelled."""
-        log, offset = self._log_of(peer), 0
+        """Print why a peer's worker has ended, which the peer writes to its log only; until cancelled."""
+        log = LogTail(peer.supervisor.command.log_path)
         while True:
             await asyncio.sleep(_LOG_INTERVAL_S)
-            new = log.read_bytes()[offset:] if log.exists() else b""
-            lines = new[: new.rfind(b"\n") + 1]
-            offset += len(lines)
-            for line in lines.decode(errors="replace").splitlines():
+            for line in log.read_lines():
                 if line.startswith(WORKER_ENDED):
-                    self.say(f"{peer.shown.name}: {line}")
-
-    def _log_of(self, peer: LocalPeer) -> Path:
-        return peer.shown.run_dir / "logs" / "peer.log"
+                    self.say(f"{peer.row.name}: {line}")
 
     def _peer(self, rank: int, address: str) -> LocalPeer:
-        shown = self.shown[rank]
+        row = self.rows[rank]
         flags = {
             "--config": str(self._config_path),
             "--initial-peers": address,
             "--world-rank": str(rank),
             "--galaxy-size": str(self.num_peers),
             "--host-maddrs": "/ip4/127.0.0.1/tcp/0",
-            "--run-dir": str(shown.run_dir),
+            "--run-dir": str(row.run_dir),
             "--nproc-per-node": "1",
         }
         command = WorkerCommand(
             argv=(sys.executable, "-m", "diloco", "peer", *(part for pair in flags.items() for part in pair)),
             env={**self._environment, **gpu_of_peer(rank, visible_gpus(os.environ))},
             cwd=Path.cwd(),
-            log_path=shown.run_dir / "logs" / "peer.log",
+            log_path=row.run_dir / "logs" / "peer.log",
             reason_in=reason_in,
         )
 
         def on_exit(end: WorkerEnd) -> None:
-            shown.state = "ended"
+            row.state = "ended"
             if end.restarts:
-                shown.restarted(time.time())
+                row.restarted(time.time())
                 why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
-                self.say(
-                    f"{shown.name} ended with exit code {end.code}; starting it again by the same command{why}"
-                )
+                self.say(f"{row.name} ended with exit code {end.code}; restarting it{why}")
 
-        return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
+        return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), row)
 
 
 def coordinator_command(
     run_id: str, port: int, environment: Mapping[str, str], log_path: Path
 ) -> WorkerCommand:
-    """`diloco dht start` on loopback."""
-    # A fixed port, so that the peers find the coordinator again after a restart.
+    """The command of a coordinator on loopback. Its port is fixed, so that peers find it again after a restart."""
     flags = ("--run-id", run_id, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
     return WorkerCommand(
         argv=(sys.executable, "-m", "diloco", "dht", "start", *flags),
@@ -186,29 +178,24 @@ def coordinator_command(
     )
 
 
-async def coordinator_address(
-    coordinator: Supervisor, end: asyncio.Task[WorkerEnd], log_offset: int = 0
-) -> str:
-    """Wait until the coordinator prints its address, ignoring the first `log_offset` bytes of its log.
+async def coordinator_address(end: asyncio.Future[WorkerEnd], log: LogTail) -> str:
+    """Wait until the coordinator prints its address to the log. `end` is done when its process has ended.
 
-    Raises UserError or DilocoError with its last output.
+    Raises UserError or DilocoError with the coordinator's last output.
     """
-    log = coordinator.command.log_path
     deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
     while asyncio.get_running_loop().time() < deadline:
         if end.done():
-            _check_end(end.result().code or 1, "diloco dht start", log)
-        said = log.read_bytes()[log_offset:] if log.exists() else b""
-        lines = said.decode("utf-8", errors="replace").splitlines()
-        found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]
-        if found:
-            return found[0].split()[0]
+            _check_end(end.result().code or 1, "diloco dht start", log.path)
+        for line in log.read_lines():
+            if line.startswith(ADDRESS_FLAG):
+                return line.removeprefix(ADDRESS_FLAG).split()[0]
         await asyncio.sleep(0.05)
-    raise DilocoError(f"`diloco dht start` gave no address within {_START_TIMEOUT_S:g} s; see {log}")
+    raise DilocoError(f"`diloco dht start` printed no address within {_START_TIMEOUT_S:g} s; see {log.path}")
 
 
 def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peers: int) -> dict[str, str]:
-    """The environment of peers: their keys and ledger in the run's directory, and thread_settings."""
+    """The environment of the peers and the coordinator, which keep their keys and ledger in the run's directory."""
     inherited = {name: value for name, value in environment.items() if name != SECRET_ENV}
     own = {"XDG_STATE_HOME": str(run_dir / "state"), "PYTHONUNBUFFERED": "1"}
     return {**inherited, **thread_settings(environment, num_peers), **own}
@@ -220,7 +207,7 @@ def gpu_of_peer(rank: int, gpus: list[str]) -> dict[str, str]:
 
 
 def descendants(root: int) -> list[int]:
-    """The process's children, their children, and so on."""
+    """The process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
@@ -249,5 +236,5 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise DilocoError(
-        f"no free port among a hundred from {_PORTS.start} to {_PORTS.stop - 1} on this machine"
+        f"none of a hundred random ports from {_PORTS.start} to {_PORTS.stop - 1} is free on this machine"
     )

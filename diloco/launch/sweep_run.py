@@ -1,4 +1,4 @@
-"""Runs a sweep: its trainers, which start their own servers, the live view, and the report at the end."""
+"""Runs the trainers of a sweep, which start their own vLLM servers, with a live view and a final report."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from diloco.errors import DilocoError
 from diloco.launch.live import PeerRow, running_view, show
 from diloco.launch.local_swarm import coordinator_address, coordinator_command, free_port
+from diloco.launch.log_tail import LogTail
 from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.metrics_file import Record
@@ -27,7 +28,7 @@ _ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
 
 @dataclass
 class Sweep:
-    """A sweep. `named` are the fields that the user has set; `average`: the instances form one swarm."""
+    """A sweep. `named` are the fields that the user has set; with `average`, the instances form one swarm."""
 
     config: TrainConfig
     named: frozenset[str]
@@ -40,21 +41,21 @@ class Sweep:
         self._config_path = LOGS / "sweep.toml"
         own = {"seed", "grpo.vllm_port", *PER_INSTANCE_FIELDS}
         self._config_path.write_text(to_toml(self.config, only=self.named - own), encoding="utf-8")
-        self._shown = [PeerRow(instance.name, instance.output_dir) for instance in self.instances]
+        self._rows = [PeerRow(instance.name, instance.output_dir) for instance in self.instances]
         self._codes: dict[int, int] = {}
         self._environment = dict(os.environ)
         if self.average:
-            # A state directory for the keys and the ledger of this sweep's swarm only.
+            # The keys and the ledger of this sweep's swarm must not mix with those of other runs.
             self._environment["XDG_STATE_HOME"] = str((self.instances[0].output_dir / "state").absolute())
 
-    async def until_reported(self) -> int:
+    async def run(self) -> int:
         """Run the sweep and print its report. Returns 0 if every instance has finished. No process is left."""
         if self.average:
-            for instance, shown in zip(self.instances, self._shown, strict=True):
-                shown.name = f"peer {instance.number}"
+            for instance, row in zip(self.instances, self._rows, strict=True):
+                row.name = f"peer {instance.number}"
         supervisors: list[Supervisor] = []
         try:
-            async with running_view(show(self._shown, on_records=self._received)):
+            async with running_view(show(self._rows, on_records=self._received)):
                 await self._train(supervisors)
         finally:
             await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
@@ -70,8 +71,9 @@ class Sweep:
                 policy=RestartPolicy(stop_timeout_s=6.0),
             )
             supervisors.append(coordinator)
-            bootstrap = asyncio.create_task(coordinator.run())
-            swarm = ["--hv.initial-peers", await coordinator_address(coordinator, bootstrap)]
+            log = LogTail(coordinator.command.log_path)
+            coordinator_end = asyncio.create_task(coordinator.run())
+            swarm = ["--hv.initial-peers", await coordinator_address(coordinator_end, log)]
             swarm += [
                 "--hv.galaxy-size",
                 str(len(self.instances)),
@@ -90,11 +92,11 @@ class Sweep:
         await asyncio.gather(*ends)
 
     async def _run_trainer(self, instance: Instance, supervisor: Supervisor) -> None:
-        shown = self._shown[instance.number]
-        shown.since = time.time()
+        row = self._rows[instance.number]
+        row.since = time.time()
         code = (await supervisor.run()).code
         self._codes[instance.number] = code
-        shown.state = "done" if code == 0 else "failed"
+        row.state = "done" if code == 0 else "failed"
         if code:
             log = instance.log
             _say(f"{instance.name} failed with {code}; the end of {log}:\n{last_words(log)}")

@@ -164,20 +164,20 @@ def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_la
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert capsys.readouterr().out == "peer 0: evaluating, 30 of 120 windows, 9 s left\n"
-    assert peer.doing == "evaluating 25%"
+    assert peer.state_text == "evaluating 25%"
     peer.restarted(time.time() + 1)
-    peer.look()
-    assert peer.doing == "restarting" and peer.phase is None
+    peer.update_phase()
+    assert peer.state_text == "restarting" and peer.phase is None
 
 
 def test_of_a_peer_that_is_done_nobody_is_told_what_it_did_last(tmp_path):
     write_phase(tmp_path, Phase(name="leaving"))
     peer = PeerRow("peer 0", tmp_path, state="training")
-    peer.look()
-    assert peer.doing == "leaving"
+    peer.update_phase()
+    assert peer.state_text == "leaving"
     peer.state = "done"
-    peer.look()
-    assert peer.doing == "done" and peer.phase is None
+    peer.update_phase()
+    assert peer.state_text == "done" and peer.phase is None
 
 
 def test_a_row_shows_the_epoch_that_its_last_steps_ended_in():
@@ -211,10 +211,10 @@ def test_until_somebody_trains_the_caption_says_what_keeps_each_peer():
 
 def test_records_of_a_life_before_do_not_make_a_restarted_peer_training(tmp_path):
     peer = PeerRow("peer 0", tmp_path)
-    peer.saw([{**STEP, "time": 10.0}])
+    peer.note_records([{**STEP, "time": 10.0}])
     assert peer.state == "training"
     peer.restarted(now=20.0)
-    peer.saw([{**STEP, "time": 19.0}])
+    peer.note_records([{**STEP, "time": 19.0}])
     assert peer.state == "restarting"
-    peer.saw([{**STEP, "time": 21.0}])
+    peer.note_records([{**STEP, "time": 21.0}])
     assert peer.state == "training"

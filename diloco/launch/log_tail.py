@@ -1,0 +1,32 @@
+"""Reads what is appended to the log of a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class LogTail:
+    """Reads the part of a log that is written after this object is created.
+
+    Processes append to their logs, so a log may begin with the output of an earlier run in the same directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._partial_line = b""
+
+    def read(self) -> bytes:
+        """The bytes appended since the last call."""
+        if not self.path.exists():
+            return b""
+        with self.path.open("rb") as log:
+            log.seek(self._offset)
+            new = log.read()
+        self._offset += len(new)
+        return new
+
+    def read_lines(self) -> list[str]:
+        """The lines completed since the last call."""
+        *lines, self._partial_line = (self._partial_line + self.read()).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
