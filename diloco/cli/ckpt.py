@@ -1,4 +1,4 @@
-"""`diloco ckpt rebuild`: the whole model of a step, from the changes that a training has saved."""
+"""`diloco ckpt rebuild`: rebuilds the full model of a step from delta checkpoints."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def rebuild(
     Parameters
     ----------
     directory: Path
-        Where the deltas are: <run directory>/deltas, or --ckpt.delta-path.
+        Directory of the delta checkpoints: <run directory>/deltas, or --ckpt.delta-path.
     out: Path
-        The model's directory, which transformers loads; it must not exist yet.
+        Directory to write, which transformers can load; it must not exist.
     step: int
-        The step of the training; default: the last one that was saved.
+        Training step to rebuild; default: the last one that was saved.
     as_json: bool
-        Print a JSON object instead of words.
+        Print a JSON object.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory} is no directory; name the one that --ckpt.delta-path said")
+        raise UserError(
+            f"{directory} is not a directory; give that of the delta checkpoints (--ckpt.delta-path)"
+        )
     if out.exists():
-        raise UserError(f"{out} exists already; name another directory for the model")
+        raise UserError(f"{out} already exists; give a new directory for the model")
     from diloco.data.tokenizer import load_tokenizer
     from diloco.options.model_files import load_model_config, save_pretrained_dir
     from diloco.rl.deltas import rebuilt, steps_in
 
     steps = steps_in(directory)
     if not steps:
-        raise UserError(f"{directory} holds no step_<N>.safetensors")
+        raise UserError(f"{directory} contains no step_<N>.safetensors")
     number = steps[-1] if step is None else step
     state = rebuilt(directory, number)
     save_pretrained_dir(out, state, load_model_config(str(directory)), load_tokenizer(str(directory)))
-    told = {"step": number, "out": str(out), "tensors": len(state)}
-    print(json.dumps(told) if as_json else f"{out}: the model of step {number}", flush=True)
+    result = {"step": number, "out": str(out), "tensors": len(state)}
+    print(json.dumps(result) if as_json else f"{out}: the model of step {number}", flush=True)

@@ -1,4 +1,4 @@
-"""`diloco dashboard`: a web page that shows a swarm, live and read-only."""
+"""`diloco dashboard`: serves a read-only web page with the live state of a swarm."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def dashboard(
     host: str = "127.0.0.1",
     port: Port = 8420,
 ) -> int:
-    """Show a swarm on a web page until Ctrl-C: peers, losses, speed, the parts of each round, and failures.
+    """Show a swarm on a web page until Ctrl-C: peers, losses, speed, the phases of each round, and failures.
 
-    Prints the address of the page, which contains a token; without it nothing is shown. The page is read-only.
-    DILOCO_DASHBOARD_TOKEN sets the token, which Prometheus needs for /metrics.
+    Prints the URL of the page, which contains a secret token. The page is read-only. DILOCO_DASHBOARD_TOKEN sets the
+    token, which Prometheus needs for /metrics.
 
     Parameters
     ----------
     host: str
-        Address to serve on. The page is not encrypted: for other machines, an SSH tunnel is better.
+        Address to listen on. The page is served without encryption; for access from other machines, use an SSH tunnel.
     port: int
-        Port to serve on; 0: any free one.
+        Port to listen on; 0: any free one.
     """
     secret = swarm.secret()
     require("dashboard", "diloco dashboard")
@@ -52,13 +52,13 @@ def dashboard(
     from diloco.cli.interrupts import run_interruptible
     from peers.net.dht.node import load_hivemind
 
-    # Takes seconds, during which an event loop would not notice a signal.
+    # Takes seconds, during which an event loop could not handle signals.
     load_hivemind()
     return run_interruptible(_serve(swarm, secret, listener, token))
 
 
 def checked_token(text: str | None) -> str:
-    """The user's token, or a new one. Raises UserError for one that is easy to guess."""
+    """The user's token, or a random one. Raises UserError for a token that is easy to guess, or not a header value."""
     if text is None:
         return secrets.token_urlsafe(24)
     if len(text) < MIN_TOKEN_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
@@ -70,18 +70,18 @@ def checked_token(text: str | None) -> str:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises UserError where that cannot be."""
+    """A listening socket. Raises UserError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((str(address[0]), port), family=family)
     except (OSError, UnicodeError) as error:
-        # Raised for an invalid name by the resolver's own encoding.
-        said = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"--host {host} --port {port}: {said}; --port 0 takes any free port.") from error
+        # An invalid host name raises UnicodeError when it is encoded.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"--host {host} --port {port}: {reason}; --port 0 takes any free port.") from error
 
 
 def page_url(listener: socket.socket, token: str) -> str:
-    """What to open in a browser."""
+    """The URL to open in a browser."""
     from urllib.parse import quote
 
     host, port = listener.getsockname()[:2]
@@ -97,7 +97,9 @@ async def _serve(swarm: Watched, secret: SwarmSecret | None, listener: socket.so
         async with swarm.observed(secret) as observer:
             host, port = listener.getsockname()[:2]
             if host not in _LOOPBACK:
-                print("note: the page and its token travel unencrypted; an SSH tunnel to loopback would not.")
+                print(
+                    "note: the page and its token are sent unencrypted; an SSH tunnel to loopback would encrypt them"
+                )
             feed = Feed(observer)
             print(f"dashboard: {page_url(listener, token)}", flush=True)
             await serve(application(feed, token=token, cookie=f"diloco-{port}"), listener, feed)

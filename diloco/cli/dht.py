@@ -1,4 +1,4 @@
-"""`diloco dht start`: bootstrap node of the DHT and coordinator of a run."""
+"""`diloco dht start`: runs the bootstrap node of the DHT and the coordinator of a run."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def start(
         File of the key that gives this node its peer id; default: <state-dir>/coordinator/<run-id>.key, created if
         missing.
     state_dir: Path
-        Where keys and the ledger of world ranks live; default: $XDG_STATE_HOME/diloco.
+        Directory of the keys and of the ledger of world ranks; default: $XDG_STATE_HOME/diloco.
     admission: bool
-        Admit only peers that have the swarm secret; default: as the run was last started.
+        Admit only peers that have the swarm secret; default: as at the last start of this run.
     allowlist_file: Path
-        With --admission: a file of the peer ids that are admitted, one a line, read again when it changes.
+        With --admission: a file of the peer ids to admit, one per line, which is read again when it changes.
     token_days: float
         With --admission: days for which a peer's token is valid.
     """
@@ -88,6 +88,6 @@ def start(
     check_listenable(host_maddrs)
     if identity_path is not None and identity_path.exists():
         load(identity_path)
-    # Takes seconds, in which an event loop would not notice a signal.
+    # Takes seconds, during which an event loop could not handle signals.
     load_hivemind()
     return run_interruptible(coordinate())

@@ -1,4 +1,4 @@
-"""`diloco doctor`: would a peer with these flags work on this machine, and how do the others reach it?"""
+"""`diloco doctor`: checks whether a peer with these flags would work on this machine, and whether others reach it."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def doctor(
 ) -> int:
     """Check this machine and its connection to a swarm: use `doctor` instead of `peer`, with the same flags.
 
-    Each line is a pass, a warning or a failure, the latter two with a fix. With --initial-peers, members of the swarm
-    connect back to this machine, compare clocks, and measure the speed of the link. The exit code is 0 if nothing
-    fails, else 1.
+    Each line is a pass, a warning or a failure; warnings and failures come with a fix. With --initial-peers, members
+    of the swarm connect back to this machine, compare clocks, and measure the bandwidth. The exit code is 1 if a check
+    fails, else 0.
 
     Parameters
     ----------
@@ -73,13 +73,13 @@ def doctor(
     peers_here: int
         Number of peers on this machine, this one included; they share its cores and memory.
     discover: bool
-        Find the run on this network, in place of --initial-peers, by asking over UDP multicast.
+        Instead of --initial-peers, find the run on the local network by UDP multicast.
     role: str
-        `rollout`: whether this machine could generate completions for the run, and not train.
+        `rollout`: check this machine for generating completions instead of training.
     worker: str
-        Your own program with `Diloco(model)` in it; default: the trainer of diloco.
+        Your own training program, which calls `Diloco(model)`; default: diloco's trainer.
     as_json_: bool
-        One JSON object instead of lines.
+        Print one JSON object.
     timeout: float
         Seconds to wait for the swarm's first answer.
     """
@@ -101,23 +101,23 @@ def doctor(
         if not as_json_:
             _print(finding)
 
-    for finding in _of_machine(train, ranks, machine):
+    for finding in _check_machine(train, ranks, machine):
         tell(finding)
     hv = train.hv
     if discover and not hv.initial_peers:
         finding, answering = check_discover(hv)
         tell(finding)
         hv = replace(hv, initial_peers=answering)
-    code = _examine_network(hv, timeout, found, tell)
+    code = _run_network_checks(hv, timeout, found, tell)
     if as_json_:
         print(json.dumps(as_json(found)), flush=True)
     else:
-        _print_end(found, asked=discover or bool(hv.initial_peers))
+        _print_summary(found, asked=discover or bool(hv.initial_peers))
     return code or int(any(finding.verdict == "fail" for finding in found))
 
 
-def _of_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
-    """What needs no network."""
+def _check_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
+    """The checks that need no network."""
     from diloco.doctor.resources import check_descriptors, check_disk
     from diloco.doctor.software import check_packages, check_python, check_torch, check_vllm
     from diloco.launch.swarm_config import state_dir
@@ -127,15 +127,15 @@ def _of_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Fi
     loaded = list(run_check("torch", check_torch, _INSTALL))
     yield from loaded
     if all(finding.verdict == "pass" for finding in loaded):
-        yield from _of_torch(train, ranks, machine)
+        yield from _check_with_torch(train, ranks, machine)
     if starts_server(train):
         yield from run_check("vllm", lambda: check_vllm(train.grpo), "--rollout hf")
     yield from run_check("descriptors", check_descriptors, "ulimit -n 4096")
     yield from run_check("disk", lambda: check_disk(train, state_dir()), "df -h")
 
 
-def _of_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
-    """What needs a torch that loads."""
+def _check_with_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
+    """The checks that import torch."""
     from diloco.doctor.gpu import check_gpus, check_nccl, gpu_memory_bytes
     from diloco.doctor.resources import check_model_memory
     from diloco.doctor.speed import check_speed
@@ -153,10 +153,11 @@ def _of_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Find
         )
 
 
-def _examine_network(
+def _run_network_checks(
     hv: HvConfig, timeout_s: float, found: list[Finding], tell: Callable[[Finding], None]
 ) -> int:
-    """Exit code where a signal ended it, else 0."""
+    """Returns 128 + n after signal n, else 0."""
+    # These checks are preconditions of the others.
     if any(finding.name in ("descriptors", "python") and finding.verdict == "fail" for finding in found):
         return 0
     try:
@@ -164,23 +165,23 @@ def _examine_network(
 
         load_hivemind()
     except (ImportError, OSError, AttributeError) as error:
-        tell(failed("hivemind", f"does not load: {error}", _INSTALL))
+        tell(failed("hivemind", f"cannot be imported: {error}", _INSTALL))
         return 0
     from diloco.cli.interrupts import run_interruptible
 
     async def examine() -> int:
         try:
-            async for finding in of_network(hv, timeout_s):
+            async for finding in check_network(hv, timeout_s):
                 tell(finding)
-        except Exception as error:  # noqa: BLE001 - what is known already is worth telling
+        except Exception as error:  # noqa: BLE001 - the earlier findings must still be summarised
             tell(crashed("swarm", error, "diloco status --initial-peers <maddr>"))
         return 0
 
     return run_interruptible(examine())
 
 
-async def of_network(hv: HvConfig, timeout_s: float) -> AsyncIterator[Finding]:
-    """Ports, p2pd, and the swarm where one is named: each needs the one before."""
+async def check_network(hv: HvConfig, timeout_s: float) -> AsyncIterator[Finding]:
+    """The checks of ports, p2pd and, with initial peers, the swarm. Each requires that the one before has passed."""
     from diloco.doctor.p2pd import check_p2pd, check_ports, identity_of_peer
     from diloco.doctor.swarm import check_swarm
     from diloco.launch.swarm_config import state_dir
@@ -213,12 +214,12 @@ def _print(finding: Finding) -> None:
     for line in said[1:]:
         print(f"{indent}{line}", flush=True)
     if finding.fix:
-        # Never broken, so that it can be copied.
+        # Not wrapped, so that it can be copied.
         print(f"{indent}-> {finding.fix}", flush=True)
 
 
-def _print_end(found: list[Finding], *, asked: bool) -> None:
+def _print_summary(found: list[Finding], *, asked: bool) -> None:
     number = {verdict: sum(finding.verdict == verdict for finding in found) for verdict in _COLORS}
     print(f"\n{number['pass']} pass, {number['warn']} warn, {number['fail']} fail", flush=True)
     if not asked:
-        print("With --initial-peers, the way to a swarm is examined too.", flush=True)
+        print("With --initial-peers, the connection to a swarm is checked too.", flush=True)

@@ -1,4 +1,4 @@
-"""`diloco export`: a model that transformers loads, from what a training has saved."""
+"""`diloco export`: converts a checkpoint to a model that transformers can load."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ def export(
     weights: Literal["agreed", "own"] = "agreed",
     as_json: Annotated[bool, Parameter("--json")] = False,
 ) -> None:
-    """Write a checkpoint's model, configuration and tokenizer as transformers loads them.
+    """Write a checkpoint's weights, configuration and tokenizer in the format of transformers.
 
     Parameters
     ----------
     checkpoint: str
-        A model_step_<N> directory or URL, or the path given as --ckpt.path, for the newest complete checkpoint there.
+        A model_step_<N> directory or URL, or the value of --ckpt.path: then the newest complete checkpoint there.
     directory: Path
-        The model's directory; it must not exist yet.
+        Directory to write; it must not exist.
     weights: str
-        Of a swarm's checkpoint: `agreed` are those of the last outer step, the same on all peers; `own` those that the
-        peer had trained on from there.
+        For a checkpoint of a swarm: `agreed` are the weights after the last outer step, which are the same on all
+        peers; `own` are the weights of the one peer, with its inner steps since then.
     as_json: bool
-        Print a JSON object instead of words.
+        Print a JSON object.
     """
     if directory.exists():
-        raise UserError(f"{directory} exists already; name another")
+        raise UserError(f"{directory} already exists; give a new directory")
     if "://" not in checkpoint and not Path(checkpoint).exists():
         raise UserError(
             f"{checkpoint} does not exist; give the directory of --ckpt.path, or one model_step_<N> in it"
         )
     from diloco.checkpoint.export import exported
 
-    told = exported(checkpoint, directory, weights=weights)
-    words = f"{directory}: the {told['weights']} weights of {told['checkpoint']}"
-    print(json.dumps(told) if as_json else words, flush=True)
+    result = exported(checkpoint, directory, weights=weights)
+    words = f"{directory}: the {result['weights']} weights of {result['checkpoint']}"
+    print(json.dumps(result) if as_json else words, flush=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what runs is cancelled, cleans up by a deadline, and exits as a shell expects."""
+"""Handles Ctrl-C and SIGTERM: cancels the running coroutine, limits its clean-up time, and exits with 128 + n."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_at_once_on_signals() -> None:
-    """Signal handling before `run_interruptible`, while nothing has been started."""
+    """Exit at once on a signal. For the time before `run_interruptible`, when there is nothing to clean up."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         os._exit(128 + number)
@@ -24,12 +24,12 @@ def exit_at_once_on_signals() -> None:
 
 
 def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
-    """Run to the end and return its exit code, or 128 + n after signal n, when `main` has been cancelled.
+    """Run `main` and return its exit code. Signal n cancels it; the exit code is then 128 + n.
 
-    If cancelling takes longer than CLEAN_UP_TIMEOUT_S the process exits regardless; the kernel then kills its
-    children, which were started to die with it.
+    If the clean-up takes longer than CLEAN_UP_TIMEOUT_S, the process exits regardless. The kernel then kills its child
+    processes, which were started with that setting (die_with_parent).
     """
-    # Not at the top: every `--help` imports this module, and needs no event loop.
+    # Not at the top: every `--help` imports this module, and asyncio would slow it down.
     import asyncio
 
     return asyncio.run(_cancelled_by_signals(main))
@@ -45,9 +45,9 @@ async def _cancelled_by_signals(main: Coroutine[Any, Any, int]) -> int:
     def cancel(number: signal.Signals) -> None:
         if not caught:
             caught.append(number)
-            last_resort = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
-            last_resort.daemon = True
-            last_resort.start()
+            forced_exit = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
+            forced_exit.daemon = True
+            forced_exit.start()
             task.cancel()
 
     for number in _SIGNALS:

@@ -1,4 +1,4 @@
-"""`diloco launch`: one training, or one peer, over several nodes, by torchrun, Slurm, PBS or Ray."""
+"""`diloco launch`: starts one training, or one peer, on several nodes, with torchrun, Slurm, PBS or Ray."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def launch(
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Start one training over several nodes, with our trainer or any other script.
+    """Start one training on several nodes, with diloco's trainer or any other script.
 
-    With torchrun, run it on each node with that node's rank. Read from the environment: NPROC_PER_NODE (auto),
-    BACKEND (nccl or gloo; default nccl, on a single node without GPUs gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an
-    environment to use. The log is logs/distributed_training/latest_node<rank>.log.
+    With torchrun, run the command on each node with that node's rank. Environment variables: NPROC_PER_NODE (default
+    auto), BACKEND (nccl or gloo; default nccl, or gloo for a single node without GPUs), LOG_LEVEL (default WARNING),
+    and CONDA_ENV, an environment to use. The log is logs/distributed_training/latest_node<rank>.log.
 
     Parameters
     ----------
@@ -66,26 +66,26 @@ def launch(
     master_port: int
         A free port on the first node.
     engine: str
-        torchrun starts it here; slurm and pbs submit a job that does on each node; ray makes a Ray cluster of pods
-        that are set up, and submits a job with a worker on each, which starts a process for each of its GPUs.
+        torchrun: start the ranks of this node. slurm, pbs: submit a batch job that runs torchrun on each node. ray:
+        form a Ray cluster of the rented pods, and submit a job that starts a process for each GPU.
     program: str
-        What Python is called with, such as "train.py --fast".
+        Arguments for the Python interpreter, such as "train.py --fast".
     config_flag: str
-        The flag that passes the configuration file to the program; "" for none.
+        The program's flag for the configuration file; "": do not pass the file.
     venv: Path
         A virtual environment to use.
     gpus_per_node: int
-        GPUs to ask the batch system for; 0: none.
+        GPUs per node to request from the batch system.
     time_limit: str
         Time limit of the batch job.
     partition: str
         Partition (Slurm) or queue (PBS).
     storage: str
-        A directory that all nodes share (Ray).
+        A directory shared by all nodes (Ray).
     cpus_per_node: int
-        Cores that Ray may give out on each node; default: all.
+        Cores that Ray may use on each node; default: all.
     dry_run: bool
-        Only print the job script, or for Ray the cluster as a file for `ray up`.
+        Only print the job script; for Ray, print the cluster as a configuration file for `ray up`.
     """
     from provisioning.launchers import node
     from provisioning.launchers.job import LOGS, LaunchJob
@@ -93,12 +93,12 @@ def launch(
     here = Path.cwd()
     words = shlex.split(program)
     if not words:
-        raise UserError('--program "" names nothing to run.')
+        raise UserError('--program "": name the program to run.')
     try:
         (here / LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{here / LOGS} cannot be made: {error.strerror}; start it in a directory for logs."
+            f"{here / LOGS} cannot be created: {error.strerror}; run this in a directory where logs can be written."
         ) from error
     job = LaunchJob(
         config=node.config_as_toml(config, here / LOGS),
@@ -117,13 +117,13 @@ def launch(
     if engine == "ray":
         from diloco.cli.launch_ray import OnPods, print_cluster_yaml, run_on_pods
 
-        wish = OnPods(
+        options = OnPods(
             storage=storage,
             cpus_per_node=cpus_per_node or None,
             state_file=state_file,
             inventory=inventory,
         )
-        return print_cluster_yaml(job, wish) if dry_run else run_on_pods(job, wish)
+        return print_cluster_yaml(job, options) if dry_run else run_on_pods(job, options)
     if engine == "torchrun":
         job, nproc = node.checked(job)
         return node.run(job, nproc, os.environ, here)
@@ -155,5 +155,5 @@ def _submit(
         return 0
     path = here / LOGS / f"{engine}.sh"
     job_id = submit(script, path, "sbatch" if engine == "slurm" else "qsub")
-    print(f"job {job_id} is submitted; its log will be in {here / LOGS}", flush=True)
+    print(f"submitted job {job_id}; its log will be in {here / LOGS}", flush=True)
     return 0

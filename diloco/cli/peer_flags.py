@@ -1,4 +1,4 @@
-"""What can be told, before there are pods, of the flags that `diloco provision` passes to every peer."""
+"""Checks the flags that `diloco provision` passes to every peer, before any pod is rented."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 def check_peer_flags(flags: Sequence[str], setup: Setup) -> None:
-    """Raises UserError for flags that a peer refuses on whatever pod it starts.
+    """Raises UserError for flags that a peer would refuse on every pod.
 
-    Data sets, GPUs, packages and files that only the pods have are not judged.
+    Does not check what depends on the pods: data sets, GPUs, packages, and files that only the pods have.
     """
     from provisioning.swarm.commands import check_flags
 
     check_flags(flags)
     files = PodFiles(setup)
-    source = ValueSource(find=files.config_here)
+    source = ValueSource(find=files.local_config)
     given = _parsed(flags, source)
-    if given["config"] is None or files.config_here(given["config"]):
+    if given["config"] is None or files.local_config(given["config"]):
         _check_settings(given, source.named, files)
 
 
 @dataclass(frozen=True)
 class PodFiles:
-    """Which files of this machine are on the pods. Relative paths begin in a pod's directory there."""
+    """Maps paths on the pods to files of this machine. Relative paths start at the working directory on a pod."""
 
     setup: Setup
 
-    def here(self, path: str | Path) -> Path | None:
-        """What is sent to this path; None: nothing is."""
+    def local_path(self, path: str | Path) -> Path | None:
+        """The file that is copied to this path on the pods; None if there is none."""
         from provisioning.machines.paths import CODE
 
         there = PurePosixPath(path)
@@ -46,23 +46,23 @@ class PodFiles:
         found = (source / there.relative_to(place) for place, source in sent if there.is_relative_to(place))
         return None if ".." in there.parts else next(found, None)
 
-    def config_here(self, path: Path) -> Path | None:
-        """As `here`. Raises UserError for a file that is here and not sent."""
-        found = self.here(path)
+    def local_config(self, path: Path) -> Path | None:
+        """As `local_path`. Raises UserError if the file exists on this machine and is not copied."""
+        found = self.local_path(path)
         if found is None:
             _check_not_left_behind("--config", str(path))
         return found
 
-    def model_here(self, path_model: str) -> str | None:
-        """What this machine calls the model; None: only the pods can tell. Raises UserError as `config_here`."""
+    def local_model(self, path_model: str) -> str | None:
+        """The model's name or directory on this machine; None: only on the pods. Raises UserError as `local_config`."""
         if path_model in preset_names():
             return path_model
-        if (found := self.here(path_model)) is not None:
+        if (found := self.local_path(path_model)) is not None:
             return str(found)
         if may_be_hub_id(path_model):
             return None
         _check_not_left_behind("--path-model", path_model)
-        # A word without a slash is a misspelt preset.
+        # A name without a slash is a misspelt preset, which the caller reports.
         return None if {"/", "~"} & set(path_model) else path_model
 
 
@@ -72,40 +72,40 @@ def _parsed(flags: Sequence[str], source: ValueSource) -> dict[str, Any]:
 
     from diloco.cli.peer import peer
 
-    # As in the `diloco` command: of a flag that is given twice, the last one counts.
+    # As in the `diloco` command: if a flag is given twice, the last value counts.
     app = App(name="peer", config=[source], help_flags=(), default_parameter=Parameter(allow_repeating=True))
     app.default(peer)
     try:
         _, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
         raise UserError(
-            f"{parse_error_text(error)}\nWhat follows `--` is for every peer: see `diloco peer --help`."
+            f"{parse_error_text(error)}\nArguments after `--` are flags of every peer: see `diloco peer --help`."
         ) from error
     bound.apply_defaults()
     return bound.arguments
 
 
 def _check_settings(given: Mapping[str, Any], named: Collection[str], files: PodFiles) -> None:
-    """What has to fit together, as `diloco peer` checks it. Raises UserError."""
+    """Check the settings as `diloco peer` does. Raises UserError if they suit no machine."""
     from diloco.cli.machine_recipes import possible
     from diloco.train.devices import num_ranks
     from peers.errors import UserError as PeersUserError
 
-    train, generates = given["train"], given["role"] == "rollout"
-    # How many GPUs there are, only the pods know.
+    train, is_rollout = given["train"], given["role"] == "rollout"
+    # The number of GPUs of a pod is not known here.
     ranks = num_ranks(given["nproc_per_node"], "cpu", 0)
-    train = with_mode_defaults(replace(train, mode="grpo") if generates else train, named)
-    brings_own_model = generates or given["worker"] is not None
-    configs = [train] if brings_own_model else possible(train, named, num_ranks=ranks)
+    train = with_mode_defaults(replace(train, mode="grpo") if is_rollout else train, named)
+    has_own_model = is_rollout or given["worker"] is not None
+    configs = [train] if has_own_model else possible(train, named, num_ranks=ranks)
     refusals: list[Exception] = []
     for config in configs:
         try:
             with_fitting_batch_size(config, named, num_ranks=ranks)
-            if not brings_own_model:
+            if not has_own_model:
                 _check_task_and_model(config, files)
         except (UserError, PeersUserError) as error:
             refusals.append(error)
-    # What suits one pod's machine and not another's is left to the pods.
+    # Settings that suit some machines are left to the checks on the pods.
     if len(refusals) == len(configs):
         raise refusals[0]
 
@@ -116,7 +116,7 @@ def _check_task_and_model(config: TrainConfig, files: PodFiles) -> None:
 
     if config.mode == "grpo":
         check_task_name(config.grpo.dataset)
-    if (model := files.model_here(config.path_model)) is None:
+    if (model := files.local_model(config.path_model)) is None:
         return
     load_model_config(model)
     if config.mode == "pretrain":
@@ -127,5 +127,5 @@ def _check_not_left_behind(flag: str, path: str) -> None:
     there = PurePosixPath(path)
     if not there.is_absolute() and ".." not in there.parts and Path(path).exists():
         raise UserError(
-            f"{flag} {path} is here, but is not sent to the pods: add --mount {path}:{path} before the `--`."
+            f"{flag} {path} exists here, but is not copied to the pods: add --mount {path}:{path} before the `--`."
         )

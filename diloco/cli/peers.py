@@ -1,4 +1,4 @@
-"""`diloco peers`: ban peers from a run, let them back in, and make a new swarm secret, with the run's admission key."""
+"""`diloco peers`: bans peers from a run, lifts bans, and replaces the swarm secret, with the run's admission key."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from diloco.options.flags import HvConfig, Name, Seconds, address_list
 if TYPE_CHECKING:
     from peers.admission.ban_change import ChangedBans
 
-_PEERS = "Peer ids, or the last characters of peers that are in the swarm (of the list, to unban), 6 or more."
+_PEERS = "Peer ids, or at least their last 6 characters for peers that are in the swarm (to unban: in the ban list)."
 
 app = App(name="peers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class KeyFlags:
     """The run's admission key."""
 
     run_id: Name = HvConfig.run_id
     """Name of the run."""
     admission_key_file: Path | None = None
-    """File with the admission key; default: that of the coordinator on this machine."""
+    """File with the admission key; default: the key of the coordinator on this machine."""
     state_dir: Path | None = None
-    """Where the coordinator keeps its keys."""
+    """Directory of the coordinator's keys."""
 
     @property
     def path(self) -> Path:
@@ -41,57 +41,59 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Key):
+class BanListFlags(KeyFlags):
     """A run whose ban list is read or changed."""
 
     initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = ()
     """Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."""
     timeout: Seconds = 20.0
-    """Seconds that the swarm may take to answer."""
+    """Seconds to wait for the swarm's answer."""
 
 
-RunFlags = Annotated[Run, Parameter(name="*")]
-
-
-@app.command
-def ban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: RunFlags = Run()) -> int:
-    """Ban peers from a run: all peers drop them at once and refuse them from then on."""
-    _check_named(peer_ids)
-    return _change(run, lambda outcome: _tell(outcome, "banned"), ban=peer_ids)
+BanList = Annotated[BanListFlags, Parameter(name="*")]
 
 
 @app.command
-def unban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: RunFlags = Run()) -> int:
-    """Lift a ban: the peers can join when they are started again."""
-    _check_named(peer_ids)
-    return _change(run, lambda outcome: _tell(outcome, "no longer banned"), unban=peer_ids)
+def ban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: BanList = BanListFlags()) -> int:
+    """Ban peers from a run: all peers close their connections to them, and refuse new ones."""
+    _check_peers_named(peer_ids)
+    return _change_bans(run, lambda outcome: _print_outcome(outcome, "banned"), ban=peer_ids)
+
+
+@app.command
+def unban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: BanList = BanListFlags()) -> int:
+    """Lift bans: the peers can join again when they are restarted."""
+    _check_peers_named(peer_ids)
+    return _change_bans(run, lambda outcome: _print_outcome(outcome, "no longer banned"), unban=peer_ids)
 
 
 @app.command(name="list")
-def list_(*, run: RunFlags = Run()) -> int:
-    """Print the banned peers of a run, one a line."""
-    return _change(run, lambda outcome: print(*sorted(outcome.bans.peer_ids), sep="\n", flush=True))
+def list_(*, run: BanList = BanListFlags()) -> int:
+    """Print the banned peers of a run, one per line."""
+    return _change_bans(run, lambda outcome: print(*sorted(outcome.bans.peer_ids), sep="\n", flush=True))
 
 
 @app.command
-def new_secret(*, key: Annotated[Key, Parameter(name="*")] = Key()) -> int:
-    """Replace the swarm secret: the old one no longer admits anybody; peers that are training continue."""
+def new_secret(*, key: Annotated[KeyFlags, Parameter(name="*")] = KeyFlags()) -> int:
+    """Replace the swarm secret: the old one no longer admits peers; peers that are training continue."""
     from peers.admission.secrets import replace_secret
 
     secret_path = key.path.with_suffix(".swarm-secret")
     replace_secret(key.path, secret_path)
-    print(f"a new swarm secret is in {secret_path}; give it to the peers before their tokens are half over")
+    print(
+        f"the new swarm secret is in {secret_path}; peers need it when half the validity of their tokens has passed"
+    )
     return 0
 
 
-def _change(
-    run: Run,
-    say: Callable[[ChangedBans], None],
+def _change_bans(
+    run: BanListFlags,
+    report: Callable[[ChangedBans], None],
     *,
     ban: Collection[str] = (),
     unban: Collection[str] = (),
 ) -> int:
-    """The exit code, after saying what came of it. Raises UserError."""
+    """Change the bans, or only read them, and pass the outcome to `report`. Returns the exit code. Raises UserError."""
     from diloco.cli.interrupts import run_interruptible
     from peers.admission.ban_change import change_bans
     from peers.admission.secrets import load_key
@@ -99,32 +101,32 @@ def _change(
 
     if not run.initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
-    key, kept_at = load_key(run.path), run.path.with_suffix(".bans")
+    key, bans_path = load_key(run.path), run.path.with_suffix(".bans")
 
     async def change() -> int:
         changed = await change_bans(
-            run.run_id, run.initial_peers, key, kept_at, ban=ban, unban=unban, timeout_s=run.timeout
+            run.run_id, run.initial_peers, key, bans_path, ban=ban, unban=unban, timeout_s=run.timeout
         )
-        say(changed)
+        report(changed)
         return 0
 
-    # Takes seconds, in which an event loop would not notice a signal.
+    # Takes seconds, during which an event loop could not handle signals.
     load_hivemind()
     return run_interruptible(change())
 
 
-def _check_named(peer_ids: tuple[str, ...]) -> None:
+def _check_peers_named(peer_ids: tuple[str, ...]) -> None:
     if not peer_ids:
-        raise UserError("name the peers: their ids, as `diloco status --json` has them.")
+        raise UserError("No peer is named: give peer ids, which `diloco status --json` prints.")
 
 
-def _tell(outcome: ChangedBans, what: str) -> None:
+def _print_outcome(outcome: ChangedBans, what: str) -> None:
     for peer_id in sorted(outcome.changed):
         print(f"{peer_id} is {what}")
     if not outcome.changed:
-        print("nothing to change")
-    told = f"{outcome.num_told} of {outcome.num_asked}"
+        print("no change")
+    received = f"{outcome.num_told} of {outcome.num_asked}"
     print(
-        f"{len(outcome.bans.peer_ids)} banned in all; {told} members were told at once, and pass it on",
+        f"{len(outcome.bans.peer_ids)} peers are banned; {received} members have received the list, and forward it",
         flush=True,
     )

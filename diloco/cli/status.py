@@ -1,4 +1,4 @@
-"""`diloco status`: who is in a swarm, and how everybody is doing."""
+"""`diloco status`: prints the state of a swarm and of its peers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from peers.monitor.observer import Observer
 
 REDRAW_S = 1.0
-"""Between two pictures of a swarm in which nothing happens."""
-LEAST_REDRAW_S = 0.2
+"""Seconds between two updates while nothing changes."""
+MIN_REDRAW_S = 0.2
 
 app = App(name="status")
 
@@ -30,15 +30,15 @@ def status(
     watch: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Show the peers of a swarm: state, epoch, loss, speed, link and anchor of each, whom a round waits for and why,
-    and the last rounds with their failures.
+    """Show the peers of a swarm, with the state, epoch, loss, speed, bandwidth and anchor of each; the peers that a
+    round waits for, and why; and the last rounds with their failures.
 
     Parameters
     ----------
     watch: bool
-        Keep looking until Ctrl-C: a table that is redrawn, or with --json a line whenever there is news.
+        Update the table until Ctrl-C; with --json, print a line for each change.
     as_json: bool
-        One JSON object instead of a table.
+        Print one JSON object.
     """
     secret = swarm.secret()
     from rich.console import Console
@@ -46,13 +46,13 @@ def status(
     from diloco.cli.interrupts import run_interruptible
     from peers.net.dht.node import load_hivemind
 
-    with Console(stderr=True).status(f"asking the peers of {swarm.run_id} how they are") as waiting:
-        # Takes seconds, in which an event loop would not notice a signal.
+    with Console(stderr=True).status(f"querying the peers of {swarm.run_id}") as waiting:
+        # Takes seconds, during which an event loop could not handle signals.
         load_hivemind()
-        return run_interruptible(_look(swarm, secret, waiting, watch=watch, as_json=as_json))
+        return run_interruptible(_show_status(swarm, secret, waiting, watch=watch, as_json=as_json))
 
 
-async def _look(
+async def _show_status(
     swarm: Watched, secret: SwarmSecret | None, waiting: Status, *, watch: bool, as_json: bool
 ) -> int:
     async with swarm.observed(secret) as observer:
@@ -83,9 +83,9 @@ async def _print_forever(observer: Observer, *, as_json: bool) -> None:
     import asyncio
 
     while True:
-        # In a thread: a reader that takes nothing must not keep Ctrl-C from being heard.
+        # In a thread, so that Ctrl-C works even if the reader of a pipe blocks.
         await asyncio.to_thread(_print, observer.swarm(), as_json=as_json)
-        await asyncio.sleep(LEAST_REDRAW_S)
+        await asyncio.sleep(MIN_REDRAW_S)
         await observer.changed(REDRAW_S)
 
 
@@ -98,7 +98,7 @@ async def _redraw_forever(observer: Observer) -> None:
 
     with Live(auto_refresh=False, screen=True) as live:
         while True:
-            picture = render(observer.swarm(), width=live.console.width, height=live.console.height)
-            live.update(picture, refresh=True)
-            await asyncio.sleep(LEAST_REDRAW_S)
+            table = render(observer.swarm(), width=live.console.width, height=live.console.height)
+            live.update(table, refresh=True)
+            await asyncio.sleep(MIN_REDRAW_S)
             await observer.changed(REDRAW_S)

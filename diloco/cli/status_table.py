@@ -1,6 +1,6 @@
-"""A swarm as a picture for a terminal: its peers, who is waited for, its last rounds, and what happened. Pure.
+"""Renders the state of a swarm for a terminal: its peers, stragglers, last rounds and events. Pure.
 
-Nothing that a peer has said is taken for markup.
+Text from peers is never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Peer = Mapping[str, Any]
 _GONE = ("lost", "silent")
 _STYLES = {"lost": "bold red", "silent": "yellow", "training": "green", "averaging": "cyan"}
 _VERDICT_STYLES = {"good": "green", "busy": "cyan", "warning": "yellow", "fault": "bold red"}
-_MOST_FINDINGS = 3
+_MAX_FINDINGS = 3
 _ROUND_PARTS = ("wait_s", "connect_s", "reduce_s", "vote_s", "apply_s")
 _TABLE_LINES = 4
-"""Of a block of the picture, beside its rows: a blank line, the title, the head of its table, and one to spare."""
+"""Lines of the table of rounds besides its rows: a blank line, the head, and two to spare."""
 
 
 def render(swarm: Mapping[str, Any], *, width: int, height: int | None = None) -> RenderableType:
-    """All of it, as much as fits; without `height`, at any length."""
+    """The whole view, with as many rounds and events as fit `height` lines."""
     peers = swarm["peers"]
     parts: list[RenderableType] = [_title(swarm), *_verdict(swarm["verdict"])]
     if peers:
@@ -48,8 +48,8 @@ def render(swarm: Mapping[str, Any], *, width: int, height: int | None = None) -
 
 
 def _title(swarm: Mapping[str, Any]) -> Text:
-    there = [peer for peer in swarm["peers"] if peer["state"] not in _GONE]
-    number, gone = len(there), len(swarm["peers"]) - len(there)
+    number = sum(peer["state"] not in _GONE for peer in swarm["peers"])
+    gone = len(swarm["peers"]) - number
     line = f"run {swarm['run_id']}: epoch {swarm['epoch']}, {number} peer{'' if number == 1 else 's'}"
     progress = swarm["progress"]
     if progress["end_step"]:
@@ -62,7 +62,7 @@ def _title(swarm: Mapping[str, Any]) -> Text:
 
 
 def _verdict(verdict: Mapping[str, Any]) -> list[Text]:
-    lines = [verdict["text"], *(f"and {text}" for text in verdict["more"][:_MOST_FINDINGS])]
+    lines = [verdict["text"], *(f"and {text}" for text in verdict["more"][:_MAX_FINDINGS])]
     return [Text(line, style=_VERDICT_STYLES[verdict["level"]]) for line in lines]
 
 
@@ -78,26 +78,26 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("seen", "right", lambda peer: f"{peer['last_seen_s']:.0f} s ago"),
     ("link up", "right", lambda peer: size(peer["upload_bytes_per_s"] or None)),
     ("link down", "right", lambda peer: size(peer["download_bytes_per_s"] or None)),
-    # Shortened as the coordinator prints it; --json has all of it.
+    # Shortened as in the coordinator's output; --json has the whole id.
     ("peer", "left", lambda peer: f"…{peer['peer_id'][-6:]}"),
     ("hardware", "left", lambda peer: peer["hardware"] or "–"),
 )
 
 
 def state_text(peer: Peer) -> str:
-    """The phase that a peer reports, if it reports one."""
+    """The phase that the peer reports, or else its state."""
     phase = peer["phase"]
-    doing = str(phase["short"] if phase else peer["state"])
-    return f"{doing}, stands still" if peer["is_still"] else doing
+    text = str(phase["short"] if phase else peer["state"])
+    return f"{text}, stands still" if peer["is_still"] else text
 
 
-_LESS_WANTED = ("hardware", "peer", "link down", "link up", "anchor", "seen")
+_OPTIONAL_COLUMNS = ("hardware", "peer", "link down", "link up", "anchor", "seen")
 """Columns that a narrow terminal drops, in this order."""
 
 
 def _peers_table(peers: Sequence[Peer], width: int) -> Table:
     columns = {name: [cell(peer) for peer in peers] for name, _, cell in _COLUMNS}
-    for name in _LESS_WANTED:
+    for name in _OPTIONAL_COLUMNS:
         if sum(2 + max(len(name), *map(len, cells)) for name, cells in columns.items()) <= width:
             break
         del columns[name]

@@ -75,7 +75,7 @@ class DaemonProcess:
             # The daemon closes the link before it has printed the reason.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
-            raise self._failure(f"the swarm's daemon hung up: {error}") from error
+            raise self._failure(f"the connection to the swarm's daemon was lost: {error}") from error
 
     def stop(self) -> None:
         """Wait until the daemon has left the swarm, and kill it after STOP_TIMEOUT_S. Repeating it is safe."""
@@ -100,7 +100,7 @@ class DaemonProcess:
                     raise self._failure("the swarm's daemon did not start") from error
 
     def _failure(self, what: str) -> Exception:
-        code, words = self._process.poll(), last_words(self._log_path)
-        if code == _USER_ERROR and words:
-            return UserError(words)
-        return DilocoError(f"{what} (exit code {code}); the end of {self._log_path}:\n{words}")
+        code, output = self._process.poll(), last_words(self._log_path)
+        if code == _USER_ERROR and output:
+            return UserError(output)
+        return DilocoError(f"{what} (exit code {code}); the end of {self._log_path}:\n{output}")

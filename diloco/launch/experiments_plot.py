@@ -24,7 +24,6 @@ def draw_results(by_set: Mapping[str, Sequence[Result]], path: Path) -> None:
 
     Raises UserError if there is nothing to draw, or the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = [
@@ -38,23 +37,22 @@ def draw_results(by_set: Mapping[str, Sequence[Result]], path: Path) -> None:
     metrics = list(dict.fromkeys(result.metric for _, result in drawn))
     panels = [[(name, result) for name, result in drawn if result.metric == metric] for metric in metrics]
     heights = [_INCHES_BESIDE + _INCHES_PER_BAR * len(panel) for panel in panels]
-    picture = Figure(figsize=(_WIDTH_INCHES, sum(heights)), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(picture)
-    all_axes = picture.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    figure = Figure(figsize=(_WIDTH_INCHES, sum(heights)), dpi=_DPI, layout="constrained")
+    all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     colours = {name: f"C{index % 10}" for index, name in enumerate(by_set)}
     for axes, metric, panel in zip(all_axes, metrics, panels, strict=True):
         _draw_panel(axes, metric, panel, colours)
-    write_plot(picture, path)
+    write_plot(figure, path)
 
 
 def _draw_panel(
     axes: Axes, metric: str, panel: Sequence[tuple[str, Result]], colours: Mapping[str, str]
 ) -> None:
     for name in dict.fromkeys(name for name, _ in panel):
-        places = [place for place, (one, _) in enumerate(panel) if one == name]
-        figures = [panel[place][1].figure or 0.0 for place in places]
-        # A dollar would begin a formula.
-        bars = axes.barh(places, figures, color=colours[name], label=name.replace("$", r"\$"))
+        rows = [row for row, (set_name, _) in enumerate(panel) if set_name == name]
+        figures = [panel[row][1].figure or 0.0 for row in rows]
+        # An unescaped dollar sign would begin a formula.
+        bars = axes.barh(rows, figures, color=colours[name], label=name.replace("$", r"\$"))
         axes.bar_label(bars, fmt="%.4g", padding=3)
     names = [result.name if result.ok else f"{result.name} (failed)" for _, result in panel]
     axes.set_yticks(range(len(panel)), names)

@@ -1,4 +1,4 @@
-"""Starts the workers of a peer whose daemon is this process, and prints what the daemon says."""
+"""Starts the workers of a peer whose daemon runs in this process, and prints the daemon's messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from diloco.train.run_dir import last_words, reason_in, written_config
 if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
 
-_LINK_ENV = "DILOCO_LINK"
 PRINTED_LOGGERS = tuple(
     f"peers.daemon.{name}"
     for name in (
@@ -37,7 +36,7 @@ def worker_command(
     num_ranks: int = 1,
     num_peers: int = 1,
 ) -> WorkerCommand:
-    """The workers' command line, `program` or else our module, after writing the configuration that it names.
+    """The workers' command line: `program`, or else `module` with the configuration, which this function writes.
 
     `num_peers` peers share this machine.
     """
@@ -59,7 +58,7 @@ def worker_log(run_dir: Path) -> Path:
 
 
 def raise_if_refused(code: int, run_dir: Path) -> None:
-    """Raise UserError, in the worker's words, if it ended because of what the user can mend."""
+    """Raise UserError with the worker's message if it ended with the exit code of a user's error."""
     if code == 2:
         log = worker_log(run_dir)
         raise UserError(last_words(log) or f"See {log}.")
@@ -70,22 +69,23 @@ def path_with_this_python() -> str:
 
 
 def _environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
-    """The environment of one of so many workers on this machine."""
+    """The environment of a worker that shares this machine with `num_workers` - 1 others."""
     from peers.admission.secrets import SECRET_ENV
+    from peers.daemon.link import LINK_ENV
 
     return {
         # The secret is for the daemon alone: a training program has no use for it, and may log its environment.
         **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
-        # "python" in --worker is the one that runs this.
+        # "python" in --worker means the interpreter of this process.
         "PATH": path_with_this_python(),
-        _LINK_ENV: str(link_path),
+        LINK_ENV: str(link_path),
         **thread_settings(os.environ, num_workers),
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def log_and_print(path: Path) -> None:
-    """Log to this file, and print what the daemon does between epochs, so that the user does not wait in the dark."""
+    """Write all messages to this file, and print those of PRINTED_LOGGERS, which describe what the daemon does."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -96,5 +96,5 @@ def log_and_print(path: Path) -> None:
 
 class _Printer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # To what is stdout by then: while the table is shown, that prints above it.
+        # Not to a stream that was stored earlier: while the table is shown, sys.stdout prints above it.
         print(record.getMessage(), flush=True)

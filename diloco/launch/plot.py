@@ -24,7 +24,7 @@ _MAX_EPOCH_MARKS = 80
 
 @dataclass(frozen=True)
 class Session:
-    """The records of a peer between a start and its end or loss."""
+    """The records of a peer from a start of its process to its end or loss."""
 
     began_at: float
     ended_at: float
@@ -39,21 +39,21 @@ def sessions_of(records: Sequence[Record]) -> list[Session]:
         if not parts or (record.get("event") == "start" and any("time" in r for r in parts[-1])):
             parts.append([])
         parts[-1].append(record)
-    found = []
+    sessions = []
     for part in parts:
         times = [float(record["time"]) for record in part if "time" in record]
         steps = [r for r in part if r.get("kind") == "step" and r.get("loss") is not None]
         if times:
             has_finished = any(record.get("event") == "finished" for record in part)
-            found.append(Session(min(times), max(times), steps, has_finished))
-    return found
+            sessions.append(Session(min(times), max(times), steps, has_finished))
+    return sessions
 
 
-def absences(lives: Sequence[Session], ended_at: float) -> list[tuple[float, float]]:
-    """Intervals (from, to) in which a peer was lost; the last one ends with the run if the peer did not return."""
-    found = [(before.ended_at, after.began_at) for before, after in itertools.pairwise(lives)]
-    if lives and not lives[-1].has_finished and ended_at - lives[-1].ended_at > _NOTICEABLE_S:
-        found.append((lives[-1].ended_at, ended_at))
+def absences(sessions: Sequence[Session], ended_at: float) -> list[tuple[float, float]]:
+    """Intervals (from, to) in which a peer was lost; the last one ends with the run if the peer did not come back."""
+    found = [(before.ended_at, after.began_at) for before, after in itertools.pairwise(sessions)]
+    if sessions and not sessions[-1].has_finished and ended_at - sessions[-1].ended_at > _NOTICEABLE_S:
+        found.append((sessions[-1].ended_at, ended_at))
     return found
 
 
@@ -69,12 +69,10 @@ def plot(
 ) -> None:
     """Write a PNG with each peer's training loss and the validation loss over time, peers' losses and returns, and
     averagings. `alone` adds the validation loss of a training without a swarm, over its own time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.add_subplot()
+    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
     factor, unit = _unit_of([record for peer in records_of.values() for record in peer])
     records_of = {peer: _scaled(own, factor) for peer, own in records_of.items()}
     records, alone = [record for peer in records_of.values() for record in peer], _scaled(alone, factor)
@@ -89,15 +87,15 @@ def plot(
     axes.set(title=title, xlabel="seconds", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.25, which="both")
     axes.margins(y=0.12)
-    # What an untrained model loses would flatten all that follows.
+    # A linear scale would be dominated by the loss of the untrained model.
     if axes.lines and axes.dataLim.y0 > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     if axes.get_legend_handles_labels()[0]:
-        picture.legend(loc="outside lower center", ncols=8, frameon=False)
+        figure.legend(loc="outside lower center", ncols=8, frameon=False)
     partial = path.with_suffix(".partial")
-    picture.savefig(partial, format="png")
+    figure.savefig(partial, format="png")
     partial.replace(path)
 
 
@@ -128,18 +126,18 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def _draw_peer(
-    axes: Axes, peer: str, lives: Sequence[Session], began_at: float, ended_at: float, colour: str
+    axes: Axes, peer: str, sessions: Sequence[Session], began_at: float, ended_at: float, colour: str
 ) -> None:
-    num_steps = sum(len(life.steps) for life in lives)
+    num_steps = sum(len(session.steps) for session in sessions)
     window = max(1, min(num_steps // 20, _SMOOTHED_STEPS))
     label: str | None = peer
-    for life in lives:
-        if life.steps:
-            times = [float(record["time"]) - began_at for record in life.steps]
-            losses = smoothed([record["loss"] for record in life.steps], window)
+    for session in sessions:
+        if session.steps:
+            times = [float(record["time"]) - began_at for record in session.steps]
+            losses = smoothed([record["loss"] for record in session.steps], window)
             axes.plot(times, losses, color=colour, label=label, linewidth=1.4)
             label = None
-    for lost_at, returned_at in absences(lives, ended_at):
+    for lost_at, returned_at in absences(sessions, ended_at):
         lost_at, returned_at = lost_at - began_at, returned_at - began_at
         axes.axvspan(lost_at, returned_at, color=colour, alpha=0.12, linewidth=0)
         is_back = returned_at < ended_at - began_at

@@ -31,9 +31,9 @@ def run_node(config: Mapping[str, Any]) -> None:
     context = ray.train.get_context()
     node, num_nodes = context.get_world_rank(), context.get_world_size()
     address = ray.util.get_node_ip_address()
-    places = _gathered(f"{ray.get_runtime_context().get_node_id()[:8]} at {address}", num_nodes)
+    nodes = _gathered(f"{ray.get_runtime_context().get_node_id()[:8]} at {address}", num_nodes)
     if node == 0:
-        print(f"one worker on each of {num_nodes} nodes: {', '.join(places)}", flush=True)
+        print(f"one worker on each of {num_nodes} nodes: {', '.join(nodes)}", flush=True)
     num_ranks = int(config["ranks_per_node"])
     host, port = _from_first_node((address, _free_port()) if node == 0 else None)
     ranks = [

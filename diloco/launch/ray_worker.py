@@ -24,10 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = arguments.ranks_per_node
     trainer = TorchTrainer(
         run_node,
-        train_loop_config={
-            "program": program,
-            "ranks_per_node": ranks,
-        },
+        train_loop_config={"program": program, "ranks_per_node": ranks},
         scaling_config=ScalingConfig(
             num_workers=arguments.num_nodes,
             use_gpu=arguments.use_gpu,
@@ -52,13 +49,13 @@ def _parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--storage", required=True, help="a directory that all nodes share")
-    parser.add_argument("--name", default="diloco", help="of the run, in that directory")
+    parser.add_argument("--name", default="diloco", help="name of the run, for its directory in --storage")
     parser.add_argument("--max-failures", type=int, default=2)
     parser.add_argument("--use-gpu", action="store_true")
     index = argv.index("--") if "--" in argv else len(argv)
     arguments, program = parser.parse_args(argv[:index]), argv[index + 1 :]
     if not program:
-        parser.error("behind `--` the program is missing")
+        parser.error("the program is missing: give it after `--`")
     return arguments, program
 
 

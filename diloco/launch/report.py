@@ -32,10 +32,10 @@ class Summary:
     num_peers: int
     num_full_epochs: int
     """Epochs to which all peers contributed."""
-    still_share: float | None
+    blocked_share: float | None
     """Fraction of the time for which training was blocked, by rounds and by waiting for other peers."""
     waited_share: float
-    """The part of `still_share` spent waiting for the last peer to be ready."""
+    """The part of `blocked_share` spent waiting for the last peer to be ready."""
     overlap_advice: int | None
     """Overlap steps that would hide a typical round, if that is worthwhile and known to be harmless."""
     verdict: Verdict
@@ -53,7 +53,7 @@ class Summary:
 def summarise_run(config: TrainConfig, records_of: Mapping[str, Sequence[Record]]) -> Summary:
     """`records_of` holds each peer's records in the order of writing."""
     batch, hv = config.total_batch_size, config.hv
-    # The records of GRPO's steps have their duration, so that their tokens need not be known.
+    # The records of GRPO steps contain the duration of a step, so the number of tokens is not needed.
     is_grpo = config.mode == "grpo"
     return summarise(
         records_of,
@@ -77,13 +77,13 @@ def summarise(
     epochs = [record for record in records if record.get("kind") == "epoch"]
     times = [_time(record) for record in records if "time" in record]
     duration_s = max(times) - min(times) if times else 0.0
-    still = [float(record["blocked_s"]) for record in epochs if "blocked_s" in record]
+    blocked = [float(record["blocked_s"]) for record in epochs if "blocked_s" in record]
     waited = [waited_s(record) for record in epochs if "blocked_s" in record]
     whole_s = duration_s * len(records_of)
-    still_share = sum(still) / whole_s if still and whole_s > 0 else None
-    waited_share = sum(waited) / whole_s if still_share is not None else 0.0
-    rounds = [seconds - waiting for seconds, waiting in zip(still, waited, strict=True)]
-    rounds_share = 0.0 if overlaps else (still_share or 0.0) - waited_share
+    blocked_share = sum(blocked) / whole_s if blocked and whole_s > 0 else None
+    waited_share = sum(waited) / whole_s if blocked_share is not None else 0.0
+    rounds = [seconds - waiting for seconds, waiting in zip(blocked, waited, strict=True)]
+    rounds_share = 0.0 if overlaps else (blocked_share or 0.0) - waited_share
     return Summary(
         results=Rewards.of(records, completions_per_step)
         if completions_per_step
@@ -95,7 +95,7 @@ def summarise(
         num_full_epochs=len(
             {record["epoch"] for record in epochs if len(record.get("contributors") or ()) >= len(records_of)}
         ),
-        still_share=still_share,
+        blocked_share=blocked_share,
         waited_share=waited_share,
         overlap_advice=_overlap_advice(records, rounds, rounds_share, tokens_per_step),
         verdict=verdict_of(
@@ -116,8 +116,8 @@ def report_text(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool =
         *results,
         f"{trained} in {summary.duration_s:.0f} s{together}",
         *(f"lost                    {one}" for one in summary.lost),
-        *(_averaged(summary) if in_swarm else []),
-        *_lines_of(paths),
+        *(_averaging_lines(summary) if in_swarm else []),
+        *_path_lines(paths),
     ]
     return "\n".join(lines)
 
@@ -125,7 +125,7 @@ def report_text(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool =
 def text_if_already_complete(
     config: TrainConfig, records_of: Mapping[str, Sequence[Record]], paths: Mapping[str, Path]
 ) -> str:
-    """The text instead of a report where a checkpoint of the run's end was resumed; empty if there was more to do."""
+    """The text that replaces the report if the run was resumed from its last step; empty if it has trained."""
     records = [record for peer in records_of.values() for record in peer]
     resumed_at = [int(record["step"]) for record in records if record.get("event") == "start"]
     has_trained = any(record.get("kind") in ("step", "epoch") for record in records)
@@ -133,8 +133,8 @@ def text_if_already_complete(
     if has_trained or min(resumed_at, default=0) < end:
         return ""
     flag = "--max-steps" if end < config.total_steps else "--total-steps"
-    said = f"the run is complete already: step {end} of {end}. To go on, raise {flag}"
-    return "\n".join([said, *_lines_of(paths)])
+    text = f"the run is complete already: step {end} of {end}. To go on, raise {flag}"
+    return "\n".join([text, *_path_lines(paths)])
 
 
 def baseline_line(alone: Summary, swarm: Summary) -> str:
@@ -154,7 +154,7 @@ def plot_run(
     title: str,
     alone: Sequence[Record] = (),
 ) -> dict[str, Path]:
-    """Write the run's plot; returns its path by what it is called in the report."""
+    """Write the run's plot. Returns its path, with its name in the report as the key."""
     if config.mode == "grpo":
         picture = run_dir / "reward.png"
         plot_rewards(records_of, picture, title=title)
@@ -168,8 +168,8 @@ def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
     """Print the report of one trainer, from its metrics, and write its plot."""
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
     model = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
-    if said := text_if_already_complete(config, records_of, {**model, "everything": run_dir}):
-        print(said, flush=True)
+    if text := text_if_already_complete(config, records_of, {**model, "everything": run_dir}):
+        print(text, flush=True)
         return
     paths = {**model, **plot_run(config, records_of, run_dir, config.project), "everything": run_dir}
     print(report_text(summarise_run(config, records_of), paths, in_swarm=in_swarm), flush=True)
@@ -192,19 +192,19 @@ def shown_path(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _lines_of(paths: Mapping[str, Path]) -> list[str]:
+def _path_lines(paths: Mapping[str, Path]) -> list[str]:
     return [f"{name:<23} {shown_path(path)}" for name, path in paths.items()]
 
 
-def _averaged(summary: Summary) -> list[str]:
+def _averaging_lines(summary: Summary) -> list[str]:
     return [
-        f"averaged                {_epochs(summary)}, {size(summary.sent_bytes)} sent",
+        f"averaged                {_epochs_text(summary)}, {size(summary.sent_bytes)} sent",
         *_blocked_lines(summary),
         agreement_line(summary.num_epochs, summary.disagreements, num_peers=summary.num_peers),
     ]
 
 
-def _epochs(summary: Summary) -> str:
+def _epochs_text(summary: Summary) -> str:
     if summary.num_peers == 1:
         return f"{summary.num_epochs} epoch{'' if summary.num_epochs == 1 else 's'}"
     if summary.num_full_epochs == summary.num_epochs:
@@ -222,11 +222,11 @@ def _overlap_advice(
 
 
 def _blocked_lines(summary: Summary) -> list[str]:
-    if summary.still_share is None:
+    if summary.blocked_share is None:
         return []
-    line = f"stood still             {summary.still_share:.1%} of the time"
+    line = f"stood still             {summary.blocked_share:.1%} of the time"
     if summary.waited_share >= _SHOWN_SHARE:
-        rounds_share = summary.still_share - summary.waited_share
+        rounds_share = summary.blocked_share - summary.waited_share
         line += f": {rounds_share:.1%} for averaging, {summary.waited_share:.1%} waiting for the slowest peer"
     else:
         line += ", for averaging"
@@ -236,11 +236,11 @@ def _blocked_lines(summary: Summary) -> list[str]:
 
 
 def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]], *, num_peers: int) -> str:
-    """The line of the report on whether all peers, whose records these are, had bit-identical anchors."""
+    """The line of the report on whether the `num_peers` peers whose records are known had bit-identical anchors."""
     if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"
     if num_peers == 1:
-        # Without the others' records: a commit has the signatures of all its contributors on its bits.
+        # The records of the other peers are not here, but a commit has the signatures of all its contributors.
         return "agreement               the contributors of every epoch have signed the same bits"
     if not disagreements:
         return "agreement               all peers held bit-identical anchors after every epoch"

@@ -1,4 +1,4 @@
-"""What a training has come to, from the records of all its peers, as lines of the report. None means not recorded."""
+"""The results of a training, from the records of all its peers, as lines of the report. None means not recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EDGE = 0.1
 
 @dataclass(frozen=True)
 class Losses:
-    """The results of pretraining, on held-out text."""
+    """The results of pretraining, evaluated on held-out text."""
 
     bits_before: float | None
     bits_after: float | None
@@ -30,7 +30,7 @@ class Losses:
         )
         first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
         return cls(
-            # A resumed run has no evaluation before training, and neither has a slow machine's.
+            # A resumed run has no evaluation before training, and neither has a run on a slow machine.
             bits_before=None if first.get("step") else first.get("bits_per_byte"),
             bits_after=last.get("bits_per_byte") if last.get("step") else None,
             unigram_bits=last.get("unigram_bits_per_byte"),
@@ -39,10 +39,10 @@ class Losses:
         )
 
     def lines(self) -> list[str]:
-        """The last one says how much was trained."""
+        """The last line is the amount of training."""
         held_out = f" ({figure(self.eval_bytes)}B held out)" if self.eval_bytes else ""
         is_above = (self.bits_before or 0.0) > UNIFORM_BITS_PER_BYTE
-        above = " (above uniform: random weights are sure of some bytes)" if is_above else ""
+        above = " (above uniform: random weights prefer some bytes)" if is_above else ""
         if self.bits_before is None and self.bits_after is None:
             return [
                 "validation              not on this peer",
@@ -60,7 +60,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The results of reinforcement."""
+    """The results of reinforcement learning."""
 
     reward_before: float | None
     """Mean over all peers and the first tenth of the steps."""
@@ -87,7 +87,7 @@ class Rewards:
         )
 
     def lines(self) -> list[str]:
-        """The last one says how much was trained."""
+        """The last line is the amount of training."""
         lines = [
             "mean reward of completions",
             f"  first tenth of steps  {decimal(self.reward_before)}",

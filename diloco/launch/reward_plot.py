@@ -1,4 +1,4 @@
-"""Plots a run of reinforcement: each peer's mean reward, and the evaluations."""
+"""Plots a run of reinforcement learning: each peer's mean reward, and the evaluations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ _DPI = 120
 
 def plot_rewards(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) -> None:
     """Write a PNG with each peer's mean reward and the evaluations over the inner steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.add_subplot()
+    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
     for peer, records in records_of.items():
         rewards = rewards_by_step(records)
         if rewards:
@@ -39,5 +37,5 @@ def plot_rewards(records_of: Mapping[str, Sequence[Record]], path: Path, *, titl
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     partial = path.with_suffix(".partial")
-    picture.savefig(partial, format="png")
+    figure.savefig(partial, format="png")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""Derives the facts that a verdict is based on from the records of a run. Pure."""
+"""Derives the facts for the verdict on a run from its records. Pure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _facts(rank: int, records: Sequence[Record], tokens_per_step: int, compressi
     times = [float(record["time"]) for record in records if "time" in record]
     took_s = max(times) - min(times) if times else 0.0
     waited = sum(waited_s(record) for record in epochs)
-    still = sum(float(record["blocked_s"]) for record in epochs)
+    blocked = sum(float(record["blocked_s"]) for record in epochs)
     rewards = _points(steps, "reward")
     sent = [
         float(r["sent_bytes"]) / r["reduce_s"] for r in epochs if r.get("sent_bytes") and r.get("reduce_s")
@@ -73,7 +73,7 @@ def _facts(rank: int, records: Sequence[Record], tokens_per_step: int, compressi
         losses=_points(steps, "loss") if not rewards else (),
         rewards=rewards,
         not_learning=list(lasting_problems(steps).values()),
-        round_share=(still - waited) / took_s if took_s > 0 else 0.0,
+        round_share=(blocked - waited) / took_s if took_s > 0 else 0.0,
         wait_share=waited / took_s if took_s > 0 else 0.0,
         bytes_per_s=statistics.median(sent) if sent else 0.0,
         round_bytes=float(epochs[-1].get("sent_bytes") or 0.0) if epochs else 0.0,
@@ -87,10 +87,10 @@ def _points(steps: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def _step_s(steps: Sequence[Record], tokens_per_step: int) -> float:
-    told = [float(record["step_s"]) for record in steps if record.get("step_s")]
+    durations = [float(record["step_s"]) for record in steps if record.get("step_s")]
     rates = [float(record["tokens_per_s"]) for record in steps if record.get("tokens_per_s")]
-    if told:
-        return statistics.median(told)
+    if durations:
+        return statistics.median(durations)
     return tokens_per_step / statistics.median(rates) if rates else 0.0
 
 

@@ -1,9 +1,9 @@
-"""The configuration of a peer's daemon, and adopting the swarm's manifest in the configuration of its workers.
+"""Makes the configuration of a peer's daemon, and adopts the swarm's manifest in the configuration of its workers.
 
 The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
 digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
-`worker` says whose program trains. What diloco's trainer alone follows is not in the manifest of a swarm with a
-`--worker` of its own: nobody there would keep to it.
+`worker` tells whether the workers run diloco's trainer or the user's own program (`--worker`). In the latter case, the
+manifest has only the fields that the daemon reads, since the user's program ignores the others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from peers.admission.service import AdmissionSettings
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 
 _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
-_READ_BY_THE_DAEMON = ("hv.", "optimizer")
-"""How the names of the shared fields begin that count for any worker: the outer step follows the inner optimizer."""
+_DAEMON_FIELD_PREFIXES = ("hv.", "optimizer")
+"""Prefixes of the shared fields that the daemon reads. Defaults of the outer step depend on the inner optimizer."""
 
 
 def state_dir() -> Path:
@@ -57,9 +57,9 @@ def daemon_config(
     # Not at the top: it loads torch, and the checks above need none of it.
     from peers.daemon.config import DaemonConfig
 
-    told = {item.name: getattr(hv, item.name) for item in fields(DaemonConfig) if hasattr(hv, item.name)}
+    values = {item.name: getattr(hv, item.name) for item in fields(DaemonConfig) if hasattr(hv, item.name)}
     return {
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in told.items()},
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
         # For display only. Peers may have different torch versions: shared state is computed without torch's kernels.
         "hardware": f"{hardware_in_words(os.environ, config.device)}, torch {version('torch')}",
         "manifest": manifest_of(config, has_own_worker=has_own_worker),
@@ -73,7 +73,9 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
     """This peer's proposal for the run's manifest."""
     manifest = shared_values(config)
     if has_own_worker:
-        manifest = {name: value for name, value in manifest.items() if name.startswith(_READ_BY_THE_DAEMON)}
+        manifest = {
+            name: value for name, value in manifest.items() if name.startswith(_DAEMON_FIELD_PREFIXES)
+        }
         return manifest | {WORKER: OWN_WORKER}
     if Path(config.path_model).expanduser().is_dir() and not _is_preset(config.path_model):
         # Paths differ between machines.
@@ -113,8 +115,8 @@ def adopt_manifest(
 
 def _named_in_manifest(named: Collection[str]) -> set[str]:
     """The manifest's fields that the user has set; --path-model stands for the model's content."""
-    insisted = set(named) & shared_fields()
-    return insisted - {_PATH} | {_MODEL, _TOKENIZER} if _PATH in insisted else insisted
+    shared = set(named) & shared_fields()
+    return shared - {_PATH} | {_MODEL, _TOKENIZER} if _PATH in shared else shared
 
 
 def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:

@@ -12,6 +12,7 @@ from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig, flat_values
 from diloco.train.devices import thread_settings
 from diloco.train.run_dir import METRICS, slug
+from peers.daemon.link import LINK_ENV
 
 FIRST_PORT = 8000
 _LAST_PORT = 65535
@@ -86,19 +87,19 @@ def plan_instances(
             f"--seeds {','.join(map(str, seeds))}: {num_instances} instances need as many different seeds"
         )
     if wrong := [seed for seed in seeds if not 0 <= seed <= _LARGEST_SEED]:
-        raise UserError(f"--seeds: {wrong[0]} is no seed; name whole numbers from 0 to {_LARGEST_SEED}")
+        raise UserError(f"--seeds: {wrong[0]} is not a seed; use whole numbers from 0 to {_LARGEST_SEED}")
     on_cpu = config.device == "cpu"
     if not on_cpu and len(gpus) < 2 * num_instances:
         raise UserError(
-            f"{num_instances} instances need {2 * num_instances} GPUs, two each, and {len(gpus)} are here; "
+            f"{num_instances} instances need {2 * num_instances} GPUs, two each, but this machine has {len(gpus)}; "
             f"--instances {len(gpus) // 2} would do"
             if len(gpus) >= 2
-            else f"an instance needs two GPUs and {len(gpus)} are here; --device cpu does without"
+            else f"an instance needs two GPUs, but this machine has {len(gpus)}; --device cpu needs none"
         )
     first = config.grpo.vllm_port or FIRST_PORT
     if first + num_instances - 1 > _LAST_PORT:
         raise UserError(
-            f"--vllm-port {first}: {num_instances} instances need as many ports from there on, and the last is "
+            f"--vllm-port {first}: {num_instances} instances need as many consecutive ports, and the highest port is "
             f"{_LAST_PORT}"
         )
     return [
@@ -136,20 +137,20 @@ def check_resources(
         for instance in instances:
             if not _is_free(instance.port):
                 raise UserError(
-                    f"port {instance.port} is taken, which the server of {instance.name} would listen on; stop what "
-                    "listens there, or name another first port with --vllm-port"
+                    f"port {instance.port}, for the server of {instance.name}, is in use; stop the process that "
+                    "listens there, or choose another first port with --vllm-port"
                 )
     for instance in instances:
         if (instance.output_dir / METRICS).exists() and config.ckpt.resume is None:
             raise UserError(
-                f"{instance.output_dir} holds a run already; remove it, start with other --seeds, or go on with "
+                f"{instance.output_dir} already holds a run; remove it, use other --seeds, or resume it with "
                 "--ckpt.resume auto"
             )
     free = shutil.disk_usage(Path.cwd()).free
     if free < min_free_bytes:
         raise UserError(
-            f"{free / 1e9:.1f} GB are free here and --min-free-gb asks for {min_free_bytes / 1e9:g}; free some, or "
-            "lower it"
+            f"{free / 1e9:.1f} GB are free on this disk, less than --min-free-gb {min_free_bytes / 1e9:g}; "
+            "delete files, or lower the limit"
         )
     if "wandb" in config.metric_loggers and environment.get("WANDB_MODE", "online") == "online":
         netrc = Path(environment.get("NETRC") or Path.home() / ".netrc")
@@ -160,11 +161,11 @@ def check_resources(
 def trainer_environment(
     instance: Instance, environment: Mapping[str, str], *, num_instances: int
 ) -> dict[str, str]:
-    """The environment of an instance's trainer, which sees its own GPU and, last, that of its server."""
+    """The environment of an instance's trainer. It sees its own GPU and, as the last one, that of its server."""
     own = {**thread_settings(environment, num_instances), "PYTHONUNBUFFERED": "1"}
     if instance.trainer_gpu is not None:
         own["CUDA_VISIBLE_DEVICES"] = f"{instance.trainer_gpu},{instance.server_gpu}"
-    kept = {name: value for name, value in environment.items() if name != "DILOCO_LINK"}
+    kept = {name: value for name, value in environment.items() if name != LINK_ENV}
     return {**kept, **own}
 
 

@@ -1,4 +1,4 @@
-"""Turns a rank's command line into its assignment, and its errors into an exit code."""
+"""Prepares a training process: its configuration and run directory, the peer's daemon, and the exit code for errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Assignment:
     link_path: Path | None = None
     """The socket of this peer's daemon."""
     is_shown_here: bool = True
-    """Whether the user reads this process's output. If not, `diloco peer` shows the training and prints the report."""
+    """Whether this process prints for the user. If not, `diloco peer` shows the training and prints the report."""
 
     def progress(self, world: World) -> Progress:
         """The Progress of this rank; also prints the run directory."""

@@ -35,7 +35,7 @@ def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_th
     assert not any(record["kind"] == "epoch" for record in alone)
 
     report, _, after = command.stdout.partition(
-        "--- now one peer trains alone for as many steps, to compare; Ctrl-C skips this\n"
+        "--- training a single peer for as many steps, to compare; Ctrl-C skips this\n"
     )
     assert "all peers held bit-identical anchors after every epoch" in report
     own = [f"{r['bits_per_byte']:.3f}" for r in alone if r["kind"] == "eval"][-1]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from diloco.cli.doctor import of_network
+from diloco.cli.doctor import check_network
 from diloco.options.trainer import parse_train_config
 from peers.admission.secrets import AdmissionKey
 from peers.net.identity import load_or_create
@@ -64,7 +64,7 @@ def network(*flags: Any) -> Findings:
     config, _ = parse_train_config(["--run-id", RUN, *LOOPBACK, *map(str, flags)])
 
     async def examine() -> Findings:
-        return {finding.name: asdict(finding) async for finding in of_network(config.hv, 20)}
+        return {finding.name: asdict(finding) async for finding in check_network(config.hv, 20)}
 
     return asyncio.run(examine())
 

@@ -69,7 +69,7 @@ def test_the_newest_checkpoint_becomes_the_model_that_training_ended_with(traine
     done = export(trained, *EXPORT.split()[2:])
     assert done.returncode == 0, done.stderr
     assert same(weights_of(trained / "model"), weights_of(trained / "run" / "model"))
-    with pytest.raises(UserError, match="model exists already"):
+    with pytest.raises(UserError, match="model already exists"):
         export_verb.export("checkpoints", trained / "model")
 
 

@@ -103,7 +103,7 @@ WRONG = {
     "YAML that is none": (["bad.yaml"], {}, "is not YAML"),
     "what is no text": (["binary.toml"], {}, "is not a text file"),
     "YAML of what no flag can be": (["odd.yaml"], {}, "has a value that no flag can have"),
-    "a place for logs that is none": (["../config.toml"], {}, "cannot be made"),
+    "a place for logs that is none": (["../config.toml"], {}, "cannot be created"),
     "no GPUs": (["config.toml"], {"BACKEND": "nccl"}, "set BACKEND=gloo"),
     "no GPUs on one of several nodes": (
         ["config.toml", "2"],

@@ -25,5 +25,5 @@ def test_a_new_run_does_not_overwrite_the_checkpoints_of_another(
     # Refused in any case: this run directory holds a run.
     assert exit_code(["run", *flags, "--run-dir", "mine"]) == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert ("outputs holds checkpoints already, which this run would overwrite" in said) == is_refused
+    assert ("outputs already holds checkpoints, which this run would overwrite" in said) == is_refused
     assert ("already holds a run" in said) != is_refused

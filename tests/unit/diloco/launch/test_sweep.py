@@ -67,11 +67,16 @@ def test_the_seed_is_really_in_the_trainers_arguments():
 @pytest.mark.parametrize(
     ("instances", "seeds", "gpus", "says"),
     [
-        (4, SEEDS, EIGHT[:6], "4 instances need 8 GPUs, two each, and 6 are here; --instances 3 would do"),
-        (1, [1], EIGHT[:1], "--device cpu does without"),
+        (
+            4,
+            SEEDS,
+            EIGHT[:6],
+            "4 instances need 8 GPUs, two each, but this machine has 6; --instances 3 would do",
+        ),
+        (1, [1], EIGHT[:1], "--device cpu needs none"),
         (2, [1], EIGHT, "need as many different seeds"),
         (2, [1, 1], EIGHT, "need as many different seeds"),
-        (2, [1, -1], EIGHT, "-1 is no seed"),
+        (2, [1, -1], EIGHT, "-1 is not a seed"),
     ],
 )
 def test_what_cannot_be_is_said(instances, seeds, gpus, says):
@@ -82,7 +87,7 @@ def test_what_cannot_be_is_said(instances, seeds, gpus, says):
 def test_there_are_no_ports_beyond_the_last():
     config = replace(CONFIG, grpo=replace(CONFIG.grpo, vllm_port=65534))
     assert plan_instances(config, num_instances=2, seeds=[1, 2], gpus=EIGHT)[1].port == 65535
-    with pytest.raises(UserError, match="3 instances need as many ports from there on"):
+    with pytest.raises(UserError, match="3 instances need as many consecutive ports"):
         plan_instances(config, num_instances=3, seeds=[1, 2, 3], gpus=EIGHT)
 
 
@@ -121,11 +126,11 @@ def plan(tmp_path, monkeypatch):
 def test_a_taken_port_a_full_disk_an_old_run_and_a_missing_key_are_found_before_the_start(plan):
     config, instances = plan
     check_resources(instances, config, {}, min_free_bytes=0)
-    with socket.socket() as taken, pytest.raises(UserError, match="is taken"):
+    with socket.socket() as taken, pytest.raises(UserError, match="is in use"):
         taken.bind(("127.0.0.1", instances[0].port))
         taken.listen()
         check_resources(instances, config, {}, min_free_bytes=0)
-    with pytest.raises(UserError, match="are free here"):
+    with pytest.raises(UserError, match="are free on this disk"):
         check_resources(instances, config, {}, min_free_bytes=10**18)
     wandb = replace(config, metric_logger_type="wandb")
     nowhere = {"NETRC": "/nowhere"}
@@ -135,7 +140,7 @@ def test_a_taken_port_a_full_disk_an_old_run_and_a_missing_key_are_found_before_
     check_resources(instances, wandb, {**nowhere, "WANDB_MODE": "offline"}, min_free_bytes=0)
     instances[0].output_dir.mkdir(parents=True)
     (instances[0].output_dir / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already holds a run"):
         check_resources(instances, config, {}, min_free_bytes=0)
 
 
