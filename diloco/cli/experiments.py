@@ -259,9 +259,9 @@ def status(
     from provisioning.experiments.runs import ORIGIN, all_recorded
 
     if plot is not None:
-        from diloco.options.plot_file import check_drawable
+        from diloco.options.plot_file import check_plot_path
 
-        check_drawable(plot)
+        check_plot_path(plot)
     files = [state_file] if state_file else [state_file_of(name) for name in names]
     files = files or sorted(state_file_of("any").parent.glob("*.sqlite"))
     by_set: dict[str, list[Result]] = {}

@@ -169,9 +169,9 @@ def simulate(
         Print one JSON object.
     """
     if plot is not None:
-        from diloco.options.plot_file import check_drawable
+        from diloco.options.plot_file import check_plot_path
 
-        check_drawable(plot)
+        check_plot_path(plot)
     specs, notes = _peer_specs(pods)
     scenario = _scenario(training, pods, failures, specs, epochs)
     if scenario.schedule.local_steps != training.local_steps:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.options.plot_file import save_figure
 from diloco.train.metrics_file import Record
 
 if TYPE_CHECKING:
@@ -94,9 +95,7 @@ def plot(
         axes.yaxis.set_minor_formatter("{x:g}")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=8, frameon=False)
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    save_figure(figure, path)
 
 
 def _unit_of(records: Sequence[Record]) -> tuple[float, str]:

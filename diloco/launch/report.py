@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,14 +155,21 @@ def plot_run(
     title: str,
     alone: Sequence[Record] = (),
 ) -> dict[str, Path]:
-    """Write the run's plot. Returns its path, with its name in the report as the key."""
-    if config.mode == "grpo":
-        picture = run_dir / "reward.png"
-        plot_rewards(records_of, picture, title=title)
-        return {"plot of the rewards": picture}
-    picture = run_dir / "loss.png"
-    plot(records_of, picture, title=title, alone=alone)
-    return {"plot of the losses": picture}
+    """Write the run's plot. Returns its path, with its name in the report as the key.
+
+    A plot that cannot be written, for instance to a full disk, is a note, so that the report is printed without it.
+    """
+    is_grpo = config.mode == "grpo"
+    path = run_dir / ("reward.png" if is_grpo else "loss.png")
+    try:
+        if is_grpo:
+            plot_rewards(records_of, path, title=title)
+        else:
+            plot(records_of, path, title=title, alone=alone)
+    except OSError as error:
+        print(f"note: the plot {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return {}
+    return {"plot of the rewards" if is_grpo else "plot of the losses": path}
 
 
 def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
@@ -180,10 +188,10 @@ def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
     times = [_time(record) for records in records_of.values() for record in records if "time" in record]
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
     return [
-        f"{peer}, {gone - began_at:.0f} s into training, "
-        + (f"back {back - gone:.0f} s later" if back < ended_at else "and not back")
+        f"{peer}, {lost_at - began_at:.0f} s into training, "
+        + (f"back {returned_at - lost_at:.0f} s later" if returned_at < ended_at else "and not back")
         for peer, records in records_of.items()
-        for gone, back in absences(sessions_of(records), ended_at)
+        for lost_at, returned_at in absences(sessions_of(records), ended_at)
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diloco.launch.plot import smoothed
 from diloco.launch.results import rewards_by_step
+from diloco.options.plot_file import save_figure
 from diloco.train.metrics_file import Record
 
 _SMOOTHED_STEPS = 10
@@ -36,6 +37,4 @@ def plot_rewards(records_of: Mapping[str, Sequence[Record]], path: Path, *, titl
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""The file of --plot: checked before anything is computed, and written whole or not at all."""
+"""Writes plots to files, and checks the path of --plot before a long computation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_drawable(path: Path) -> None:
-    """Raise UserError if `write_plot` could not write the file. Called before what is drawn is computed."""
+def check_plot_path(path: Path) -> None:
+    """Raise UserError if `write_plot` could not write the file. To be called before a long computation."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
     if (kind := _kind_of(path)) not in kinds:
-        raise UserError(f"--plot {path}: {kind} is none of the formats {', '.join(sorted(kinds))}")
+        raise UserError(
+            f"--plot {path}: {kind} is not a supported format; use one of {', '.join(sorted(kinds))}"
+        )
     if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no directory {path.parent}")
+        raise UserError(f"--plot {path}: the directory {path.parent} does not exist")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"--plot {path}: no file can be written there; name another")
+        raise UserError(f"--plot {path} is not writable; use another path")
 
 
-def write_plot(picture: Figure, path: Path) -> None:
-    """Write the plot in the format of the path's suffix. Raises UserError if it cannot be written."""
+def write_plot(figure: Figure, path: Path) -> None:
+    """As `save_figure`, for the file of --plot. Raises UserError if it cannot be written."""
+    try:
+        save_figure(figure, path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path} cannot be written: {error}") from error
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the plot atomically, in the format of the path's suffix."""
     from matplotlib import rc_context
 
     partial = path.with_name(f"{path.name}.partial")
@@ -34,11 +44,10 @@ def write_plot(picture: Figure, path: Path) -> None:
     try:
         # Text as text makes small files; a fixed hash salt makes ids, and so the files, reproducible.
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "diloco"}):
-            picture.savefig(partial, format=kind, metadata={"Date": None} if kind == "svg" else None)
+            figure.savefig(partial, format=kind, metadata={"Date": None} if kind == "svg" else None)
         partial.replace(path)
-    except (OSError, ValueError) as error:
+    finally:
         partial.unlink(missing_ok=True)
-        raise UserError(f"--plot {path} cannot be written: {error}") from error
 
 
 def _kind_of(path: Path) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import experiments
-from diloco.cli.app import FAILED, USER_ERROR, exit_code
+from diloco.cli.app import exit_code
 from diloco.cli.state_files import state_file_of
+from diloco.errors import FAILED, USER_ERROR
 from diloco.launch.experiments_plot import draw_results
 from provisioning.experiments.runs import ORIGIN, Result
 from provisioning.ledger.ledger import Ledger
@@ -111,7 +112,7 @@ def test_the_results_of_all_sets_are_in_one_table_and_one_plot_that_name_the_set
 
 def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for path, said in (("x.xyz", "none of the formats"), ("x.png", "no experiment has a result yet")):
+    for path, said in (("x.xyz", "not a supported format"), ("x.png", "no experiment has a result yet")):
         assert exit_code(["experiments", "status", "--plot", str(tmp_path / path)]) == USER_ERROR
         assert said in " ".join(capsys.readouterr().err.replace("│", "").split())
     assert list(tmp_path.iterdir()) == []

@@ -282,8 +282,8 @@ def test_a_plot_is_drawn_over_bandwidth(tmp_path, capsys):
         (["--flops", "1e-300"], "1e+06 or more"),
         (["--fragments", "10000001"], "is more than the"),
         (["--cores", "inf"], "finite"),
-        (["--plot", "plan.xyz"], "xyz is none of the formats"),
-        (["--plot", "nowhere/plan.png"], "there is no directory nowhere"),
+        (["--plot", "plan.xyz"], "xyz is not a supported format"),
+        (["--plot", "nowhere/plan.png"], "the directory nowhere does not exist"),
     ],
 )
 def test_what_the_user_can_mend_is_said_in_one_box(flags, says, capsys):

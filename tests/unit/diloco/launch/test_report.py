@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.report import baseline_line, report_text, summarise, text_if_already_complete
+from diloco.launch.report import baseline_line, plot_run, report_text, summarise, text_if_already_complete
 from diloco.launch.run_facts import disagreements
 from diloco.options.flags import TrainConfig
 
@@ -183,3 +183,13 @@ def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
     slow = {**epoch(1, "aa"), "blocked_s": 3.0, "wait_s": 6.0, "round_s": 9.0}
     text = report_text(summarise({"peer 0": [*steps, slow]}, tokens_per_step=1000), {})
     assert "stood still             9.7% of the time, for averaging; --hv.overlap-steps 3 would hide" in text
+
+
+def test_a_plot_that_cannot_be_written_is_a_note_and_the_report_has_no_plot(tmp_path, capsys):
+    for mode in ("pretrain", "grpo"):
+        assert plot_run(TrainConfig(mode=mode), RECORDS, tmp_path / "missing", "title") == {}
+        assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    assert plot_run(TrainConfig(), RECORDS, tmp_path, "title") == {
+        "plot of the losses": tmp_path / "loss.png"
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
