@@ -1,4 +1,4 @@
-"""Errors of the training process and the command line, and how a user sees one.
+"""Errors of the training process and the command line, their exit codes, and the box in which users see them.
 
 DilocoError
 └── UserError   the user can fix it before training starts; the command line prints one box and exits with 2
@@ -11,6 +11,9 @@ import shutil
 import sys
 import textwrap
 
+USER_ERROR = 2
+FAILED = 1
+"""Exit codes for a UserError and for any other error."""
 _MAX_BOX_COLUMNS = 100
 _IS_FOR_TOML = re.compile(r'\w+ = ".*"')
 

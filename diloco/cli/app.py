@@ -9,14 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.cli.interrupts import exit_at_once_on_signals
-from diloco.errors import DilocoError, UserError, print_box
+from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box
 from diloco.options.help import requested_page, split_command
 
 if TYPE_CHECKING:
     from cyclopts import App
-
-USER_ERROR = 2
-FAILED = 1
 
 
 def _version() -> str:

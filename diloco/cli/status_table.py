@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.train.metrics_file import figure, size
+from diloco.train.metrics_file import decimals, figure, size
 from peers.monitor.figures import span
 from peers.protocol.records import shown_rank
 
@@ -71,7 +71,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("doing", "left", lambda peer: state_text(peer)),
     ("epoch", "right", lambda peer: str(peer["epoch"])),
     ("step", "right", lambda peer: str(peer["step"])),
-    ("loss", "right", lambda peer: _decimals(peer["loss"], 3)),
+    ("loss", "right", lambda peer: decimals(peer["loss"], 3)),
     ("tokens/s", "right", lambda peer: figure(peer["tokens_per_s"])),
     ("anchor", "left", lambda peer: peer["anchor_digest"][:12] or "–"),
     ("path", "left", lambda peer: peer["path"] or "–"),
@@ -151,19 +151,16 @@ def _rounds_table(rounds: Sequence[Mapping[str, Any]], now: float) -> Table:
 
 
 def _failures(entry: Mapping[str, Any]) -> str:
-    said = [*entry["failures"], *([] if entry["agrees"] else ["ANCHORS DIFFER"])]
-    if not said and entry["num_failures"]:
+    failures = [*entry["failures"], *([] if entry["agrees"] else ["ANCHORS DIFFER"])]
+    if not failures and entry["num_failures"]:
         return str(entry["num_failures"])
-    return "; ".join(said)
+    return "; ".join(failures)
 
 
 def _event(event: Mapping[str, Any]) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    said = event["said_by"] is not None
+    is_reported = event["said_by"] is not None
     return Text(
-        f"{clock} peer {shown_rank(event['world_rank'])}{':' if said else ''} {event['what']}", style="dim"
+        f"{clock} peer {shown_rank(event['world_rank'])}{':' if is_reported else ''} {event['what']}",
+        style="dim",
     )
-
-
-def _decimals(value: object, digits: int) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, int | float) else "–"

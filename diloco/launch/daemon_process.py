@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from diloco.errors import DilocoError, UserError
+from diloco.errors import USER_ERROR, DilocoError, UserError
 from diloco.launch.swarm_config import daemon_config
 from diloco.options.trainer import Scalar, TrainConfig
 from diloco.train.run_dir import last_words
@@ -23,7 +23,6 @@ from peers.system import die_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-_USER_ERROR = 2
 
 
 def wants_swarm(config: TrainConfig) -> bool:
@@ -101,6 +100,6 @@ class DaemonProcess:
 
     def _failure(self, what: str) -> Exception:
         code, output = self._process.poll(), last_words(self._log_path)
-        if code == _USER_ERROR and output:
+        if code == USER_ERROR and output:
             return UserError(output)
         return DilocoError(f"{what} (exit code {code}); the end of {self._log_path}:\n{output}")

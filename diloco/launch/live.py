@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import read_phase
 from diloco.train.lines import PhaseLines, RecordLines
-from diloco.train.metrics_file import PeerFigures, Record, Tail, figure, num_contributors, size
+from diloco.train.metrics_file import PeerFigures, Record, Tail, decimals, figure, num_contributors, size
 from diloco.train.run_dir import METRICS
 from peers.monitor.phases import furthest_training, in_short, in_words, span
 from peers.protocol.reports import Phase
@@ -220,7 +220,7 @@ def caption_of(
         parts.append(f"step {furthest.done:.0f} of {furthest.total:.0f}{left}")
     last = max(evaluations, key=lambda record: int(record.get("step") or 0), default=None)
     if last is not None:
-        parts.append(f"{_decimals(last.get('bits_per_byte'), 3)} bits per byte at step {last.get('step')}")
+        parts.append(f"{decimals(last.get('bits_per_byte'), 3)} bits per byte at step {last.get('step')}")
     return ", ".join(parts)
 
 
@@ -231,13 +231,9 @@ def row_cells(newest: PeerFigures) -> list[str]:
     return [
         str(max(epochs, default="–")),
         str(step.get("step", "–")),
-        _decimals(step.get("loss"), 3),
+        decimals(step.get("loss"), 3),
         figure(step.get("tokens_per_s")),
         num_contributors(epoch),
         size(epoch.get("sent_bytes")),
-        _decimals(epoch.get("round_s"), 2, " s"),
+        decimals(epoch.get("round_s"), 2, " s"),
     ]
-
-
-def _decimals(value: object, digits: int, unit: str = "") -> str:
-    return f"{value:.{digits}f}{unit}" if isinstance(value, int | float) else "–"

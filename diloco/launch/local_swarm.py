@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import DilocoError, UserError
+from diloco.errors import USER_ERROR, DilocoError, UserError
 from diloco.launch.live import PeerRow
 from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
@@ -23,7 +23,7 @@ from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings, visible_gpus
 from diloco.train.run_dir import last_words, reason_in
 from peers.admission.secrets import SECRET_ENV
-from peers.daemon.restarts import USER_ERROR, WORKER_ENDED, RestartPolicy, WorkerEnd
+from peers.daemon.restarts import WORKER_ENDED, RestartPolicy, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.protocol.reports import Phase
 

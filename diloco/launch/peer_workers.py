@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.errors import UserError
+from diloco.errors import USER_ERROR, UserError
 from diloco.options.flags import TrainConfig
 from diloco.train.devices import thread_settings
 from diloco.train.run_dir import last_words, reason_in, written_config
@@ -59,7 +59,7 @@ def worker_log(run_dir: Path) -> Path:
 
 def raise_if_refused(code: int, run_dir: Path) -> None:
     """Raise UserError with the worker's message if it ended with the exit code of a user's error."""
-    if code == 2:
+    if code == USER_ERROR:
         log = worker_log(run_dir)
         raise UserError(last_words(log) or f"See {log}.")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from diloco.errors import DilocoError, UserError, print_box
+from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box
 from diloco.launch.daemon_process import DaemonProcess, wants_swarm
 from diloco.launch.swarm_config import adopt_manifest
 from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
@@ -26,8 +26,6 @@ from peers.daemon.link import LINK_ENV
 from peers.errors import PeersError
 from peers.errors import UserError as SwarmRefusal
 
-USER_ERROR = 2
-FAILED = 1
 # torchrun kills all ranks when the first one exits, so the others wait until rank 0 has printed its message.
 _MESSAGE_GRACE_S = 3.0
 

@@ -78,19 +78,19 @@ def line_of(record: Record) -> str | None:
                 return f"epoch {_number(record, 'epoch')} was averaged without this peer, whose work goes into the next"
             return (
                 f"epoch {_number(record, 'epoch')} averaged by {number} peer{'' if number == '1' else 's'} in "
-                f"{_decimal(record, 'round_s', 2)} s, {size(record.get('sent_bytes'))} sent, "
+                f"{decimals(record.get('round_s'), 2)} s, {size(record.get('sent_bytes'))} sent, "
                 f"{size(record.get('received_bytes'))} received, "
                 f"anchor {str(record.get('anchor_digest', '?'))[:12]}"
             )
         case "eval" if "reward" in record:
             return (
-                f"evaluation at step {_number(record, 'step')}: reward {_decimal(record, 'reward')}, "
-                f"pass@1 {_decimal(record, 'pass_at_1')}"
+                f"evaluation at step {_number(record, 'step')}: reward {decimals(record.get('reward'))}, "
+                f"pass@1 {decimals(record.get('pass_at_1'))}"
             )
         case "eval":
             return (
-                f"evaluation at step {_number(record, 'step')}: loss {_decimal(record, 'loss')}, "
-                f"{_decimal(record, 'bits_per_byte')} bits per byte"
+                f"evaluation at step {_number(record, 'step')}: loss {decimals(record.get('loss'))}, "
+                f"{decimals(record.get('bits_per_byte'))} bits per byte"
             )
         case "event" if record.get("event") == "start":
             rank = record.get("world_rank")
@@ -118,7 +118,7 @@ def line_of(record: Record) -> str | None:
 def _reward_or_loss(record: Record) -> str:
     """The reward of a GRPO step, whose loss does not measure progress; else the loss."""
     name = "reward" if "reward" in record else "loss"
-    return f"{name} {_decimal(record, name)}"
+    return f"{name} {decimals(record.get(name))}"
 
 
 def num_contributors(epoch: Record) -> str:
@@ -139,10 +139,9 @@ def size(value: Any) -> str:
     return f"{figure(value)}B" if isinstance(value, int | float) else "–"
 
 
+def decimals(value: object, digits: int = 3, unit: str = "") -> str:
+    return f"{value:.{digits}f}{unit}" if isinstance(value, int | float) else "–"
+
+
 def _number(record: Record, key: str) -> str:
     return str(record.get(key, "–"))
-
-
-def _decimal(record: Record, key: str, digits: int = 3) -> str:
-    value = record.get(key)
-    return f"{value:.{digits}f}" if isinstance(value, int | float) else "–"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli.app import USER_ERROR, exit_code
+from diloco.cli.app import exit_code
+from diloco.errors import USER_ERROR
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines.paths import PODS
