@@ -207,11 +207,11 @@ def _print(finding: Finding) -> None:
         verdict = f"\x1b[{_COLORS[verdict]}m{verdict}\x1b[0m"  # type: ignore[assignment]
     indent = " " * (6 + _NAME_COLUMNS)
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
-    said = textwrap.wrap(
+    lines = textwrap.wrap(
         finding.said, max(columns - len(indent), 40), break_long_words=False, break_on_hyphens=False
     )
-    print(f"{verdict}  {finding.name:<{_NAME_COLUMNS}}{said[0] if said else ''}", flush=True)
-    for line in said[1:]:
+    print(f"{verdict}  {finding.name:<{_NAME_COLUMNS}}{lines[0] if lines else ''}", flush=True)
+    for line in lines[1:]:
         print(f"{indent}{line}", flush=True)
     if finding.fix:
         # Not wrapped, so that it can be copied.

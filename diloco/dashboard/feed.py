@@ -1,4 +1,4 @@
-"""The stream of updates to the page: the swarm's state, the rounds when they change, and new points of the curves."""
+"""The stream of updates to the page: the swarm's state, its rounds when they change, and new points of the curves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-LEAST_INTERVAL_S = 0.25
+MIN_INTERVAL_S = 0.25
 INTERVAL_S = 1.0
 MAX_READERS = 16
-"""Most pages that may be open at once."""
+"""Maximum number of pages that can be open at the same time."""
 
 Curves = dict[int, list[tuple[float, int, float | None, float]]]
 
@@ -33,48 +33,48 @@ class Feed:
         self.swarm: dict[str, Any] = source.swarm()
         self.curves: Curves = source.curves()
         self.num_readers = 0
-        self._is_over = False
-        self._renewed = asyncio.Event()
+        self._has_ended = False
+        self._updated = asyncio.Event()
 
     async def run(self) -> None:
         """Update the state until cancelled. Raises PeersError if the source fails for good."""
         try:
             while True:
-                await asyncio.sleep(LEAST_INTERVAL_S)
+                await asyncio.sleep(MIN_INTERVAL_S)
                 await self._source.changed(INTERVAL_S)
                 self.swarm, self.curves = self._source.swarm(), self._source.curves()
                 self._wake()
         finally:
-            self._is_over = True
+            self._has_ended = True
             self._wake()
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Yields one page's server-sent events, first the whole state, until the feed is over."""
-        sent = Sent()
+        sent = SentState()
         self.num_readers += 1
         try:
-            while not self._is_over:
-                renewed = self._renewed
+            while not self._has_ended:
+                updated = self._updated
                 for name, data in sent.due(self.swarm, self.curves):
-                    yield server_sent(name, data)
-                await renewed.wait()
+                    yield event_bytes(name, data)
+                await updated.wait()
         finally:
             self.num_readers -= 1
 
     def _wake(self) -> None:
-        self._renewed.set()
-        self._renewed = asyncio.Event()
+        self._updated.set()
+        self._updated = asyncio.Event()
 
 
-class Sent:
-    """What one page has been sent."""
+class SentState:
+    """Records what one page has been sent."""
 
     def __init__(self) -> None:
         self._rounds: str | None = None
-        self._until: dict[int, float] = {}
+        self._last_times: dict[int, float] = {}
 
     def due(self, swarm: dict[str, Any], curves: Curves) -> list[tuple[str, Any]]:
-        """The (event, data) that are new to the page."""
+        """The events that are new to the page, as (event name, data)."""
         messages: list[tuple[str, Any]] = [
             ("swarm", {name: value for name, value in swarm.items() if name != "rounds"})
         ]
@@ -82,17 +82,17 @@ class Sent:
         if rounds != self._rounds:
             self._rounds = rounds
             messages.append(("rounds", swarm["rounds"]))
-        news = {rank: self._new_points(rank, points) for rank, points in curves.items()}
-        if any(news.values()):
-            messages.append(("curves", {str(rank): points for rank, points in news.items() if points}))
+        new_points = {rank: self._new_points(rank, points) for rank, points in curves.items()}
+        if any(new_points.values()):
+            messages.append(("curves", {str(rank): points for rank, points in new_points.items() if points}))
         return messages
 
     def _new_points(self, rank: int, points: list[tuple[float, int, float | None, float]]) -> list[Any]:
-        until = self._until.get(rank, 0.0)
-        self._until[rank] = max([until, *(point[0] for point in points)])
-        return [point for point in points if point[0] > until]
+        last_time = self._last_times.get(rank, 0.0)
+        self._last_times[rank] = max([last_time, *(point[0] for point in points)])
+        return [point for point in points if point[0] > last_time]
 
 
-def server_sent(name: str, data: Any) -> bytes:
+def event_bytes(name: str, data: Any) -> bytes:
     """An event in the format text/event-stream; compact JSON has no line breaks."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -60,7 +60,7 @@ def application(feed: Feed, *, token: str, cookie: str) -> ASGIApp:
 
     async def events(_request: Request) -> Response:
         if feed.num_readers >= MAX_READERS:
-            return PlainTextResponse("as many pages are open as are served\n", 503)
+            return PlainTextResponse("too many pages are open; close one, and reload this page\n", 503)
         return StreamingResponse(feed.messages(), media_type="text/event-stream")
 
     async def swarm(_request: Request) -> Response:
@@ -103,7 +103,7 @@ class Guard:
     def _answer(self, request: Request) -> Response | None:
         """A redirect or an error; None if the request is allowed."""
         if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("this page only shows\n", 405)
+            return PlainTextResponse("the dashboard is read-only\n", 405)
         if request.url.path == "/" and self._is_token(request.query_params.get("token")):
             # Redirect to a URL without the token, since URLs end up in histories and screenshots.
             redirect = RedirectResponse("/", 303)

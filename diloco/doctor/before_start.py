@@ -1,4 +1,4 @@
-"""Checks of doctor that peers also run before they start anything, raising UserError for what would fail later."""
+"""Checks that peers run before they start any process. They raise UserError for errors that would occur later."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from diloco.train.devices import Machine
 from diloco.train.memory import number_in
 from diloco.train.preflight import check_peers_fit
 
-# Units outside the layers that can be fragments: embeddings, the last norm, the head.
-_TABLES = 3
+# Parts of a model besides the layers that can be fragments: embeddings, the last norm, the head.
+_NUM_NON_LAYER_UNITS = 3
 
 
 def check_memory_and_disk(
@@ -28,7 +28,7 @@ def check_memory_and_disk(
 ) -> None:
     """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.
 
-    With `is_settled=False` the batch sizes may still come from the swarm, so activations are not counted.
+    `is_settled=False` means that the batch sizes may still come from the swarm; then activations are not counted.
     """
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
@@ -46,7 +46,10 @@ def check_memory_and_disk(
 
 
 def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = True) -> None:
-    """Raise UserError for settings that a worker would refuse later, except those that the swarm may still change."""
+    """Raise UserError for settings that a worker would refuse later.
+
+    `is_settled=False` means that values may still come from the swarm; then those are not checked.
+    """
     if config.device == "cuda" and not machine.num_gpus:
         raise UserError(
             "--device cuda: nvidia-smi shows no GPU here; leave --device out, or repair the driver"
@@ -54,7 +57,7 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
     resume = config.ckpt.resume
     if resume and resume != "auto" and "://" not in resume and not Path(resume).expanduser().is_dir():
         raise UserError(
-            f"--ckpt.resume {resume}: there is no such directory; name a model_step_<N>, or `auto` for the newest"
+            f"--ckpt.resume {resume}: there is no such directory; use a model_step_<N>, or `auto` for the newest"
         )
     check_extras(config)
     if config.ckpt.interval is not None:
@@ -67,13 +70,15 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
 
 
 def _check_scheme(path: str) -> None:
-    """Raise UserError for checkpoints at a URL of a kind that fsspec does not know. Connects to nothing."""
+    """Raise UserError for a URL whose scheme fsspec does not support. Does not connect."""
     scheme, is_url, _ = path.partition("://")
     if is_url:
         from fsspec import available_protocols
 
         if scheme not in available_protocols():
-            raise UserError(f"--ckpt.path {path}: there is no {scheme}:// that fsspec knows; s3:// is one.")
+            raise UserError(
+                f"--ckpt.path {path}: fsspec does not support {scheme}://; use s3://, for instance."
+            )
 
 
 def _check_reinforcement(config: TrainConfig, *, is_settled: bool) -> None:
@@ -92,9 +97,9 @@ def check_fragments(config: TrainConfig) -> None:
     """Raise UserError for more fragments than the model can be cut into."""
     layers = number_in(load_model_config(config.path_model), "num_hidden_layers", "n_layer")
     wanted = config.hv.num_fragments
-    if layers and wanted > layers + _TABLES:
+    if layers and wanted > layers + _NUM_NON_LAYER_UNITS:
         raise UserError(
-            f"{config.path_model} has {layers} layers, too few for --hv.num-fragments {wanted}: {layers} would do"
+            f"{config.path_model} has {layers} layers, too few for --hv.num-fragments {wanted}; use {layers} or fewer"
         )
 
 

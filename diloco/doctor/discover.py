@@ -1,4 +1,4 @@
-"""Checks which members of the run answer on the local network."""
+"""Checks which members of the run answer on the local network (--discover)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def check_discover(hv: HvConfig) -> tuple[Finding, tuple[str, ...]]:
     found = tuple(found_here(hv.run_id))
     if found:
         return passed("discover", f"the run {hv.run_id!r} answers at {' '.join(found)}"), found
-    nobody = f"nobody on this network said within {ASK_TIMEOUT_S:g} s that it is in the run {hv.run_id!r}"
+    no_answer = f"no member of the run {hv.run_id!r} answered on this network within {ASK_TIMEOUT_S:g} s"
     if hv.world_rank is not None:
-        return passed("discover", f"{nobody}: this peer would begin it"), ()
+        return passed("discover", f"{no_answer}; this peer would start the run"), ()
     fix = f"on a machine of this network: diloco dht start --discover --run-id {hv.run_id}"
-    return failed("discover", nobody, f"{fix}  # and let UDP through there and here"), ()
+    return failed("discover", no_answer, f"{fix}  # and allow UDP on both machines"), ()

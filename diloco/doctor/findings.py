@@ -38,7 +38,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def run_check(name: str, check: Check, fix: str) -> Iterator[Finding]:
-    """The findings of a check. An exception becomes a failed finding, so that the remaining checks still run."""
+    """Yield the findings of a check. An exception becomes a failed finding, so that the remaining checks still run."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - a bug in one check must not prevent the others

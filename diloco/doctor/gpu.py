@@ -52,15 +52,15 @@ def judge_gpus(gpus: Sequence[str], cuda: Cuda) -> Finding:
     """The finding for the GPUs that the driver lists and the installed torch."""
     if not gpus:
         return failed(
-            "gpu", "--device cuda, and no GPU is to be seen", "nvidia-smi  # or leave out --device cuda"
+            "gpu", "--device cuda, but the driver lists no GPU", "nvidia-smi  # or leave out --device cuda"
         )
     if cuda.built_for is None:
-        return failed("gpu", f"{len(gpus)} GPUs, and a torch that is built for CPUs", _REINSTALL)
+        return failed("gpu", f"there are {len(gpus)} GPUs, but torch is built for CPUs", _REINSTALL)
     if not cuda.is_available:
         return failed(
             "gpu",
-            f"torch is built for CUDA {cuda.built_for}, and cannot use the {len(gpus)} GPUs with this driver",
-            "nvidia-smi  # shows the driver; install one for that CUDA, or a torch for an older one",
+            f"torch, built for CUDA {cuda.built_for}, cannot use the {len(gpus)} GPUs with this driver",
+            "nvidia-smi  # shows the driver; install one for that CUDA version, or torch for an older version",
         )
     return passed("gpu", f"{len(cuda.names)} x {cuda.names[0]}")
 
@@ -72,14 +72,14 @@ def check_nccl(device: str, num_ranks: int, *, compiles: bool) -> Iterator[Findi
         return
     if compiles and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         yield failed("compiler", "no C++ compiler for torch.compile", "--no-torch-compile  # or install g++")
-    code, words = _all_reduce(num_ranks)
+    code, error = _all_reduce(num_ranks)
     if code == 0:
-        yield passed("nccl", f"{num_ranks} ranks have the same sum")
+        yield passed("nccl", f"an all-reduce over {num_ranks} ranks works")
     else:
         yield failed(
             "nccl",
-            f"{num_ranks} ranks cannot add up: {words}",
-            "NCCL_DEBUG=WARN diloco doctor  # says why; NCCL_P2P_DISABLE=1 fixes many",
+            f"an all-reduce over {num_ranks} ranks fails: {error}",
+            "NCCL_DEBUG=WARN diloco doctor  # shows why; often NCCL_P2P_DISABLE=1 helps",
         )
 
 
@@ -110,7 +110,7 @@ def first_error_line(log: Iterable[str]) -> str:
     """The first error line in the log, else the last line. torchrun's own last lines only say that a rank failed."""
     lines = [line.strip() for line in log if line.strip()]
     errors = (line for line in lines if _ERROR.search(line))
-    return next(errors, lines[-1] if lines else "they said nothing")
+    return next(errors, lines[-1] if lines else "no output")
 
 
 def gpu_memory_bytes() -> int | None:

@@ -1,4 +1,4 @@
-"""Checks that a peer can start: its identity, its ports, and p2pd."""
+"""Checks the identity and the ports of a peer, and that p2pd starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY_PORT = "--host-maddrs /ip4/0.0.0.0/tcp/0 --hv.data-port 0  # any free ones"
 
 @contextlib.contextmanager
 def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Identity]:
-    """The identity of the peer that would start here, if it exists and the peer is not running; else one in `spare`.
+    """The stored identity of this peer, unless there is none or the peer is running; else a new one in `spare`.
 
     Raises UserError for an invalid key.
     """

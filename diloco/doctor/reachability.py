@@ -1,4 +1,4 @@
-"""Asks other members to call this machine's ports, for their time, and for a measurement of the bandwidth."""
+"""Asks other members to connect to this machine's ports, and measures the clock offset and the bandwidth to them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _DISCARD_PORT = 9
 
 
 class ReachabilityProbe:
-    """Listens on the ports of the peer and asks one member after the other. Used from one event loop."""
+    """Listens on the ports of a peer, and asks members one after another. Used from one event loop."""
 
     def __init__(self, hv: HvConfig, identity: Identity) -> None:
         self._hv = hv
         self.ahead_s: dict[str, float] = {}
+        """How far this machine's clock is ahead of each member's, by the member's name."""
         self._asked: set[str] = set()
         self._acceptor = Acceptor(Credentials.of(identity), allows=self._asked.__contains__)
         self._acceptor.serve(DIALLED_PROTOCOL, _close_stream)
         self._listeners: list[Direct] = []
         self._ports: list[Port] = []
-        self._seen: Observation | None = None
+        self._observation: Observation | None = None
 
     def listen(self) -> None:
         """Listen on both of a peer's ports. Raises UserError."""
@@ -55,19 +56,19 @@ class ReachabilityProbe:
     async def ask(
         self, transport: Transport, peer_id: str, name: str, maddrs: Sequence[str], token: bytes
     ) -> Finding:
-        """Ask one member: its clock, whether it reaches this machine's ports, and the bandwidth both ways."""
+        """Ask one member for its time, to connect to this machine's ports, and to measure the bandwidth."""
         self._asked.add(peer_id)
         try:
             async with asking(transport, peer_id, self._hv.run_id, token=token, maddrs=maddrs) as asked:
                 self.ahead_s[name] = asked.here.ahead_s
-                await self._request_calls(transport, asked, peer_id, name)
+                await self._request_connections(transport, asked, peer_id, name)
                 return await _bandwidth_finding(asked, name)
         except Busy as error:
             return warned("bandwidth", f"{name}: {error}", self._fix_by("diloco doctor", "in a minute"))
         except Refused as error:
             return warned("bandwidth", f"{name} does not answer: {error.why}", "--swarm-secret-file FILE")
         except PeersError as error:
-            fix = self._fix_by("diloco status", "whether it is still there")
+            fix = self._fix_by("diloco status", "whether it is still in the swarm")
             return warned("bandwidth", f"{name} does not answer: {error}", fix)
 
     def _fix_by(self, command: str, why: str) -> str:
@@ -75,24 +76,26 @@ class ReachabilityProbe:
 
     def findings(self) -> Iterator[Finding]:
         """Findings about ports, NAT and announced addresses, by a peer from outside if there was one."""
-        seen = self._seen
-        if seen is None:
+        observation = self._observation
+        if observation is None:
             yield warned(
                 "nat",
-                "nobody could tell how this machine is seen",
-                self._fix_by("diloco status", "who is there to be asked"),
+                "no member could tell from which address this machine connects",
+                self._fix_by("diloco status", "the members of the swarm"),
             )
             return
         for port in self._ports:
-            yield judge_port(port, seen)
-        yield judge_nat(seen)
+            yield judge_port(port, observation)
+        yield judge_nat(observation)
         flags = {
             "--hv.announce-maddrs": self._hv.announce_maddrs,
             "--hv.announce-data-maddrs": self._hv.announce_data_maddrs,
         }
         for flag, texts in flags.items():
             for maddr in map(parse_maddr, texts):
-                if maddr.kind in ("ip4", "ip6") and (finding := judge_announcement(maddr.host, flag, seen)):
+                if maddr.kind in ("ip4", "ip6") and (
+                    finding := judge_announcement(maddr.host, flag, observation)
+                ):
                     yield finding
 
     async def close(self) -> None:
@@ -112,19 +115,19 @@ class ReachabilityProbe:
         is_named = bool(announced) or any(maddr.port for maddr in maddrs)
         self._ports.append(Port(name, direct.port, outside, is_named, announce_flag))
 
-    async def _request_calls(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
-        """Let the member call this machine's ports, unless a peer from outside has already done so."""
+    async def _request_connections(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
+        """Let the member connect to this machine's ports, unless a peer from outside has already done so."""
         host = asked.here.host
-        if not host or (self._seen is not None and not self._seen.is_near):
+        if not host or (self._observation is not None and not self._observation.is_near):
             return
         errors = {port.name: await asked.dial(port.announced) for port in self._ports}
         caller = caller_of(await transport.addresses_of(peer_id))
         there = caller.host if caller else ""
-        self._seen = Observation(name, host, local_address(there), there, errors)
+        self._observation = Observation(name, host, local_address(there), there, errors)
 
 
 def local_address(towards: str) -> str:
-    """The address from which this machine would send to that host, without sending anything; empty if unknown."""
+    """The address from which this machine would send to a host; empty if unknown. Sends nothing."""
     if not towards:
         return ""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
@@ -137,13 +140,13 @@ def local_address(towards: str) -> str:
 async def _bandwidth_finding(asked: Asked, name: str) -> Finding:
     speed = await asked.speed()
     slower = min(speed.to_peer, speed.from_peer)
-    said = (
-        f"{name}: about {speed.to_peer / 1e6:.1f} MB/s there and {speed.from_peer / 1e6:.1f} MB/s back, "
+    message = (
+        f"{name}: about {speed.to_peer / 1e6:.1f} MB/s to it and {speed.from_peer / 1e6:.1f} MB/s from it, "
         f"{asked.here.round_trip_s * 1000:.0f} ms"
     )
     if 0 < slower < _SLOW_BYTES_PER_S:
-        return warned("bandwidth", said, "--hv.compression int4 --hv.num-fragments 4 --hv.overlap-steps 5")
-    return passed("bandwidth", said)
+        return warned("bandwidth", message, "--hv.compression int4 --hv.num-fragments 4 --hv.overlap-steps 5")
+    return passed("bandwidth", message)
 
 
 async def _close_stream(_peer_id: str, stream: socket.socket) -> None:

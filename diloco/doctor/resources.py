@@ -12,13 +12,13 @@ from pathlib import Path
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
 from diloco.options.common_names import closest_name
-from diloco.options.model_files import PRESETS_DIR, load_model_config, preset_names
+from diloco.options.model_files import load_model_config, preset_names
 from diloco.options.trainer import TrainConfig
 from diloco.train.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
-from diloco.train.preflight import check_peers_fit
+from diloco.train.preflight import check_peers_fit, least_num_parameters
 
 _GIB = 2**30
-_TRIED_BYTES = 1 << 20
+_TEST_BYTES = 1 << 20
 _TEMPORARY_BYTES = 64 << 20
 _STATE_BYTES = 16 << 20
 # fp32: run_dir/model/ holds the weights; a checkpoint holds weights, AdamW's two moments, anchor and momentum.
@@ -82,12 +82,12 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         return ""
 
     samples, length = config.per_device_train_batch_size, config.seq_length
-    if said := problem_of(samples, length):
+    if message := problem_of(samples, length):
         fitting = [
             f"--per-device-train-batch-size {n}" for n in _smaller(samples) if not problem_of(n, length)
         ]
         fitting += [f"--seq-length {n}" for n in _shorter(length) if not problem_of(samples, n)]
-        yield failed("memory", said, fitting[0] if fitting else "--path-model 2m  # or more memory")
+        yield failed("memory", message, fitting[0] if fitting else "--path-model 2m  # or more memory")
         return
     need, left = need_of(samples, length), available_memory_bytes()
     free = f", {_size_text(left)} are free" if left is not None else ""
@@ -97,7 +97,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
 
 def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:
     """Check every directory that `num_peers` peers write to, by writing a temporary file."""
-    num_parameters = _parameters_or_none(config.path_model) * num_peers
+    num_parameters = _least_num_parameters(config.path_model) * num_peers
     for place in places_to_check(config, state_dir, num_parameters):
         yield check_place(place)
 
@@ -127,24 +127,24 @@ def places_to_check(config: TrainConfig, state_dir: Path, num_parameters: int) -
 
 
 def check_place(place: Place) -> Finding:
-    """Check that a file can be written there, and that there is enough free space."""
+    """Check that a file can be written to the directory, and that there is enough free space."""
     existing = next(
         (path for path in (place.path, *place.path.absolute().parents) if path.exists()), Path("/")
     )
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(bytes(_TRIED_BYTES))
+            file.write(bytes(_TEST_BYTES))
             file.flush()
             os.fsync(file.fileno())
         free = shutil.disk_usage(existing).free
     except OSError as error:
         return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.fix)
-    said = f"{place.path}: {_size_text(free)} free"
+    message = f"{place.path}: {_size_text(free)} free"
     if free < place.needed_bytes:
-        return failed(place.name, f"{said}, {_size_text(place.needed_bytes)} needed", place.fix)
+        return failed(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", place.fix)
     if free < 2 * place.needed_bytes:
-        return warned(place.name, f"{said}, and {_size_text(place.needed_bytes)} needed at a time", place.fix)
-    return passed(place.name, said)
+        return warned(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", place.fix)
+    return passed(place.name, message)
 
 
 def _num_parameters(path_model: str) -> int:
@@ -163,10 +163,8 @@ def _shorter(length: int) -> list[int]:
     return [2**power for power in range((length - 1).bit_length() - 1, 0, -1)]
 
 
-def _parameters_or_none(path_model: str) -> int:
-    """The least number of parameters of a model; 0 if there is no such model, which another check reports."""
-    from diloco.train.preflight import least_num_parameters
-
+def _least_num_parameters(path_model: str) -> int:
+    """A lower bound of the model's number of parameters; 0 if there is no such model, which another check reports."""
     try:
         return least_num_parameters(load_model_config(path_model))
     except UserError:
@@ -176,8 +174,7 @@ def _parameters_or_none(path_model: str) -> int:
 def _largest_that_fits(on_gpu: bool) -> str:
     """The largest preset that fits this machine; the smallest one if none does."""
     fitting = []
-    presets = [path.parent.name for path in PRESETS_DIR.glob("*/config.json")]
-    for name in sorted(presets, key=_parameters_or_none):
+    for name in sorted(preset_names(), key=_least_num_parameters):
         try:
             check_peers_fit(name, on_gpu=on_gpu)
         except UserError:

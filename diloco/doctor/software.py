@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 INSTALL = "pip install --constraint constraints.txt --editable ."
-_UNKNOWN = "where this diloco comes from is not known, so versions are not checked"
+_UNKNOWN = "diloco is neither installed nor run from a clone, so versions are not checked"
 
 
 def check_python() -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def check_packages(
     for requirement, found in wrong:
         yield failed("packages", f"{found}; diloco needs {requirement}", f'pip install "{requirement}"')
     if not wrong:
-        yield passed("packages", f"all {len(requirements)} in the ranges that diloco needs")
+        yield passed("packages", f"all {len(requirements)} have versions that diloco supports")
 
 
 def check_torch() -> Iterator[Finding]:
@@ -57,7 +57,9 @@ def check_torch() -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield failed("torch", f"does not load: {error}", 'pip install --force-reinstall "torch>=2.10,<2.14"')
+        yield failed(
+            "torch", f"cannot be imported: {error}", 'pip install --force-reinstall "torch>=2.10,<2.14"'
+        )
         return
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
     yield passed("torch", f"{torch.__version__}, built for {built_for}")
@@ -73,7 +75,7 @@ def check_vllm(grpo: GrpoConfig) -> Iterator[Finding]:
     except UserError as error:
         yield failed("vllm", str(error), "pip install 'diloco[vllm]'  # or --rollout hf")
         return
-    yield passed("vllm", f"{python} has it")
+    yield passed("vllm", f"{python} has vLLM")
 
 
 def _wanted_python() -> str | None:
@@ -108,7 +110,7 @@ def _requirement_texts(extras: Collection[str]) -> list[str]:
 
 
 def _project() -> dict[str, Any] | None:
-    """pyproject.toml of the clone that this runs from, if any: installed metadata may be older than the last pull."""
+    """The table `project` of pyproject.toml if diloco runs from a clone, where installed metadata may be outdated."""
     path = Path(__file__).parents[2] / "pyproject.toml"
     try:
         project: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["project"]

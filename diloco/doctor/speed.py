@@ -1,4 +1,4 @@
-"""How long this machine would need for a step, by the speed of its matrix products."""
+"""Estimates the duration of a training step on this machine from the speed of its matrix products."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from diloco.train.model import num_parameters
 from peers.monitor.figures import short_figure, span
 
 LONG_EPOCH_S = 1200.0
-"""An epoch that takes longer is seldom what somebody wants who tries a model on a machine."""
-_USUAL_SHARE = 0.5
-"""Of the speed of large matrix products, what training reaches at best on CPUs; small models reach less."""
+"""A longer epoch is probably not intended, so it is a warning."""
+_MFU = 0.5
+"""The fraction of the speed of large matrix products that training reaches at best on CPUs."""
 _MEASURED_S = 0.5
-"""Other programs take the cores now and then; the fastest product counts."""
+"""The fastest product in this time counts, since other programs use the cores now and then."""
 
 
 def check_speed(config: TrainConfig, num_ranks: int, *, num_peers: int = 1) -> Iterator[Finding]:
@@ -31,26 +31,28 @@ def check_speed(config: TrainConfig, num_ranks: int, *, num_peers: int = 1) -> I
     flops = flops_of(torch.device("cuda" if on_gpu else "cpu")) * (num_ranks if on_gpu else 1 / num_peers)
     tokens = config.total_batch_size * config.seq_length
     weights = num_parameters(load_model_config(config.path_model))
-    step_s = step_seconds(weights, tokens, flops, _USUAL_SHARE)
+    step_s = step_seconds(weights, tokens, flops, _MFU)
     epoch_s = step_s * config.hv.steps_per_epoch
-    said = (
+    message = (
         f"at most {short_figure(tokens / step_s)} tokens/s: an epoch of "
         f"{config.hv.steps_per_epoch} steps takes {span(epoch_s)} or more, all {config.end_step} steps "
         f"{span(step_s * config.end_step)}"
     )
     if epoch_s > LONG_EPOCH_S:
-        yield warned("speed", said, "--path-model 2m  # or smaller --total-batch-size and --hv.local-steps")
+        yield warned(
+            "speed", message, "--path-model 2m  # or smaller --total-batch-size and --hv.local-steps"
+        )
     else:
-        yield passed("speed", said)
+        yield passed("speed", message)
 
 
 def warn_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1) -> None:
-    """Print a note where a model that the user named is much for this machine."""
+    """Print a note if the model, which the user has chosen, is too slow on this machine."""
     if config.mode == "pretrain":
         for finding in check_speed(config, num_ranks, num_peers=num_peers):
             if finding.verdict == "warn":
                 print(
-                    f"note: {config.path_model} is much for this machine: {finding.said}; try {finding.fix}",
+                    f"note: {config.path_model} is slow on this machine: {finding.said}; try {finding.fix}",
                     file=sys.stderr,
                     flush=True,
                 )

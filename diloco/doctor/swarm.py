@@ -25,7 +25,7 @@ from peers.protocol.refusal import Refused, Why
 
 ADMISSION_TIMEOUT_S = 4.0
 MAX_ASKED = 8
-"""Of a larger swarm, only this many members are asked."""
+"""In a larger swarm, only this many members are asked."""
 _SET_CLOCK = "sudo timedatectl set-ntp true"
 _WARN_CLOCK_S = 1.0
 _ALLOWED_CLOCK_S = 3.0
@@ -75,12 +75,12 @@ async def _check_members(
     if not members:
         yield warned(
             "swarm",
-            f"nobody of the run {hv.run_id} is in this DHT, so nobody can tell how this machine is reached",
-            f"diloco dht start --run-id {hv.run_id}  # or the right --run-id",
+            f"this DHT has no members of the run {hv.run_id} that could test this machine's ports",
+            f"diloco dht start --run-id {hv.run_id}  # or correct --run-id",
         )
         return
     shown = f"{len(members)} member{'s' if len(members) > 1 else ''} of the run {hv.run_id}"
-    yield passed("swarm", shown if len(members) <= MAX_ASKED else f"{shown}; {MAX_ASKED} of them are asked")
+    yield passed("swarm", shown if len(members) <= MAX_ASKED else f"{shown}, {MAX_ASKED} of which are asked")
     outside = ReachabilityProbe(hv, identity)
     try:
         outside.listen()
@@ -117,14 +117,16 @@ async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, witho
 def judge_clock(ahead_s: dict[str, float]) -> Finding:
     """The finding for the clock; `ahead_s` is how far this machine's clock is ahead of each member's."""
     if not ahead_s:
-        return passed("clock", f"within {_ALLOWED_CLOCK_S:g} s of the DHT's nodes, which say no more")
+        return passed("clock", f"less than {_ALLOWED_CLOCK_S:g} s off; no member has told its time")
     name, off_s = max(ahead_s.items(), key=lambda item: abs(item[1]))
-    said = f"{abs(off_s):.2f} s {'ahead of' if off_s > 0 else 'behind'} that of {name}"
+    message = f"{abs(off_s):.2f} s {'ahead of' if off_s > 0 else 'behind'} that of {name}"
     if abs(off_s) < _WARN_CLOCK_S:
-        return passed("clock", said)
+        return passed("clock", message)
     if abs(off_s) < _ALLOWED_CLOCK_S:
-        return warned("clock", f"{said}; from {_ALLOWED_CLOCK_S:g} s on a peer is refused", _SET_CLOCK)
-    return failed("clock", f"{said}; {_ALLOWED_CLOCK_S:g} s are allowed", _SET_CLOCK)
+        return warned(
+            "clock", f"{message}; peers that are {_ALLOWED_CLOCK_S:g} s off are refused", _SET_CLOCK
+        )
+    return failed("clock", f"{message}; the limit is {_ALLOWED_CLOCK_S:g} s", _SET_CLOCK)
 
 
 async def _check_initial_peers(dht: Dht, hv: HvConfig) -> Finding:
@@ -133,7 +135,7 @@ async def _check_initial_peers(dht: Dht, hv: HvConfig) -> Finding:
     if silent:
         return warned(
             "initial peers",
-            f"of {len(hv.initial_peers)}, silent: {', '.join(silent)}",
+            f"{len(silent)} of {len(hv.initial_peers)} do not answer: {', '.join(silent)}",
             _start_there(silent[0]),
         )
     return passed("initial peers", "answer" if len(hv.initial_peers) > 1 else "answers")
@@ -153,12 +155,12 @@ async def _check_admission(
     if secret is None:
         if await _is_closed(dht, hv.run_id):
             return failed("admission", Why.NO_TOKEN.advice(identity.peer_id), _GIVE_SECRET), b""
-        return passed("admission", "the swarm is open, and asks for no secret"), b""
+        return passed("admission", "the swarm is open and needs no secret"), b""
     kept, problem = _kept_token(identity, hv.run_id, secret)
     try:
         applicant = Applicant(hv.run_id, identity.peer_id, secret)
         token = await request_token(dht, applicant, timeout_s=ADMISSION_TIMEOUT_S)
-        return passed("admission", "the secret is right, and a token is to be had"), token
+        return passed("admission", "the secret is correct, and a token was issued"), token
     except Refused as error:
         return failed(
             "admission", error.why.advice(identity.peer_id), _fix_of(error.why, identity.peer_id)
@@ -182,13 +184,13 @@ def _kept_token(identity: Identity, run_id: str, secret: SwarmSecret) -> tuple[b
 def _without_issuer(error: NoIssuer, kept: bytes, problem: Why | None, peer_id: str) -> tuple[Finding, bytes]:
     start = "diloco dht start --admission  # on the coordinator's machine"
     if kept:
-        said = "nobody issues tokens just now; the one that this peer has is still good"
-        return warned("admission", said, start), kept
+        message = "no member issues tokens at the moment; this peer's stored token is still valid"
+        return warned("admission", message, start), kept
     if problem is not None:
         return failed("admission", problem.advice(peer_id), start), b""
     if error.others:
         return failed("admission", Why.WRONG_SECRET.advice(peer_id), _GIVE_SECRET), b""
-    return failed("admission", "a secret is given, and nobody who issues tokens for it answers", start), b""
+    return failed("admission", "no issuer of tokens for the given secret answers", start), b""
 
 
 async def _is_closed(dht: Dht, run_id: str) -> bool:
@@ -199,7 +201,7 @@ async def _is_closed(dht: Dht, run_id: str) -> bool:
 
 def _fix_of(why: Why, peer_id: str) -> str:
     if why is Why.BANNED:
-        return f"diloco peers unban {peer_id} --initial-peers <maddr>  # by who holds the admission key"
+        return f"diloco peers unban {peer_id} --initial-peers <maddr>  # needs the admission key"
     if why is Why.NOT_LISTED:
         return f"echo {peer_id} >> ALLOWLIST  # on the coordinator's machine"
     return _GIVE_SECRET

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.options.model_files import PRESETS_DIR, clean_config, directory_of, load_model_config
+from diloco.options.model_files import PRESETS_DIR, clean_config, directory_of, is_preset, load_model_config
 from diloco.options.trainer import Scalar, TrainConfig, shared_fields, shared_values, with_shared
 from diloco.train.devices import hardware_in_words
 from peers.admission.service import AdmissionSettings
@@ -77,7 +77,7 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
             name: value for name, value in manifest.items() if name.startswith(_DAEMON_FIELD_PREFIXES)
         }
         return manifest | {WORKER: OWN_WORKER}
-    if Path(config.path_model).expanduser().is_dir() and not _is_preset(config.path_model):
+    if Path(config.path_model).expanduser().is_dir() and not is_preset(config.path_model):
         # Paths differ between machines.
         manifest[_PATH] = ""
     manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
@@ -146,10 +146,6 @@ def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
     written.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     written.replace(directory / "config.json")
     return directory
-
-
-def _is_preset(path_model: str) -> bool:
-    return "/" not in path_model and (PRESETS_DIR / path_model / "config.json").is_file()
 
 
 def _tokenizer_digest(directory: Path) -> str:

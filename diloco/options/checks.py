@@ -88,7 +88,7 @@ def whole(_type: Any, tokens: Sequence[Token]) -> int:
     return int(text) if text.lstrip("+-").isdigit() else int(number)
 
 
-def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], float | None]:
+def rate_or_auto(maximum: float = math.inf) -> Callable[[Any, Sequence[Token]], float | None]:
     """Converts a number from 0 to `most`; `auto` becomes None."""
 
     def convert(_type: Any, tokens: Sequence[Token]) -> float | None:
@@ -99,9 +99,9 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
             value = float(text)
         except ValueError:
             raise ValueError(f'"{text}" is neither a number nor auto.') from None
-        if not (math.isfinite(value) and 0 <= value <= most):
+        if not (math.isfinite(value) and 0 <= value <= maximum):
             raise ValueError(
-                f"It must be auto or a number from 0{f' to {most:g}' if most < math.inf else ' on'}."
+                f"It must be auto or a number from 0{f' to {maximum:g}' if maximum < math.inf else ' on'}."
             )
         return value
 
@@ -122,12 +122,12 @@ def duration(_type: Any, tokens: Sequence[Token]) -> float:
 
 
 def duration_or_auto(kind: Any, tokens: Sequence[Token]) -> float:
-    """As `duration`; `auto` becomes 0, which is how a peer hands it on."""
+    """As `duration`; `auto` becomes 0, its value in the configuration."""
     return 0.0 if tokens[-1].value in ("auto", "0", "0.0") else duration(kind, tokens)
 
 
 def whole_or_auto(kind: Any, tokens: Sequence[Token]) -> int:
-    """As `whole`, from 0; `auto` becomes AS_LONG_AS_THE_ROUND, which is how a peer hands it on."""
+    """As `whole`, from 0; `auto` becomes AS_LONG_AS_THE_ROUND, its value in the configuration."""
     number = AS_LONG_AS_THE_ROUND if tokens[-1].value == "auto" else whole(kind, tokens)
     if number < AS_LONG_AS_THE_ROUND:
         raise ValueError(f"It must be auto, or 0 or more, not {number}.")

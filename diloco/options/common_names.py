@@ -88,7 +88,7 @@ def suggested_name(name: str, known: Collection[str]) -> str | None:
 
     Names have underscores, a section in front (`hv.local_steps`), and no leading dashes.
     """
-    # The plural before all else: `--peer` is `run --peers`, and only where there is none an address.
+    # The plural has priority: `--peer` means `--peers` in commands that have it, else `--initial-peers`.
     if f"{name}s" in known:
         return f"{name}s"
     ours = _FIELD_BY_OTHER_NAME.get(name.rpartition(".")[2].lower(), "")

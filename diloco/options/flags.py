@@ -42,7 +42,7 @@ GRPO_DEFAULTS: dict[str, int | float] = {
 
 MUON_DEFAULTS: dict[str, int | float] = {"lr": 0.02, "weight_decay": 2e-3}
 """Defaults under --optimizer muon. MuLoCo (arXiv 2505.23725) uses rates of 0.016 to 0.063 and weight decays of 5e-4 to
-5e-3 from 150M to 3.1B parameters. The product of rate and decay, the share that a step takes off a matrix, is that of
+5e-3 from 150M to 3.1B parameters. The product of rate and decay, by which a step shrinks a matrix, is the same as for
 AdamW's defaults."""
 
 # Some values come from other peers' manifests, so numbers are limited to what torch and msgpack can represent.
@@ -66,16 +66,16 @@ def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
     )
 
 
-def auto(most: float = math.inf) -> Parameter:
-    """A flag for a number from 0 to `most`, whose default `auto` is computed."""
+def auto(maximum: float = math.inf) -> Parameter:
+    """A flag for a number from 0 to `maximum`, whose default `auto` is computed."""
     return Parameter(
-        converter=rate_or_auto(most), metavar="NUMBER|auto", show_default=lambda value: value or "auto"
+        converter=rate_or_auto(maximum), metavar="NUMBER|auto", show_default=lambda value: value or "auto"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CkptConfig:
-    """Where and when to save, and what to start from."""
+    """Where and when to save checkpoints, and which one to resume from."""
 
     path: str = "outputs"
     """Directory or URL (s3://…, any that fsspec supports) of the checkpoints, which are in <path>/model_step_<N>/."""
@@ -84,11 +84,11 @@ class CkptConfig:
     resume: str | None = None
     """A model_step_<N> directory or URL, or `auto` for the newest complete one under the path."""
     topk: Count | None = None
-    """How many of this peer's own checkpoints to keep, the last ones; default: all."""
+    """Number of this peer's most recent checkpoints to keep; default: all."""
     required: bool = False
     """End the training if a checkpoint cannot be saved; default: log the error and continue."""
     delta_interval: Count | None = None
-    """Under --mode grpo: inner steps between two delta checkpoints, which hold the changes of the bf16 weights."""
+    """With --mode grpo: inner steps between two delta checkpoints, which hold the changes of the bf16 weights."""
     delta_path: str | None = None
     """Directory of the delta checkpoints; default: deltas/ in the run directory."""
 
@@ -111,14 +111,14 @@ class HvConfig:
         field(default=None, metadata=SHARED)
     )
     """Time after which an epoch ends even if --hv.local-steps are not done, so that slow peers delay nobody: 120s, 10m,
-    or auto: whatever trains most tokens; default: no limit."""
+    or auto: as long as trains the most tokens; default: no limit."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Annotated[int, Parameter(converter=whole_or_auto, metavar="NUMBER|auto")] = field(
         default=0, metadata=SHARED
     )
     """Inner steps to train during a round (tau), less than --hv.local-steps / --hv.num-fragments; auto: as many as the
-    round takes, at most an epoch's."""
+    round takes, at most one epoch."""
     mixing: Annotated[float | None, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
         default=None, metadata=SHARED
     )
@@ -135,19 +135,19 @@ class HvConfig:
     aggregation: Literal["mean", "clip", "trimmed-mean", "centered-clip"] = field(
         default="clip", metadata=SHARED
     )
-    """How pseudo-gradients are averaged: clip scales outliers down; the last two weigh peers equally (from 3 on)."""
+    """How pseudo-gradients are averaged: clip scales outliers down; the last two weigh peers equally, and need 3."""
     max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
         default=2.0, metadata=SHARED
     )
-    """Under clip, the tokens that weigh a peer's work are limited to this multiple of the median peer's."""
+    """With clip, a peer's weight, its number of tokens, is limited to this multiple of the median peer's."""
     trim: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(0.5)))] = field(
         default=0.2, metadata=SHARED
     )
-    """Under trimmed-mean, the fraction of peers left out at each end of every value: tolerates that many liars."""
+    """With trimmed-mean, the fraction of peers left out at each end of every value: the tolerated fraction of liars."""
     staleness_discount: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(1)))] = field(
         default=1.0, metadata=SHARED
     )
-    """Factor by which the weight of late work shrinks with each commit that it missed; 1: not at all."""
+    """Factor on the weight of late work for each commit that it missed; 1: no discount."""
     host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()
@@ -157,8 +157,8 @@ class HvConfig:
         Literal["auto", "libp2p", "tcp"],
         Parameter(
             help="Transport of pseudo-gradients: `auto` uses TCP with TLS 1.3 between peers that reach each other, "
-            "else libp2p, else a third peer that forwards; `libp2p` never uses the first; `tcp` omits TLS if both "
-            "ends say so: nothing protects the bytes then, so use it only on a network you trust."
+            "else libp2p, else a third peer that forwards; `libp2p` does not use TCP with TLS; `tcp` omits TLS if "
+            "both peers set it: the data is then not encrypted, so use it only on a network you trust."
         ),
     ] = "auto"
     data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
@@ -170,19 +170,19 @@ class HvConfig:
     admission_key_file: Annotated[str | None, Parameter(alias="--admission-key-file")] = None
     """File with the run's admission key, with which this peer can admit others instead of the coordinator."""
     allowlist_file: Annotated[str | None, Parameter(alias="--allowlist-file")] = None
-    """With an admission key: file of the peer ids to admit, one per line; default: all that have the secret."""
+    """With an admission key: file of the peer ids to admit, one per line; default: all peers that have the secret."""
     quorum: Annotated[float, Parameter(validator=(finite, at_least(0.5), up_to(0.99)))] = 0.5
     """A commit needs more than this fraction of the roster; the work of absent peers goes into a later commit."""
     grace: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = None
-    """Longest time that a quorum waits for the other peers (30s, 2m); default: the time that they usually need."""
+    """Longest time that a quorum waits for the other peers (30s, 2m); default: the time that they usually take."""
     matchmaking_time: Seconds | None = None
-    """Seconds that a round waits for its members under NO_WAIT; default 15."""
+    """Seconds that a round waits for its members with NO_WAIT; default 15."""
     averaging_timeout: Seconds | None = None
     """Time limit in seconds of one attempt at a round; default: learned from earlier rounds."""
     all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
     """Whether a round waits for every live peer, or only for the matchmaking time."""
     timeout_waiting_for_peers: Seconds = 600.0
-    """Seconds to wait for --hv.galaxy-size peers before starting with those that are there."""
+    """Seconds to wait for --hv.galaxy-size peers before starting with fewer."""
     metrics_port: Annotated[int | None, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = (
         None
     )
@@ -205,10 +205,10 @@ class GrpoConfig:
     dataset: Annotated[str, Parameter(alias="--dataset")] = field(
         default="reasoning-gym:chain_sum", metadata=SHARED
     )
-    """reasoning-gym:<generator>[,option=value...]; gsm8k, math or mbpp (or <name>=<directory>); or file.py:Class, an
-    environment of yours."""
+    """reasoning-gym:<generator>[,option=value...]; gsm8k, math or mbpp (or <name>=<directory>); or file.py:Class, your
+    own environment."""
     reward: Annotated[str | None, Parameter(metavar="FILE.py:FUNCTION")] = None
-    """A reward function of yours (or module:function), in place of the dataset's rewards."""
+    """Your own reward function (or module:function), instead of the dataset's rewards."""
     num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = (
         field(default=8, metadata=SHARED)
     )
@@ -216,7 +216,7 @@ class GrpoConfig:
     max_completion_length: Count = field(default=256, metadata=SHARED)
     """Maximum number of tokens of a completion."""
     steps_per_generation: Count | None = field(default=None, metadata=SHARED)
-    """Batches of --per-device-train-batch-size per generation; default: those of one inner step."""
+    """Batches of --per-device-train-batch-size per generation; default: as many as one inner step has."""
     num_iterations: Count = field(default=1, metadata=SHARED)
     """Number of times that each generation is trained on."""
     temperature: Annotated[float, Parameter(validator=(finite, at_least(0.01)))] = field(
@@ -230,9 +230,9 @@ class GrpoConfig:
     eval_samples: Count = 5
     """Completions per held-out prompt, for pass@k."""
     rollout: Annotated[Literal["vllm", "hf", "peers"], Parameter(alias="--rollout")] = "vllm"
-    """What generates completions: a vLLM server, transformers (slow, needs nothing else), or --role rollout."""
+    """What generates completions: a vLLM server, transformers (hf; slow), or peers with --role rollout."""
     max_staleness: Whole = 8
-    """With --rollout peers: optimizer steps that a rollout's policy may be old; older rollouts are dropped."""
+    """With --rollout peers: maximum age of a rollout's policy in optimizer steps; older rollouts are dropped."""
     rollout_url: Annotated[
         tuple[str, ...],
         Parameter(alias="--rollout-url", consume_multiple=1, negative="", metavar="URL..."),
@@ -252,7 +252,7 @@ class GrpoConfig:
     ] = ()
     """More arguments for this peer's own server."""
     vllm_timeout: Seconds = 300.0
-    """Seconds that the own server may take until it has answered its first request."""
+    """Seconds to wait until this peer's own server has answered its first request."""
     logp_alarm: Rate | None = None
     """Limit of the mean difference between the server's log-probabilities and the trainer's; default: by dtype."""
     run_suffix: Annotated[str, Parameter(alias="--run-suffix")] = ""
@@ -270,7 +270,7 @@ class TrainConfig:
     dataset_name_or_path: str = field(default="stdlib", metadata=SHARED)
     """`stdlib`, text, JSONL or Parquet files (or a directory of them), or a Hugging Face dataset."""
     text_column: str | None = field(default=None, metadata=SHARED)
-    """The column that holds the text; default: chosen automatically."""
+    """The column of the dataset that holds the text; default: chosen automatically."""
     fake_data: bool = field(default=False, metadata=SHARED)
     """Train on random tokens instead of the dataset."""
     seq_length: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = field(
@@ -324,7 +324,7 @@ class TrainConfig:
     metric_logger_type: Annotated[str, Parameter(converter=loggers, metavar="wandb|tensorboard|dummy")] = (
         "dummy"
     )
-    """wandb, tensorboard, both (separated by a comma), or nothing beside metrics.jsonl."""
+    """wandb, tensorboard, both (separated by a comma), or dummy: only metrics.jsonl."""
     log_activations_steps: Count | None = None
     """Steps between two records of each layer's activation norms; default: no records."""
     grpo: Annotated[GrpoConfig, Parameter(group="GRPO")] = field(default_factory=GrpoConfig)

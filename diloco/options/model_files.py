@@ -41,6 +41,10 @@ def preset_names() -> list[str]:
     return [path.name for path in sorted(directories, key=_preset_width)]
 
 
+def is_preset(path_model: str) -> bool:
+    return "/" not in path_model and (PRESETS_DIR / path_model / _CONFIG).is_file()
+
+
 def load_model_config(path_model: str) -> dict[str, Any]:
     """The model's config.json without machine-dependent fields, such as the dtype. Raises UserError. Loads no torch."""
     path = directory_of(path_model, weights=False) / _CONFIG
@@ -54,18 +58,19 @@ def load_model_config(path_model: str) -> dict[str, Any]:
 def clean_config(config: object, *, origin: str) -> dict[str, Any]:
     """Check a config.json, which may come from a peer, and drop machine-dependent fields. UserError names `origin`."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UserError(f"{origin} names no model_type, so it is not the config.json of a transformers model")
+        raise UserError(f"{origin} has no model_type, so it is not the config.json of a transformers model")
     refused = [name for name in _REFUSED_FIELDS if config.get(name)]
     if refused:
-        raise UserError(f"{origin} asks for {refused[0]}, which would run foreign code; remove the field")
+        raise UserError(
+            f"{origin} has the field {refused[0]}, which would run code from elsewhere; remove the field"
+        )
     return {k: v for k, v in config.items() if not k.startswith("_") and k not in _DROPPED_FIELDS}
 
 
 def directory_of(path_model: str, *, weights: bool) -> Path:
     """The local directory of a preset, directory or hub id. The latter is downloaded, with or without its weights."""
-    preset = PRESETS_DIR / path_model
-    if "/" not in path_model and (preset / _CONFIG).is_file():
-        return preset
+    if is_preset(path_model):
+        return PRESETS_DIR / path_model
     local = Path(path_model).expanduser()
     if (local / _CONFIG).is_file():
         return local

@@ -1,4 +1,4 @@
-"""Takes values that were not given as flags from a TOML file, or from a manifest."""
+"""Reads values that were not given as flags from a TOML file or a manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ValueSource:
     """A cyclopts config source: fills fields that no flag has set, from `values` or from the file of `--config`.
 
-    `find` says where that file is on this machine; None: it is not here, and nothing is taken from it.
+    `find` maps the path of --config to a file on this machine; for None, no file is read.
     After parsing, `named` holds the dotted names of the fields that a flag or the file has set.
     """
 

@@ -69,7 +69,7 @@ def parse_train_config(
     source = ValueSource()
     config = _parse(list(argv), source)
     if config.mode != mode and "mode" in source.named:
-        raise UserError(f"--mode {config.mode} is trained by another program: start {trainer_of(config)}.")
+        raise UserError(f"--mode {config.mode} has another trainer: start {trainer_of(config)}.")
     # Counting `mode` as set makes a swarm of the other mode refuse this peer. train_fsdp, whose mode is the default,
     # checks the swarm's mode itself.
     named = source.named if mode == TrainConfig.mode else source.named | {"mode"}
@@ -87,7 +87,7 @@ def with_mode_defaults(config: TrainConfig, named: Collection[str]) -> TrainConf
     Raises UserError for an optimizer or a dataset of the other mode.
     """
     if config.mode == "grpo" and config.optimizer != "adamw":
-        raise UserError(f"--optimizer {config.optimizer} is for pretraining: leave it out under --mode grpo.")
+        raise UserError(f"--optimizer {config.optimizer} is for pretraining: leave it out with --mode grpo.")
     if config.mode == "pretrain" and "grpo.dataset" in named and config.grpo.dataset != GrpoConfig().dataset:
         raise UserError(
             f"--dataset {config.grpo.dataset} is for --mode grpo, which is not given. To pretrain on it: "
@@ -120,7 +120,7 @@ def with_fitting_batch_size(
         ranks = f" by {num_ranks} ranks" if num_ranks > 1 else ""
         raise UserError(
             f"--total-batch-size {total} is not a multiple of --per-device-train-batch-size {device}{ranks}; "
-            f"--per-device-train-batch-size {fitting} would do."
+            f"use --per-device-train-batch-size {fitting}."
         )
     return replace(config, per_device_train_batch_size=fitting)
 
@@ -128,18 +128,18 @@ def with_fitting_batch_size(
 def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[str]:
     """One sentence for each flag that the user has set without effect."""
     hv = config.hv
-    like = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
+    substitute = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
         config.sharding_strategy
     )
     given = {name for name, value in flat_values(config).items() if value != flat_values(TrainConfig())[name]}
     known = {
         "num_workers": "--num-workers has no effect: one background thread reads the data",
-        "hv.skip_load_from_peers": "--hv.skip-load-from-peers has no effect: the swarm's state always counts",
+        "hv.skip_load_from_peers": "--hv.skip-load-from-peers has no effect: a peer always loads the swarm's state",
     }
     if config.mode != "grpo":
-        known["ckpt.delta_interval"] = "--ckpt.delta-interval has no effect but under --mode grpo"
+        known["ckpt.delta_interval"] = "--ckpt.delta-interval has no effect without --mode grpo"
     if hv.overlap_steps < 1:
-        known["hv.mixing"] = "--hv.mixing has no effect unless the run has a number of --hv.overlap-steps"
+        known["hv.mixing"] = "--hv.mixing has no effect without a number of --hv.overlap-steps"
     if hv.transport == "libp2p":
         for name in ("data_port", "announce_data_maddrs"):
             flag = f"--hv.{name.replace('_', '-')}"
@@ -148,19 +148,19 @@ def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[s
             )
     if hv.all_reduce_strategy == "WAIT_FOR_ALL":
         known["hv.matchmaking_time"] = (
-            "--hv.matchmaking-time has no effect under WAIT_FOR_ALL: a round waits for all live peers"
+            "--hv.matchmaking-time has no effect with WAIT_FOR_ALL: a round waits for all live peers"
         )
-    if like:
-        known["sharding_strategy"] = f"--sharding-strategy {config.sharding_strategy} is taken as {like}"
+    if substitute:
+        known["sharding_strategy"] = (
+            f"--sharding-strategy {config.sharding_strategy} is treated as {substitute}"
+        )
     return [f"{text}." for name, text in known.items() if name in given.intersection(named)]
 
 
 def parse_error_text(error: CycloptsError, command_with: Callable[[str], str] = lambda flag: "") -> str:
     """The message for arguments that do not parse. `command_with` returns another command that has this flag, or ""."""
     if isinstance(error, UnusedCliTokensError):
-        return (
-            f'Nothing takes the argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
-        )
+        return f'Unexpected argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
         return _unknown_flag(error, command_with)
     if isinstance(error, MissingArgumentError) and error.argument is not None:
@@ -214,8 +214,8 @@ def with_shared(
     unknown = sorted(set(values) - shared_fields())
     if unknown:
         raise UserError(
-            f"The swarm's manifest speaks of {', '.join(unknown)}, unknown to this version of diloco. "
-            "Use the version that the other peers run."
+            f"The swarm's manifest has fields that this version of diloco does not know: {', '.join(unknown)}. "
+            "Install the version that the other peers use."
         )
     source = ValueSource(values={**flat_values(config), **values}, name="the swarm's manifest")
     return with_fitting_batch_size(_parse([], source), named, num_ranks=num_ranks)
@@ -240,7 +240,7 @@ _PROGRAMS = {"pretrain": "diloco.train_fsdp", "grpo": "diloco.train_grpo"}
 
 
 def trainer_app(source: ValueSource) -> App:
-    """The command line of the trainers themselves."""
+    """The command line of the trainers."""
     # As in the `diloco` command: if a flag is given twice, the last value counts.
     app = App(
         name="trainer", config=[source], help_flags=(), default_parameter=Parameter(allow_repeating=True)

@@ -75,7 +75,7 @@ WRONG = {
     "unknown key in TOML": ("run --config TOML", 'Did you mean "hv.local_steps"?'),
     "batches that do not divide": (
         "peer --total-batch-size 10 --per-device-train-batch-size 4",
-        "--per-device-train-batch-size 2 would do",
+        "use --per-device-train-batch-size 2",
     ),
     "ranks that do not divide": ("peer --total-batch-size 10 --nproc-per-node 3", "3 ranks"),
     "fragments that do not divide": ("run --hv.num-fragments 3 --hv.local-steps 10", "12 steps would do"),
@@ -158,7 +158,7 @@ WRONG = {
     "program that is not there": ("peer --world-rank 0 --worker ./train", "names no program"),
     "checkpoints at a URL of no kind": (
         "run --ckpt.path s4://bucket --ckpt.interval 5",
-        "there is no s4:// that fsspec knows",
+        "fsspec does not support s4://",
     ),
 }
 

@@ -13,11 +13,11 @@ const speed = new Chart(at("speed"), { name: "tokens per second by time", format
 let rounds = [];
 
 function showSwarm(swarm) {
-  const there = swarm.peers.filter((peer) => !GONE.has(peer.state));
+  const present = swarm.peers.filter((peer) => !GONE.has(peer.state));
   document.title = `${swarm.verdict.level === "fault" ? "(!) " : ""}${swarm.run_id}: epoch ${swarm.epoch}`;
   at("run").textContent = `run ${swarm.run_id}`;
   showVerdict(swarm.verdict);
-  at("totals").replaceChildren(...tiles(swarm, there).map(tileOf));
+  at("totals").replaceChildren(...tiles(swarm, present).map(tileOf));
   const gone = new Map(swarm.peers.filter((peer) => GONE.has(peer.state)).map((peer) => [peer.world_rank, peer.state]));
   for (const chart of [loss, speed]) chart.gone = gone;
   loss.points = swarm.evaluations.map(({ step, loss: value }) => [step, value]);
@@ -37,8 +37,8 @@ function showVerdict(verdict) {
   const capital = verdict.text[0].toUpperCase() + verdict.text.slice(1);
   if (text.textContent !== capital) text.replaceChildren(...worded(capital));
   box.dataset.level = verdict.level;
-  const said = [...more.children].map((item) => item.textContent).join("\n");
-  if (said !== verdict.more.join("\n")) more.replaceChildren(...verdict.more.map((one) => {
+  const shown = [...more.children].map((item) => item.textContent).join("\n");
+  if (shown !== verdict.more.join("\n")) more.replaceChildren(...verdict.more.map((one) => {
     const item = element("li", "");
     item.append(...worded(one));
     return item;
@@ -51,20 +51,20 @@ function worded(text) {
 }
 
 /** The main figures as [name, figure, details, fraction done]. */
-function tiles(swarm, there) {
+function tiles(swarm, present) {
   const { step, end_step: end, left_s: left } = swarm.progress;
-  const losses = there.map((peer) => peer.loss).filter((value) => typeof value === "number").sort((a, b) => a - b);
+  const losses = present.map((peer) => peer.loss).filter((value) => typeof value === "number").sort((a, b) => a - b);
   const evaluation = swarm.evaluations.at(-1);
   const sent = swarm.peers.reduce((sum, peer) => sum + (peer.sent_bytes ?? 0), 0);
   const last = rounds.at(-1);
-  const gone = swarm.peers.length - there.length;
+  const gone = swarm.peers.length - present.length;
   const rest = typeof left === "number" ? `${span(left)} left` : "";
   return [
     ["progress", end ? `${Math.floor((100 * Math.min(step, end)) / end)} %` : `step ${step}`,
       end ? `step ${step} of ${end}${rest ? `, ${rest}` : ""}` : rest, end ? Math.min(1, step / end) : null],
     ["training loss", decimals(losses[Math.floor(losses.length / 2)], 3), losses.length > 1 ? "nats per token, median of the peers" : "nats per token"],
-    ["validation loss", decimals(evaluation?.loss, 3), evaluation ? `nats per token, at step ${evaluation.step}` : "not scored yet"],
-    ["tokens/s", figure(swarm.tokens_per_s), `${there.length} peer${there.length === 1 ? "" : "s"}${gone ? `, ${gone} gone` : ""}`],
+    ["validation loss", decimals(evaluation?.loss, 3), evaluation ? `nats per token, at step ${evaluation.step}` : "not evaluated yet"],
+    ["tokens/s", figure(swarm.tokens_per_s), `${present.length} peer${present.length === 1 ? "" : "s"}${gone ? `, ${gone} gone` : ""}`],
     ["sent", size(sent), last ? `${size(last.peers.reduce((sum, peer) => sum + peer.sent_bytes, 0))} in the last round` : ""],
     ["epoch", String(swarm.epoch), last ? `last round ${duration(longestOf(last))}` : ""],
   ];
@@ -76,7 +76,7 @@ function tileOf([name, value, more, share]) {
   if (typeof share === "number") {
     const bar = document.createElement("progress");
     bar.value = share;
-    bar.setAttribute("aria-label", "share of the steps that are done");
+    bar.setAttribute("aria-label", "fraction of the steps that are done");
     box.lastChild.append(bar);
   }
   return box;
@@ -100,8 +100,8 @@ function eventOf(event) {
   const ranks = [...new Set(event.ranks)].sort((a, b) => a - b).map(shownRank);
   const several = ranks.length > 1;
   const names = several ? `Peers ${ranks.slice(0, -1).join(", ")} and ${ranks.at(-1)}` : `Peer ${ranks[0]}`;
-  const said = event.said_by === null ? "" : several ? " say:" : " says:";
-  item.append(element("time", clock(event.time)), ` ${names}${said} ${event.what}`);
+  const verb = event.said_by === null ? "" : several ? " say:" : " says:";
+  item.append(element("time", clock(event.time)), ` ${names}${verb} ${event.what}`);
   return item;
 }
 
@@ -120,7 +120,7 @@ function showRounds() {
 
 function follow() {
   const source = new EventSource("/events");
-  const say = (text, isLive) => {
+  const showConnection = (text, isLive) => {
     if (at("link").textContent !== text) at("link").textContent = text;
     at("link").dataset.live = isLive;
   };
@@ -128,9 +128,9 @@ function follow() {
   source.addEventListener("open", () => {
     loss.lines.clear();
     speed.lines.clear();
-    say("live", true);
+    showConnection("live", true);
   });
-  source.addEventListener("error", () => say("not connected; trying again", false));
+  source.addEventListener("error", () => showConnection("not connected; reconnecting", false));
   source.addEventListener("swarm", (event) => showSwarm(JSON.parse(event.data)));
   source.addEventListener("curves", (event) => addPoints(JSON.parse(event.data)));
   source.addEventListener("rounds", (event) => {

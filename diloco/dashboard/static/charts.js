@@ -3,11 +3,11 @@
 import { colour, element, shape } from "./format.js";
 
 const MARGIN = { right: 14, top: 10, bottom: 22 };
-const DIGIT = 6.6;
-const LEAST_LEFT = 30;
+const DIGIT_WIDTH = 6.6;
+const MIN_LEFT = 30;
 const HEIGHT = 220;
-const MOST_POINTS = 600;
-const MOST_TICKS = 100;
+const MAX_POINTS = 600;
+const MAX_TICKS = 100;
 
 /** Round numbers that divide a range into about `number` parts. */
 export function ticks(low, high, number) {
@@ -16,7 +16,7 @@ export function ticks(low, high, number) {
   const step = [1, 2, 5, 10].map((factor) => factor * unit).find((one) => one >= rough);
   // Multiples instead of repeated addition, which has no effect if the step is below the float resolution.
   const first = Math.ceil(low / step), last = Math.floor(high / step + 1e-6);
-  return Array.from({ length: Math.min(last - first + 1, MOST_TICKS) }, (_, index) => (first + index) * step);
+  return Array.from({ length: Math.min(last - first + 1, MAX_TICKS) }, (_, index) => (first + index) * step);
 }
 
 /** A chart with one line per world rank; `lines` maps ranks to [[x, y], ...]. */
@@ -30,14 +30,14 @@ export class Chart {
     this.key = element("p", "", "key");
     holder.replaceChildren(this.svg, this.key);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
-    this.svg.addEventListener("pointerleave", () => this.tell(null));
+    this.svg.addEventListener("pointerleave", () => this.updateKey(null));
     new ResizeObserver(() => this.draw()).observe(holder);
   }
 
   /** Adds points to a line, and drops every second point if there are too many. */
   add(rank, points) {
     let line = [...(this.lines.get(rank) ?? []), ...points.filter(([, y]) => typeof y === "number")];
-    if (line.length > MOST_POINTS) line = line.filter((_, index) => index % 2 === 0);
+    if (line.length > MAX_POINTS) line = line.filter((_, index) => index % 2 === 0);
     if (line.length) this.lines.set(rank, line);
   }
 
@@ -64,7 +64,7 @@ export class Chart {
     }
     this.cursor = shape("path", { class: "cursor" });
     this.svg.append(this.cursor);
-    this.tell(null);
+    this.updateKey(null);
   }
 
   scale(all, width) {
@@ -73,15 +73,15 @@ export class Chart {
     [this.lowX, this.highX] = extent(xs);
     let [low, high] = extent(ys);
     if (this.fromZero) low = Math.min(0, low);
-    const air = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
-    [this.lowY, this.highY] = [this.fromZero ? low : low - air, high + air];
+    const padding = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
+    [this.lowY, this.highY] = [this.fromZero ? low : low - padding, high + padding];
     const longest = Math.max(...this.labels().map(([, label]) => label.length));
     // Leave room for the widest label.
-    this.left = Math.max(LEAST_LEFT, longest * DIGIT + 10);
+    this.left = Math.max(MIN_LEFT, longest * DIGIT_WIDTH + 10);
     const spanX = this.highX - this.lowX || 1, inner = width - this.left - MARGIN.right;
     this.atX = (x) => this.left + ((x - this.lowX) / spanX) * inner;
-    const tall = HEIGHT - MARGIN.top - MARGIN.bottom;
-    this.atY = (y) => MARGIN.top + (1 - (y - this.lowY) / (this.highY - this.lowY)) * tall;
+    const plotHeight = HEIGHT - MARGIN.top - MARGIN.bottom;
+    this.atY = (y) => MARGIN.top + (1 - (y - this.lowY) / (this.highY - this.lowY)) * plotHeight;
     this.fromX = (pixels) => this.lowX + ((pixels - this.left) / inner) * spanX;
   }
 
@@ -102,7 +102,7 @@ export class Chart {
       this.svg.append(shape("text", { x: this.left - 6, y: at, class: "axis y" }, label));
     }
     for (const x of ticks(this.lowX, this.highX, Math.max(2, width / 110))) {
-      const text = this.formatX(x), half = (text.length * DIGIT) / 2;
+      const text = this.formatX(x), half = (text.length * DIGIT_WIDTH) / 2;
       const within = Math.max(half + 2, Math.min(width - half - 2, this.atX(x)));
       this.svg.append(shape("text", { x: within, y: HEIGHT - 6, class: "axis x" }, text));
     }
@@ -110,20 +110,20 @@ export class Chart {
 
   point(event) {
     if (!this.lines.size || !this.fromX) return;
-    this.tell(this.fromX(event.clientX - this.svg.getBoundingClientRect().left));
+    this.updateKey(this.fromX(event.clientX - this.svg.getBoundingClientRect().left));
   }
 
-  /** Updates the key, with the values at the pointer. Without a pointer it has no values: the table has newer ones. */
-  tell(x) {
+  /** Updates the key. It shows values only at the pointer, since the table has the newest ones. */
+  updateKey(x) {
     const entries = [...this.lines].sort(([a], [b]) => a - b).map(([rank, line]) => {
-      const said = x === null ? this.gone.get(rank) : this.formatY(nearest(line, x)[1]);
-      const entry = element("span", said ? `peer ${rank}: ${said}` : `peer ${rank}`, this.gone.has(rank) ? "gone" : "");
+      const text = x === null ? this.gone.get(rank) : this.formatY(nearest(line, x)[1]);
+      const entry = element("span", text ? `peer ${rank}: ${text}` : `peer ${rank}`, this.gone.has(rank) ? "gone" : "");
       entry.prepend(element("i", "", colour(rank)));
       return entry;
     });
     if (this.points.length) {
-      const said = x === null ? "" : `: ${this.formatY(nearest(this.points, x)[1])}`;
-      const entry = element("span", `validation${said}`);
+      const value = x === null ? "" : `: ${this.formatY(nearest(this.points, x)[1])}`;
+      const entry = element("span", `validation${value}`);
       entry.prepend(element("i", "", "ring"));
       entries.push(entry);
     }

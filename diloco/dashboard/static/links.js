@@ -2,11 +2,11 @@
 
 import { colour, element, shape, shownRank, size } from "./format.js";
 
-const HEIGHT = 260, MOST_PEERS = 24;
+const HEIGHT = 260, MAX_PEERS = 24;
 const NAMES = { direct: "direct", plain: "direct, not encrypted", libp2p: "through libp2p", relay: "through a third peer" };
 
 export function drawLinks(holder, peers) {
-  const shown = peers.filter((peer) => peer.world_rank >= 0 && !["lost", "silent"].includes(peer.state)).slice(0, MOST_PEERS);
+  const shown = peers.filter((peer) => peer.world_rank >= 0 && !["lost", "silent"].includes(peer.state)).slice(0, MAX_PEERS);
   const width = holder.clientWidth;
   if (shown.length < 2 || !width) {
     holder.replaceChildren(element("p", "no links yet", "quiet"));
@@ -43,10 +43,10 @@ const bandwidthOf = (peer) => peer.link_bytes_per_s || Math.max(peer.upload_byte
 const speedOf = (peer) => (bandwidthOf(peer) ? `${size(bandwidthOf(peer))}/s` : "not measured");
 
 function placesOf(peers, width) {
-  const [centre, wide] = [width / 2, Math.max(40, Math.min(width / 2 - 86, 230))];
+  const [centre, radius] = [width / 2, Math.max(40, Math.min(width / 2 - 86, 230))];
   return new Map(peers.map((peer, index) => {
     const angle = (2 * Math.PI * index) / peers.length - Math.PI / 2;
-    return [peer.world_rank, { x: centre + wide * Math.cos(angle), y: HEIGHT / 2 + (HEIGHT / 2 - 34) * Math.sin(angle), angle }];
+    return [peer.world_rank, { x: centre + radius * Math.cos(angle), y: HEIGHT / 2 + (HEIGHT / 2 - 34) * Math.sin(angle), angle }];
   }));
 }
 

@@ -1,4 +1,4 @@
-// The table of peers, with those in trouble first.
+// The table of peers, with those that have problems first.
 
 import { colour, decimals, element, figure, shape, shownRank, size, span } from "./format.js";
 
@@ -32,7 +32,7 @@ export function drawHead(table) {
   table.tHead.replaceChildren(head);
 }
 
-/** The severity of a peer's trouble, for sorting: higher is worse. */
+/** The severity of a peer's problems, for sorting: higher is worse. */
 export function troubleOf(peer) {
   if (GONE.has(peer.state)) return 4;
   if (peer.troubles.length) return 3;
@@ -88,13 +88,13 @@ function nameOf(peer) {
 function doingOf(peer) {
   const text = GONE.has(peer.state) || !peer.phase ? peer.state : peer.phase.short;
   const parts = [element("span", peer.is_still ? `${text}, stands still` : text)];
-  const detail = peer.troubles[0] ?? (GONE.has(peer.state) || !peer.phase ? "" : restOf(peer.phase));
+  const detail = peer.troubles[0] ?? (GONE.has(peer.state) || !peer.phase ? "" : detailsOf(peer.phase));
   if (detail) parts.push(element("small", detail));
   return parts;
 }
 
 /** The details of a phase, without its name. */
-function restOf(phase) {
+function detailsOf(phase) {
   const rest = phase.text.slice(phase.name.length).replace(/^[:,] /, "");
   return phase.name === "training" ? "" : rest;
 }
@@ -103,9 +103,9 @@ function withSpark(text, line) {
   const points = line.slice(-SPARK.points);
   if (points.length < 2) return [text];
   const ys = points.map(([, y]) => y);
-  const low = Math.min(...ys), high = Math.max(...ys), tall = SPARK.height - 4;
+  const low = Math.min(...ys), high = Math.max(...ys), height = SPARK.height - 4;
   const at = (y, index) =>
-    `${((index / (points.length - 1)) * SPARK.width).toFixed(1)} ${(2 + (1 - (y - low) / (high - low || 1)) * tall).toFixed(1)}`;
+    `${((index / (points.length - 1)) * SPARK.width).toFixed(1)} ${(2 + (1 - (y - low) / (high - low || 1)) * height).toFixed(1)}`;
   const svg = shape("svg", { width: SPARK.width, height: SPARK.height, class: "sparkline", "aria-hidden": "true" });
   svg.append(shape("path", { d: `M${ys.map(at).join("L")}` }));
   return [svg, text];

@@ -3,7 +3,7 @@
 import { duration, element, shape } from "./format.js";
 import { ticks } from "./charts.js";
 
-// The parts in their order. Time of a round that is not of its last attempt counts as failed attempts.
+// The parts in their order. The time of a round before its last attempt counts as failed attempts.
 const PARTS = [
   ["wait_s", "gather"],
   ["failed_s", "failed attempts"],
@@ -13,8 +13,8 @@ const PARTS = [
   ["vote_s", "vote"],
   ["apply_s", "apply"],
 ];
-const MOST_ROUNDS = 6;
-const MOST_PEERS = 16;
+const MAX_ROUNDS = 6;
+const MAX_PEERS = 16;
 const BAR = 12, ROW = 16, LEFT = 34, RIGHT = 58, AXIS = 20, GAP = 6;
 const NOTICEABLE_S = 0.05;
 /** Bars longer than this multiple of the median round are cut off. */
@@ -53,14 +53,14 @@ export function axisOf(lengths) {
 
 /** Draws the rounds, and returns a description of the axis. */
 export function drawRounds(holder, rounds) {
-  const shown = rounds.slice(-MOST_ROUNDS).reverse();
+  const shown = rounds.slice(-MAX_ROUNDS).reverse();
   const width = holder.clientWidth;
   if (!shown.length || !width) {
     holder.replaceChildren(element("p", "no round has ended yet", "quiet"));
     return "";
   }
   const drawn = shown.map((round) => {
-    const bars = round.peers.slice(0, MOST_PEERS).map(barOf);
+    const bars = round.peers.slice(0, MAX_PEERS).map(barOf);
     return { round, bars, start: Math.min(...bars.map((bar) => bar.start)), length: longestOf(round) };
   });
   const longest = axisOf(drawn.map((one) => one.length));
@@ -102,8 +102,8 @@ function drawBar(svg, bar, from, top, scale, longest) {
     if (seconds <= 0) continue;
     const shown = Math.min(at + seconds, longest) - Math.min(at, longest);
     if (shown > 0) {
-      const wide = Math.max(shown * scale, 0.75);
-      const rect = shape("rect", { x: LEFT + at * scale, y: top, width: wide, height: BAR, class: `part ${part}` });
+      const barWidth = Math.max(shown * scale, 0.75);
+      const rect = shape("rect", { x: LEFT + at * scale, y: top, width: barWidth, height: BAR, class: `part ${part}` });
       rect.append(shape("title", {}, `peer ${bar.rank}, ${name}: ${seconds.toFixed(3)} s`));
       svg.append(rect);
     }

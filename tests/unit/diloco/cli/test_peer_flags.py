@@ -38,7 +38,7 @@ def check(flags, *mounts):
         ("--bogus 3", r"There is no flag --bogus\.\n.*`diloco peer --help`"),
         ("--total-stps 3", r"Did you mean --total-steps\?"),
         ("--total-steps many", '"many" is not a whole number'),
-        ("stray", 'Nothing takes the argument "stray"'),
+        ("stray", 'Unexpected argument "stray"'),
         ("--run-id mine", "--run-id is given to each peer by `diloco provision` itself"),
         ("--nproc-per-node x", "neither `auto` nor a number"),
         ("--path-model 99z", "99z is not a model"),
@@ -89,7 +89,7 @@ def test_what_is_sent_to_the_pods_is_read_where_it_comes_from(here):
     with pytest.raises(UserError, match='Unknown key "total_stps"'):
         check("--config run.toml", "run.toml")
     (here / "model/config.json").write_text(json.dumps({"no": "model"}))
-    with pytest.raises(UserError, match="names no model_type"):
+    with pytest.raises(UserError, match="has no model_type"):
         check("--path-model mine", "model:mine")
 
 

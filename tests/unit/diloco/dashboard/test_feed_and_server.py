@@ -13,7 +13,7 @@ import pytest
 
 from diloco.cli.dashboard import checked_token, open_listener, page_url
 from diloco.dashboard import feed as feeds
-from diloco.dashboard.feed import Feed, Sent
+from diloco.dashboard.feed import Feed, SentState
 from diloco.errors import UserError
 from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
@@ -185,7 +185,7 @@ def test_a_page_is_told_everything_once_and_then_what_is_new():
 
 
 def test_points_and_rounds_that_a_page_has_are_not_sent_again():
-    sent, swarm = Sent(), {"run_id": "run", "rounds": [{"epoch": 1}]}
+    sent, swarm = SentState(), {"run_id": "run", "rounds": [{"epoch": 1}]}
     curves: feeds.Curves = {0: [(1.0, 1, None, 5.0)]}
     assert [name for name, _ in sent.due(swarm, curves)] == ["swarm", "rounds", "curves"]
     assert [name for name, _ in sent.due(swarm, curves)] == ["swarm"]

@@ -230,7 +230,7 @@ def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monk
     speed.warn_if_slow(quick)
     assert capsys.readouterr().err == ""
     speed.warn_if_slow(slow)
-    assert capsys.readouterr().err.startswith("note: 150m is much for this machine: at most ")
+    assert capsys.readouterr().err.startswith("note: 150m is slow on this machine: at most ")
 
 
 def test_the_speed_of_a_machine_is_measured_and_shared_by_its_peers():

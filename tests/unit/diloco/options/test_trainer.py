@@ -162,8 +162,8 @@ def test_the_manifest_says_nothing_of_a_peers_own_business():
         ({"seq_length": 1e300}, "or less"),
         ({"seed": 2**70}, "or less"),
         ({"hv.compression": "uniform4bit"}, f"is not one of {', '.join(CODEC_NAMES)}."),
-        ({"device": "cuda"}, "unknown to this version"),
-        ({"sleep": 1}, "unknown to this version"),
+        ({"device": "cuda"}, "this version of diloco does not know"),
+        ({"sleep": 1}, "this version of diloco does not know"),
     ],
 )
 def test_a_manifest_is_checked_like_flags(values, message):
