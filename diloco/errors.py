@@ -19,17 +19,22 @@ _IS_FOR_TOML = re.compile(r'\w+ = ".*"')
 
 
 class DilocoError(Exception):
-    """Base of everything raised here."""
+    """Base class of the errors of this package."""
 
 
 class UserError(DilocoError):
     """What is wrong, the value, and the next move, in one or two sentences."""
 
 
-def print_box(title: str, message: str) -> None:
-    """Print one box on stderr. Addresses and paths are never broken, so that they can be copied.
+def print_note(text: str) -> None:
+    """Print one line on stderr that does not report an error."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
-    A line for a TOML file is to be pasted: it stands whole below the box.
+
+def print_box(title: str, message: str) -> None:
+    """Print one box on stderr. Addresses and paths are not wrapped, so that they can be copied.
+
+    Lines for a TOML file are printed below the box, without a frame, so that they can be pasted.
     """
     to_paste = [line for line in message.splitlines() if _IS_FOR_TOML.fullmatch(line)]
     message = "\n".join(line for line in message.splitlines() if line not in to_paste)

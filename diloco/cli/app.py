@@ -38,8 +38,8 @@ COMMANDS = {
         Command("run", "run:app", "Train with several peers on this machine."),
         Command("peer", "peer:app", "Run one peer of a swarm: join, train, average, leave."),
         Command("dht start", "dht:start_app", "Start a DHT node and coordinate a run."),
-        Command("launch", "launch:app", "Start one training over several nodes."),
-        Command("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds side by side."),
+        Command("launch", "launch:app", "Start one training on several nodes."),
+        Command("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds at the same time."),
     ),
     "Watch and check": (
         Command("status", "status:app", "Show the peers of a swarm."),

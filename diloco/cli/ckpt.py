@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
 
-rebuild_app = App(name="rebuild", usage="Usage: diloco ckpt rebuild DIRECTORY OUT [OPTIONS]")
+rebuild_app = App(name="rebuild")
 
 Step = Annotated[int | None, Parameter(converter=whole, validator=at_least(0))]
 

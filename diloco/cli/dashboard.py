@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.watched import Watched
-from diloco.errors import UserError
+from diloco.errors import UserError, print_note
 from diloco.options.checks import at_least, up_to, whole
 from diloco.options.extras import require
 
@@ -97,9 +97,7 @@ async def _serve(swarm: Watched, secret: SwarmSecret | None, listener: socket.so
         async with swarm.observed(secret) as observer:
             host, port = listener.getsockname()[:2]
             if host not in _LOOPBACK:
-                print(
-                    "note: the page and its token are sent unencrypted; an SSH tunnel to loopback would encrypt them"
-                )
+                print_note("the page and its token are sent unencrypted; an SSH tunnel would encrypt them")
             feed = Feed(observer)
             print(f"dashboard: {page_url(listener, token)}", flush=True)
             await serve(application(feed, token=token, cookie=f"diloco-{port}"), listener, feed)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
-from diloco.errors import UserError
+from diloco.errors import UserError, print_note
 from diloco.options.flags import HvConfig, TrainConfig
 
 
@@ -25,8 +24,9 @@ def discovered(hv: HvConfig) -> tuple[str, ...]:
 
     found = tuple(found_here(hv.run_id))
     for maddr in found:
-        note = f"found {maddr} on this network, where any machine can answer; --initial-peers names a certain peer"
-        print(f"note: {note}", file=sys.stderr)
+        print_note(
+            f"found {maddr} on this network, where any machine can answer; --initial-peers names a certain peer"
+        )
     if not found and hv.world_rank is None:
         raise UserError(
             f"no member of the run {hv.run_id!r} answered on this network within {ASK_TIMEOUT_S:g} s. Is "

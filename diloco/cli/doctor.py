@@ -67,7 +67,7 @@ def doctor(
     Parameters
     ----------
     config: Path
-        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.errors import UserError
+from diloco.errors import UserError, print_note
 from diloco.launch.sweep import check_resources, notes_on_overridden_flags, plan_instances
 from diloco.options.checks import at_least, whole
 from diloco.options.model_files import load_model_config
@@ -60,15 +59,15 @@ def grpo_sweep(
     min_free_gb: float
         Minimum free disk space in gigabytes.
     config: Path
-        A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags beat it.
+        A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags override it.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.doctor.before_start import check_choices
 
     named = _SOURCE.named | {"mode"}
     train = replace(train, mode="grpo")
-    for remark in [*notes_on_unused_flags(train, named), *notes_on_overridden_flags(train, named)]:
-        print(f"note: {remark}", file=sys.stderr, flush=True)
+    for note in [*notes_on_unused_flags(train, named), *notes_on_overridden_flags(train, named)]:
+        print_note(note)
     train = with_fitting_batch_size(with_mode_defaults(train, named), named)
     # A mistyped name is reported once here, instead of by each instance.
     load_model_config(train.path_model)

@@ -185,8 +185,12 @@ def _page(words: str, command: App, main_flags: Sequence[str]) -> str:
 
 def _positional_arguments(arguments: Sequence[Argument]) -> str:
     """Positional arguments, for the usage line."""
-    labels = {_label(one): one.required for one in arguments if one.index is not None}
-    return "".join(f" {name}" if required else f" [{name}]" for name, required in labels.items())
+    texts = []
+    for one in arguments:
+        if one.index is not None:
+            text = _label(one) + ("..." if one.field_info.kind is one.field_info.VAR_POSITIONAL else "")
+            texts.append(f" {text}" if one.required else f" [{text}]")
+    return "".join(texts)
 
 
 def _label(argument: Argument) -> str:

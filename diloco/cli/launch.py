@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="launch",
-    usage="Usage: diloco launch [FLAGS] CONFIG [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [-- WORDS]",
+    usage="Usage: diloco launch [FLAGS] CONFIG [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [-- ARGUMENTS]",
 )
 
 Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from cyclopts import App, Parameter
 
 from diloco.cli.discovery import with_discovered_peers
 from diloco.cli.machine_recipes import Choice, chosen
-from diloco.errors import UserError
+from diloco.errors import UserError, print_note
 from diloco.launch.peer_workers import (
     log_and_print,
     path_with_this_python,
@@ -82,7 +81,7 @@ def peer(
     Parameters
     ----------
     config: Path
-        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int
@@ -107,14 +106,14 @@ def peer(
         return rollout_peer(with_discovered_peers(train, discover), _SOURCE.named, num_peers=peers_here)
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
-    for remark in notes_on_unused_flags(train, _SOURCE.named):
-        print(f"note: {remark}", file=sys.stderr, flush=True)
+    for note in notes_on_unused_flags(train, _SOURCE.named):
+        print_note(note)
     program, train = parse_worker(worker), with_mode_defaults(train, _SOURCE.named)
     # The user's own program has its own model.
     choice = Choice(config=train) if program else chosen(train, _SOURCE.named, machine, num_ranks=ranks)
     train = with_fitting_batch_size(choice.config, _SOURCE.named, num_ranks=ranks)
-    if program and (note := note_on_unused_flags(_SOURCE.named)):
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    if program and (note := note_on_ignored_flags(_SOURCE.named)):
+        print_note(note)
     train = with_discovered_peers(train, discover)
     is_first = not train.hv.initial_peers
     if not program:
@@ -164,7 +163,7 @@ def parse_worker(worker: str | None) -> tuple[str, ...]:
     return words
 
 
-def note_on_unused_flags(named: Collection[str]) -> str:
+def note_on_ignored_flags(named: Collection[str]) -> str:
     """One sentence on the given flags that have no effect with --worker; empty if there are none."""
     # The defaults of the outer step depend on the inner optimizer, so --optimizer has an effect.
     used = ("device", "run_dir", "optimizer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.errors import UserError
+from diloco.errors import UserError, print_note
 from diloco.options.checks import at_least, whole
 from diloco.options.flags import CkptConfig
 from diloco.options.sources import ValueSource
@@ -65,7 +64,7 @@ def run(
     baseline: bool
         Afterwards train a single peer for as many steps, and compare the results.
     config: Path
-        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.cli.machine_recipes import chosen
@@ -78,10 +77,10 @@ def run(
             f"--lose-peer {lose_peer}: with --peers {peers} the highest world rank is {peers - 1}."
         )
     if baseline and train.mode == "grpo":
-        raise UserError("--baseline is for pretraining: leave it out under --mode grpo.")
+        raise UserError("--baseline is for pretraining: leave it out with --mode grpo.")
     _check_enough_peers(train.hv.aggregation, peers)
-    for remark in notes_on_unused_flags(train, _SOURCE.named):
-        print(f"note: {remark}", file=sys.stderr, flush=True)
+    for note in notes_on_unused_flags(train, _SOURCE.named):
+        print_note(note)
     machine = this_machine(os.environ, train.device, num_peers=peers)
     choice = chosen(with_mode_defaults(train, _SOURCE.named), _SOURCE.named, machine)
     train = with_fitting_batch_size(choice.config, _SOURCE.named)

@@ -81,7 +81,7 @@ class Training:
         float | None,
         Parameter(converter=duration_or_auto, metavar="SECONDS|auto", alias="--hv.local-time"),
     ] = None
-    """Time after which an epoch ends even if its local steps are not done; auto: as long as trains the most tokens."""
+    """Time after which an epoch ends with fewer local steps; auto: the time that trains the most tokens."""
     fragments: Annotated[Count, Parameter(alias="--hv.num-fragments")] = 1
     """Parts of the model, averaged in turn; local steps are rounded up to a multiple of their number."""
     overlap: Annotated[

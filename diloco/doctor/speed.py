@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 
 import torch
 
 from diloco.doctor.findings import Finding, passed, warned
+from diloco.errors import print_note
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig
 from diloco.sim.cost.scenario import step_seconds
@@ -51,11 +51,7 @@ def warn_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1)
     if config.mode == "pretrain":
         for finding in check_speed(config, num_ranks, num_peers=num_peers):
             if finding.verdict == "warn":
-                print(
-                    f"note: {config.path_model} is slow on this machine: {finding.said}; try {finding.fix}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print_note(f"{config.path_model} is slow on this machine: {finding.said}; try {finding.fix}")
 
 
 def flops_of(device: torch.device) -> float:

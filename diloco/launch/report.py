@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.errors import print_note
 from diloco.launch.plot import absences, plot, sessions_of
 from diloco.launch.results import Losses, Rewards, decimal
 from diloco.launch.reward_plot import plot_rewards
@@ -167,7 +167,7 @@ def plot_run(
         else:
             plot(records_of, path, title=title, alone=alone)
     except OSError as error:
-        print(f"note: the plot {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        print_note(f"the plot {path} cannot be written: {error.strerror}")
         return {}
     return {"plot of the rewards" if is_grpo else "plot of the losses": path}
 

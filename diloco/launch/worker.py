@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box
+from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box, print_note
 from diloco.launch.daemon_process import DaemonProcess, wants_swarm
 from diloco.launch.swarm_config import adopt_manifest
 from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
@@ -96,8 +96,8 @@ def make_assignment(
     daemons: list[DaemonProcess] = []
 
     def prepare() -> Assignment:
-        for remark in notes_on_unused_flags(config, named):
-            print(f"note: {remark}", file=sys.stderr, flush=True)
+        for note in notes_on_unused_flags(config, named):
+            print_note(note)
         run_dir = created_run_dir(config)
         link = os.environ.get(LINK_ENV)
         if link or not wants_swarm(config):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diloco.errors import print_note
 from diloco.options.common_names import closest_name
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.protocol.codecs import CODEC_NAMES
@@ -184,8 +184,5 @@ def _named_peer(text: str) -> str:
     if address is None or address.peer_id is not None or not address.port:
         return text
     whole = str(with_peer_id(address))
-    print(
-        f"note: at {text} is the peer {whole}; give this address to accept no other peer there",
-        file=sys.stderr,
-    )
+    print_note(f"the peer at {text} is {whole}; use this address to accept no other peer there")
     return whole

@@ -111,7 +111,7 @@ class HvConfig:
         field(default=None, metadata=SHARED)
     )
     """Time after which an epoch ends even if --hv.local-steps are not done, so that slow peers delay nobody: 120s, 10m,
-    or auto: as long as trains the most tokens; default: no limit."""
+    or auto: the time that trains the most tokens; default: no limit."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Annotated[int, Parameter(converter=whole_or_auto, metavar="NUMBER|auto")] = field(
@@ -122,7 +122,7 @@ class HvConfig:
     mixing: Annotated[float | None, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
         default=None, metadata=SHARED
     )
-    """With overlap: merge by alpha x own + (1 - alpha) x new weights (arXiv 2501.18512); default: new + own work."""
+    """With overlap: alpha in alpha x own + (1 - alpha) x new weights (arXiv 2501.18512); default: new + own work."""
     outer_lr: Annotated[float | None, auto()] = field(default=None, metadata=SHARED)
     """Learning rate of the outer Nesterov SGD; auto depends on the peers in the round, H and the inner optimizer."""
     outer_momentum: Annotated[float | None, auto(1.0)] = field(default=None, metadata=SHARED)
@@ -135,11 +135,11 @@ class HvConfig:
     aggregation: Literal["mean", "clip", "trimmed-mean", "centered-clip"] = field(
         default="clip", metadata=SHARED
     )
-    """How pseudo-gradients are averaged: clip scales outliers down; the last two weigh peers equally, and need 3."""
+    """How pseudo-gradients are averaged: clip scales outliers down; the last two weigh peers equally."""
     max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
         default=2.0, metadata=SHARED
     )
-    """With clip, a peer's weight, its number of tokens, is limited to this multiple of the median peer's."""
+    """With clip, a peer's weight (its tokens) is limited to this multiple of the median weight."""
     trim: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(0.5)))] = field(
         default=0.2, metadata=SHARED
     )
@@ -250,7 +250,7 @@ class GrpoConfig:
         tuple[str, ...],
         Parameter(consume_multiple=1, allow_leading_hyphen=True, negative="", metavar="ARG..."),
     ] = ()
-    """More arguments for this peer's own server."""
+    """Additional arguments for this peer's own server."""
     vllm_timeout: Seconds = 300.0
     """Seconds to wait until this peer's own server has answered its first request."""
     logp_alarm: Rate | None = None

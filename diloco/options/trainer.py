@@ -1,4 +1,4 @@
-"""Parses flags and TOML to a TrainConfig, and writes it back. Flags beat TOML, TOML beats the defaults in flags.py."""
+"""Parses flags and TOML to a TrainConfig, and writes it back. Flags override TOML, which overrides the defaults."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def trainer_app(source: ValueSource) -> App:
         Parameters
         ----------
         config: Path
-            A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+            A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
         """
         return train
 

@@ -319,7 +319,7 @@ def test_who_names_the_host_and_port_alone_is_told_the_whole_address(swarm, star
     port = swarm.address.split("/")[4]
     command = start(*DILOCO, "status", "--json", "--initial-peers", f"127.0.0.1:{port}")
     assert command.wait() == 0
-    assert f"note: at 127.0.0.1:{port} is the peer {swarm.address}" in command.stderr
+    assert f"note: the peer at 127.0.0.1:{port} is {swarm.address}" in command.stderr
     assert [peer["world_rank"] for peer in json.loads(command.stdout)["peers"]] == [0]
 
 

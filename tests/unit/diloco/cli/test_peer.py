@@ -9,7 +9,7 @@ import pytest
 
 import peers.daemon
 from diloco.cli.machine_recipes import Choice, chosen
-from diloco.cli.peer import NO_CHECKPOINTS, WorkerSetup, note_on_unused_flags, parse_worker
+from diloco.cli.peer import NO_CHECKPOINTS, WorkerSetup, note_on_ignored_flags, parse_worker
 from diloco.errors import UserError
 from diloco.launch.peer_workers import PRINTED_LOGGERS
 from diloco.options.trainer import CkptConfig, TrainConfig
@@ -30,8 +30,8 @@ def test_a_program_that_cannot_be_started_is_refused(worker):
 
 
 def test_flags_without_effect_on_a_program_are_named():
-    assert note_on_unused_flags({"hv.local_steps", "run_dir", "device", "optimizer"}) == ""
-    said = note_on_unused_flags({"ckpt.interval", "total_steps", "hv.local_steps"})
+    assert note_on_ignored_flags({"hv.local_steps", "run_dir", "device", "optimizer"}) == ""
+    said = note_on_ignored_flags({"ckpt.interval", "total_steps", "hv.local_steps"})
     assert said.startswith("--ckpt.interval, --total-steps: no effect with --worker")
 
 
