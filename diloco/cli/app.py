@@ -112,7 +112,7 @@ def _run_command(argv: list[str]) -> int:
     # Not at the top: while this loads, Python's own signal handlers would print a traceback.
     from cyclopts import CycloptsError
 
-    from diloco.options.trainer import parse_error_text
+    from diloco.options.parse_errors import parse_error_text
 
     try:
         result = make_app()(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, may_be_hub_id, preset_names
+from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import TrainConfig, parse_error_text, with_fitting_batch_size, with_mode_defaults
+from diloco.options.trainer import TrainConfig, with_fitting_batch_size, with_mode_defaults
 
 if TYPE_CHECKING:
     from provisioning.machines.setup import Setup

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import (
     App,
-    Argument,
     CycloptsError,
-    MissingArgumentError,
     Parameter,
-    UnknownOptionError,
-    UnusedCliTokensError,
 )
 
 from diloco.errors import UserError
-from diloco.options.common_names import suggested_name
 from diloco.options.flags import (
     GRPO_DEFAULTS,
     MUON_DEFAULTS,
@@ -29,6 +24,7 @@ from diloco.options.flags import (
     TrainConfig,
 )
 from diloco.options.help import HELP_FLAGS, read_page
+from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
 from peers.core.schedule import Schedule
 
@@ -42,7 +38,6 @@ __all__ = [
     "TrainFlags",
     "flat_values",
     "notes_on_unused_flags",
-    "parse_error_text",
     "parse_train_config",
     "shared_fields",
     "shared_values",
@@ -155,38 +150,6 @@ def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[s
             f"--sharding-strategy {config.sharding_strategy} is treated as {substitute}"
         )
     return [f"{text}." for name, text in known.items() if name in given.intersection(named)]
-
-
-def parse_error_text(error: CycloptsError, command_with: Callable[[str], str] = lambda flag: "") -> str:
-    """The message for arguments that do not parse. `command_with` returns another command that has this flag, or ""."""
-    if isinstance(error, UnusedCliTokensError):
-        return f'Unexpected argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
-    if isinstance(error, UnknownOptionError) and error.token.source == "cli":
-        return _unknown_flag(error, command_with)
-    if isinstance(error, MissingArgumentError) and error.argument is not None:
-        return _missing_value(error, error.argument)
-    # For an unknown command, cyclopts adds a list of all commands.
-    return str(error).partition(" Available commands:")[0]
-
-
-def _missing_value(error: MissingArgumentError, argument: Argument) -> str:
-    if flag := error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None):
-        return f"{flag} needs a value."
-    if argument.index is None:
-        return f"{argument.name} is missing."
-    usage = read_page(error.command_chain or ()).partition("\n")[0]
-    return f"{argument.name.lstrip('-').upper()} is missing.\n{usage}"
-
-
-def _unknown_flag(error: UnknownOptionError, command_with: Callable[[str], str]) -> str:
-    typed = (error.token.keyword or error.token.value).partition("=")[0]
-    if command := command_with(typed):
-        return f"{typed} is not a flag of this command, but of `diloco {command}`."
-    flags = [name for argument in error.argument_collection if argument.show for name in argument.names]
-    known = {flag.lstrip("-").replace("-", "_"): flag for flag in reversed(flags) if flag.startswith("--")}
-    close = suggested_name(typed.lstrip("-").replace("-", "_"), known)
-    hint = f" Did you mean {known[close]}?" if close else ""
-    return f"There is no flag {typed}.{hint}"
 
 
 def flat_values(config: Any) -> dict[str, Any]:
