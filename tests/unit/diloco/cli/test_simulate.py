@@ -241,9 +241,14 @@ def test_hundreds_of_peers_that_seldom_fail_are_simulated_for_a_few_epochs_only(
     )
     assert _default_num_epochs(scenario) == 15
     assert _default_num_epochs(replace(scenario, peers=peers[:14])) == 300
+    often = replace(scenario, peers=peers[:10], mtbf_s=1000.0)
+    assert _default_num_epochs(often) == 30
+    # Epochs of half the length have half as many failures.
+    shorter = replace(often, schedule=Schedule(local_steps=100, local_time_s=50.0))
+    assert _default_num_epochs(shorter) == 60
 
 
-def test_failures_are_counted_over_default_num_epochs(capsys):
+def test_failures_are_counted_over_enough_epochs(capsys):
     assert exit_code([*SMALL[:-2], "--mtbf", "60s", "--restart", "10s", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["figures"]["losses"]["peers_lost"] > 5
