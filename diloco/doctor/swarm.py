@@ -81,16 +81,16 @@ async def _check_members(
         return
     shown = f"{len(members)} member{'s' if len(members) > 1 else ''} of the run {hv.run_id}"
     yield passed("swarm", shown if len(members) <= MAX_ASKED else f"{shown}, {MAX_ASKED} of which are asked")
-    outside = ReachabilityProbe(hv, identity)
+    probe = ReachabilityProbe(hv, identity)
     try:
-        outside.listen()
+        probe.listen()
         for member in members[:MAX_ASKED]:
-            yield await outside.ask(dht.transport, member.peer_id, member.name, member.maddrs, token)
-        for finding in outside.findings():
+            yield await probe.ask(dht.transport, member.peer_id, member.name, member.maddrs, token)
+        for finding in probe.findings():
             yield finding
     finally:
-        await outside.close()
-    yield judge_clock(outside.ahead_s)
+        await probe.close()
+    yield judge_clock(probe.ahead_s)
 
 
 async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from diloco.errors import DilocoError
 from diloco.launch.live import PeerRow, running_view, show
 from diloco.launch.local_swarm import PER_PEER_FIELDS, environment_of_peers, gpu_of_peer
+from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, flat_values, to_toml
 from diloco.train.devices import visible_gpus
 from diloco.train.metrics_file import Record
-from diloco.train.run_dir import last_words, reason_in
+from diloco.train.run_dir import reason_in
 from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.monitor.phases import Doing, PhaseClock
@@ -52,11 +53,12 @@ class LoneTraining:
                 write_phase(row.run_dir, clock.at(doing, time.time()))
 
         async with running_view(show([row], on_records=received)):
+            log = LogTail(command.log_path)
             end = await Supervisor(command, policy=_POLICY).run()
         if end.code:
             raise DilocoError(
-                f"The baseline training ended with exit code {end.code}. The end of {command.log_path}:\n"
-                f"{last_words(command.log_path)}"
+                f"The baseline training ended with exit code {end.code}. The end of {log.path}:\n"
+                f"{log.last_words()}"
             )
 
     def _command(self, own_dir: Path) -> WorkerCommand:

@@ -21,7 +21,7 @@ from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings, visible_gpus
-from diloco.train.run_dir import last_words, reason_in
+from diloco.train.run_dir import reason_in
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import WORKER_ENDED, RestartPolicy, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -48,6 +48,7 @@ class LocalPeer:
     world_rank: int
     supervisor: Supervisor
     row: PeerRow
+    log: LogTail
 
     def lose(self) -> int:
         """Simulate the loss of the machine: SIGKILL all of the peer's processes. Returns their number."""
@@ -100,16 +101,15 @@ class LocalSwarm:
         try:
             address = await coordinator_address(coordinator, log)
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
-            # The relays come first, so that they read the logs from before the peers' processes start.
-            tasks += [asyncio.create_task(self._relay_failures(peer)) for peer in self.peers]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
+            tasks += [asyncio.create_task(self._relay_failures(peer)) for peer in self.peers]
             pending: set[asyncio.Task[WorkerEnd]] = set(ends)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for end in done:
                     peer = ends[end]
-                    _check_end(end.result().code, peer.row.name, peer.supervisor.command.log_path)
+                    _check_end(end.result().code, peer.row.name, peer.log)
                     peer.row.state = "done"
                 late = {end for end in pending if ends[end].row.state in ("starting", "restarting")}
                 await asyncio.gather(*(self._give_up(ends[end]) for end in late))
@@ -129,10 +129,9 @@ class LocalSwarm:
 
     async def _relay_failures(self, peer: LocalPeer) -> None:
         """Print why a peer's worker has ended, which the peer writes to its log only; until cancelled."""
-        log = LogTail(peer.supervisor.command.log_path)
         while True:
             await asyncio.sleep(_LOG_INTERVAL_S)
-            for line in log.read_lines():
+            for line in peer.log.read_lines():
                 if line.startswith(WORKER_ENDED):
                     self.say(f"{peer.row.name}: {line}")
 
@@ -162,7 +161,7 @@ class LocalSwarm:
                 why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
                 self.say(f"{row.name} ended with exit code {end.code}; restarting it{why}")
 
-        return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), row)
+        return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), row, LogTail(command.log_path))
 
 
 def coordinator_command(
@@ -186,7 +185,7 @@ async def coordinator_address(end: asyncio.Future[WorkerEnd], log: LogTail) -> s
     deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
     while asyncio.get_running_loop().time() < deadline:
         if end.done():
-            _check_end(end.result().code or 1, "diloco dht start", log.path)
+            _check_end(end.result().code or 1, "diloco dht start", log)
         for line in log.read_lines():
             if line.startswith(ADDRESS_FLAG):
                 return line.removeprefix(ADDRESS_FLAG).split()[0]
@@ -222,11 +221,11 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _check_end(code: int, name: str, log: Path) -> None:
+def _check_end(code: int, name: str, log: LogTail) -> None:
     if code == USER_ERROR:
-        raise UserError(last_words(log) or f"{name} was refused; see {log}")
+        raise UserError(log.last_words() or f"{name} was refused; see {log.path}")
     if code:
-        raise DilocoError(f"{name} ended with exit code {code}. The end of {log}:\n{last_words(log)}")
+        raise DilocoError(f"{name} ended with exit code {code}. The end of {log.path}:\n{log.last_words()}")
 
 
 def free_port() -> int:

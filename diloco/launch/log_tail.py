@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from diloco.train.run_dir import last_words
+
 
 class LogTail:
     """Reads the part of a log that is written after this object is created.
@@ -13,7 +15,7 @@ class LogTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._start = self._offset = path.stat().st_size if path.exists() else 0
         self._partial_line = b""
 
     def read(self) -> bytes:
@@ -30,3 +32,7 @@ class LogTail:
         """The lines completed since the last call."""
         *lines, self._partial_line = (self._partial_line + self.read()).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
+
+    def last_words(self) -> str:
+        """The last framed message since this object was created if there is one, else the last lines."""
+        return last_words(self.path, since=self._start)

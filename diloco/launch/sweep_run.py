@@ -17,7 +17,6 @@ from diloco.launch.log_tail import LogTail
 from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.metrics_file import Record
-from diloco.train.run_dir import last_words
 from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 
@@ -94,12 +93,12 @@ class Sweep:
     async def _run_trainer(self, instance: Instance, supervisor: Supervisor) -> None:
         row = self._rows[instance.number]
         row.since = time.time()
+        log = LogTail(instance.log)
         code = (await supervisor.run()).code
         self._codes[instance.number] = code
         row.state = "done" if code == 0 else "failed"
         if code:
-            log = instance.log
-            _say(f"{instance.name} failed with {code}; the end of {log}:\n{last_words(log)}")
+            _say(f"{instance.name} failed with {code}; the end of {log.path}:\n{log.last_words()}")
 
     def _trainer(self, instance: Instance, flags: Sequence[str]) -> WorkerCommand:
         words = ["--config", str(self._config_path), *flags]

@@ -62,10 +62,13 @@ def written_config(config: TrainConfig, run_dir: Path) -> Path:
     return path.with_suffix(".toml.new").replace(path)
 
 
-def last_words(log_path: Path, *, max_lines: int = 15) -> str:
-    """The text of the last framed message (a box of rich) in a process's log if there is one, else the last lines."""
+def last_words(log_path: Path, *, since: int = 0, max_lines: int = 15) -> str:
+    """The text of the last framed message in a process's log if there is one, else the last lines.
+
+    `since` is the size of the log, in bytes, when the process started.
+    """
     try:
-        lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log_path.read_bytes()[since:].decode(errors="replace").splitlines()
     except OSError:
         return ""
     return "\n".join(_box_in(lines) or lines[-max_lines:])

@@ -26,6 +26,16 @@ def test_a_tail_yields_complete_lines_without_those_of_an_earlier_run(tmp_path):
     assert LogTail(tmp_path / "missing.log").read_lines() == []
 
 
+def test_the_last_words_are_not_those_of_an_earlier_run(tmp_path):
+    path = tmp_path / "peer.log"
+    path.write_text("╭─ diloco failed ─╮\n│ an old message  │\n╰─────────────────╯\n")
+    tail = LogTail(path)
+    assert tail.last_words() == ""
+    with path.open("a") as log:
+        log.write("Killed\n")
+    assert tail.last_words() == "Killed"
+
+
 def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):
     """The logs of a sweep are in a fixed directory, where an earlier sweep has left its coordinator's address."""
     path = tmp_path / "coordinator.log"
@@ -46,12 +56,11 @@ def test_failures_of_an_earlier_run_are_not_reported_again(tmp_path, monkeypatch
     messages: list[str] = []
     swarm = LocalSwarm(TrainConfig(), frozenset(), tmp_path, 1, messages.append)
     command = WorkerCommand(argv=("true",), env={}, cwd=tmp_path, log_path=tmp_path / "peer.log")
-    peer = LocalPeer(0, Supervisor(command), swarm.rows[0])
     command.log_path.write_text("the worker ended with 1: of an earlier run\n")
+    peer = LocalPeer(0, Supervisor(command), swarm.rows[0], LogTail(command.log_path))
 
     async def relay() -> None:
         task = asyncio.create_task(swarm._relay_failures(peer))
-        await asyncio.sleep(0)
         with command.log_path.open("a") as log:
             log.write("step 3\nthe worker ended with 1: no space left\n")
         async with asyncio.timeout(10):
