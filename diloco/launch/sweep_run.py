@@ -12,11 +12,12 @@ from pathlib import Path
 
 from diloco.errors import DilocoError
 from diloco.launch.live import PeerRow, running_view, show
-from diloco.launch.local_swarm import coordinator_address, coordinator_command, free_port
+from diloco.launch.local_swarm import PER_PEER_FIELDS, coordinator_address, coordinator_command, free_port
 from diloco.launch.log_tail import LogTail
 from diloco.launch.sweep import LOGS, PER_INSTANCE_FIELDS, Instance, trainer_environment
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.metrics_file import Record
+from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 
@@ -36,16 +37,19 @@ class Sweep:
     rewards: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        own = {"seed", "grpo.vllm_port", *PER_INSTANCE_FIELDS}
+        self._environment = dict(os.environ)
+        if self.average:
+            # As in `diloco run`, the coordinator is on loopback and admits every peer.
+            own |= PER_PEER_FIELDS
+            self._environment.pop(SECRET_ENV, None)
+            # The keys and the ledger of this sweep's swarm must not mix with those of other runs.
+            self._environment["XDG_STATE_HOME"] = str((self.instances[0].output_dir / "state").absolute())
         LOGS.mkdir(parents=True, exist_ok=True)
         self._config_path = LOGS / "sweep.toml"
-        own = {"seed", "grpo.vllm_port", *PER_INSTANCE_FIELDS}
         self._config_path.write_text(to_toml(self.config, only=self.named - own), encoding="utf-8")
         self._rows = [PeerRow(instance.name, instance.output_dir) for instance in self.instances]
         self._codes: dict[int, int] = {}
-        self._environment = dict(os.environ)
-        if self.average:
-            # The keys and the ledger of this sweep's swarm must not mix with those of other runs.
-            self._environment["XDG_STATE_HOME"] = str((self.instances[0].output_dir / "state").absolute())
 
     async def run(self) -> int:
         """Run the sweep and print its report. Returns 0 if every instance has finished. No process is left."""

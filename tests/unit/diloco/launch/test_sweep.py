@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from diloco.launch.sweep import (
     plan_instances,
     trainer_environment,
 )
-from diloco.options.flags import GrpoConfig, TrainConfig
+from diloco.launch.sweep_run import Sweep
+from diloco.options.flags import GrpoConfig, HvConfig, TrainConfig
 from diloco.rl.gpus import gpus_for_ranks, split_gpus
 from diloco.rl.own_server import _only_diloco, server_environment
 from diloco.train.run_dir import slug
 from diloco.train.wandb_runs import run_name
+from peers.admission.secrets import SECRET_ENV
 
 CONFIG = TrainConfig(mode="grpo", path_model="Qwen/Qwen2.5-1.5B", grpo=GrpoConfig(dataset="gsm8k"))
 SEEDS = [42, 1337, 2024, 9999]
@@ -160,3 +163,15 @@ def test_a_server_gets_its_gpu_and_nothing_of_the_swarm(tmp_path):
     assert told["CUDA_VISIBLE_DEVICES"] == "5" and told["PYTHONPATH"] == str(tmp_path)
     assert told["VLLM_SERVER_DEV_MODE"] == "1" and told["PATH"] == os.defpath
     assert not {"DILOCO_LINK", "RANK", "OMP_NUM_THREADS"} & told.keys()
+
+
+def test_a_swarm_of_instances_is_open_whatever_secret_the_user_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SECRET_ENV, "of another swarm")
+    config = TrainConfig(mode="grpo", device="cpu", lr=1e-5, hv=HvConfig(swarm_secret_file="secret"))
+    instances = plan_instances(config, num_instances=2, seeds=[1, 2], gpus=[])
+    named = frozenset({"lr", "hv.swarm_secret_file"})
+    sweep = Sweep(config, named, instances, average=True)
+    written = tomllib.loads(sweep._config_path.read_text())
+    assert (written["lr"], written["hv"]) == (1e-5, {})
+    assert SECRET_ENV not in sweep._trainer(instances[0], []).env
