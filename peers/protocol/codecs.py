@@ -1,6 +1,6 @@
 """The codecs of pseudo-gradients, by name: the one list that flags, defaults and the simulator share. Imports nothing.
 
-To add a codec: a name and its bits here; a class in `peers/reduce/codecs_<name>.py`, for which `codecs_two_bit.py` is
+To add a codec: a name and its bits here; a class in `peers/reduce/codecs_<name>.py`, for which `codecs_few_bits.py` is
 the pattern, and its line in `peers/reduce/codecs.py`; what a gigabyte takes (`python -m benchmarks.reduce`) in
 `diloco/sim/cost/machine.py`; its row in docs/how-it-works.md; `make docs`. `tests/unit/peers/reduce/test_codecs.py`
 tries every codec and fails while one of these is missing.

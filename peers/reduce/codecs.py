@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 
 from peers.reduce.codecs_common import Codec, PseudoGradient
+from peers.reduce.codecs_few_bits import OneBitCodec, TwoBitCodec
 from peers.reduce.codecs_float import Float32Codec, HalfCodec
 from peers.reduce.codecs_integer import Int4Codec, IntegerCodec
-from peers.reduce.codecs_one_bit import OneBitCodec
 from peers.reduce.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
-from peers.reduce.codecs_two_bit import TwoBitCodec
 
 __all__ = ["Codec", "PseudoGradient", "codec_named", "codec_names", "result_codec_named"]
 

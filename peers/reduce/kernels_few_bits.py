@@ -1,4 +1,4 @@
-"""Compiled loops, like those of kernels.py, of the codec with two bits per value (codecs_two_bit.py)."""
+"""Compiled loops, like those of kernels.py, of the codecs with one or two bits per value (codecs_few_bits.py)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,69 @@ import numpy as np
 
 from peers.reduce.kernels import Bytes, Floats, compiled
 
-VALUES_PER_BYTE = 4
 _SPLIT = np.float32(1.23)
 """Values above this many mean magnitudes get the larger level; in a normal distribution 0.98 standard deviations."""
 _LANES = 64
+_SIGN_PLACE = np.uint32(31)
+"""Of the sign among the bits of fp32."""
 _LARGER, _NEGATIVE = np.uint8(1), np.uint8(2)
+
+
+@compiled("float64(float32[::1], float32[::1])")
+def _sum_of_magnitudes(part: Floats, lanes: Floats) -> float:
+    """Sum by lanes, which are lent: a fixed order that the compiler can vectorise."""
+    whole = part.size // _LANES * _LANES
+    lanes[:] = 0
+    for start in range(0, whole, _LANES):
+        row = part[start : start + _LANES]
+        for i in range(_LANES):
+            lanes[i] += abs(row[i])
+    total = 0.0
+    for i in range(whole, part.size):
+        total += np.float64(abs(part[i]))
+    for i in range(_LANES):
+        total += np.float64(lanes[i])
+    return total
+
+
+@compiled("void(float32[::1], int64, float32[::1], uint8[::1])")
+def encode_one_bit(values: Floats, block: int, scales: Floats, signs: Bytes) -> None:
+    """Encode each block with its mean magnitude. Its signs are packed by eighths: byte k holds those of value k of each
+    eighth, the first eighth's in its lowest bit."""
+    lanes = np.empty(_LANES, np.float32)
+    bits = values.view(np.uint32)
+    first_byte = 0
+    for index in range(scales.size):
+        part = values[index * block : (index + 1) * block]
+        scales[index] = _sum_of_magnitudes(part, lanes) / part.size
+
+        eighth = -(-part.size // 8)
+        packed = signs[first_byte : first_byte + eighth]
+        packed[:] = 0
+        part_bits = bits[index * block : (index + 1) * block]
+        for place in range(8):
+            some = part_bits[place * eighth : (place + 1) * eighth]
+            for i in range(some.size):
+                packed[i] |= np.uint8(np.uint32(some[i] >> _SIGN_PLACE) << np.uint32(place))
+        first_byte += eighth
+
+
+@compiled("void(float32[::1], uint8[::1], int64, float32[::1])")
+def decode_one_bit(scales: Floats, signs: Bytes, block: int, values: Floats) -> None:
+    """The inverse of `encode_one_bit`. Any signs are valid."""
+    bits, scale_bits = values.view(np.uint32), scales.view(np.uint32)
+    first_byte = 0
+    for index in range(scales.size):
+        magnitude = scale_bits[index]
+        part = bits[index * block : (index + 1) * block]
+        eighth = -(-part.size // 8)
+        packed = signs[first_byte : first_byte + eighth]
+        for place in range(8):
+            some = part[place * eighth : (place + 1) * eighth]
+            for i in range(some.size):
+                sign = np.uint32(np.uint32(packed[i]) >> np.uint32(place)) & np.uint32(1)
+                some[i] = magnitude | np.uint32(sign << _SIGN_PLACE)
+        first_byte += eighth
 
 
 @compiled("void(float32[::1], int64, float32[::1], uint8[::1])")
@@ -23,18 +81,7 @@ def encode_two_bits(values: Floats, block: int, levels: Floats, codes: Bytes) ->
     for index in range(levels.size // 2):
         part = values[index * block : (index + 1) * block]
         whole = part.size // _LANES * _LANES
-        # Sum by lanes: a fixed order that the compiler can vectorise.
-        lanes[:] = 0
-        for start in range(0, whole, _LANES):
-            row = part[start : start + _LANES]
-            for i in range(_LANES):
-                lanes[i] += abs(row[i])
-        total = 0.0
-        for i in range(whole, part.size):
-            total += np.float64(abs(part[i]))
-        for i in range(_LANES):
-            total += np.float64(lanes[i])
-        split = np.float32(total / part.size) * _SPLIT
+        split = np.float32(_sum_of_magnitudes(part, lanes) / part.size) * _SPLIT
 
         lanes[:] = 0
         larger_lanes[:] = 0
@@ -65,7 +112,7 @@ def encode_two_bits(values: Floats, block: int, levels: Floats, codes: Bytes) ->
         levels[2 * index + 1] = larger_sum / num_larger if num_larger else 0.0
 
         found[part.size :] = 0
-        quarter = -(-part.size // VALUES_PER_BYTE)
+        quarter = -(-part.size // 4)
         packed = codes[first_code : first_code + quarter]
         second, third, fourth = found[quarter:], found[2 * quarter :], found[3 * quarter :]
         for i in range(quarter):
@@ -80,9 +127,9 @@ def decode_two_bits(levels: Floats, codes: Bytes, block: int, values: Floats) ->
     for index in range(levels.size // 2):
         smaller, larger = levels[2 * index], levels[2 * index + 1]
         part = values[index * block : (index + 1) * block]
-        quarter = -(-part.size // VALUES_PER_BYTE)
+        quarter = -(-part.size // 4)
         packed = codes[first_code : first_code + quarter]
-        for place in range(VALUES_PER_BYTE):
+        for place in range(4):
             some = part[place * quarter : (place + 1) * quarter]
             for i in range(some.size):
                 code = packed[i] >> np.uint8(2 * place)
