@@ -6,7 +6,6 @@ In an open swarm it does nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -26,6 +25,7 @@ from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.protocol.records import MAX_MADDRS, CoordinatorRecord
 from peers.protocol.refusal import Why
+from peers.tasks import is_set_within
 from peers.timing import LOOK_S, RECORD_TTL_S
 
 _RECORD_TTL_S = 1.5 * RECORD_TTL_S
@@ -123,9 +123,7 @@ class AdmissionService:
             if self._issuer is not None:
                 await self.announce(ISSUERS_KEY(self._run_id))
             await self._own.renew()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(LOOK_S, self._own.lifetime_s / 8)):
-                    await self._woken.wait()
+            await is_set_within(self._woken, min(LOOK_S, self._own.lifetime_s / 8))
 
     @property
     def _is_banned(self) -> bool:

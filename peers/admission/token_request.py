@@ -19,6 +19,7 @@ from peers.protocol.admission import Issued, Join, Nonce, Proof
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused, unless_refused
 from peers.protocol.tokens import Token
+from peers.tasks import cancelled
 from peers.timing import ANSWER_S, RETRY_S
 
 MAX_MESSAGE_BYTES = 1024
@@ -94,9 +95,7 @@ async def _ask_all(
             except (PeerUnreachable, ProtocolError) as error:
                 log.info("an issuer gave no token: %s", error)
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await cancelled(asking)
     if refused is not None:
         raise refused
     return None

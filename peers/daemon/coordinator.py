@@ -29,6 +29,7 @@ from peers.net.lan import answering
 from peers.net.paths.reachability import Reachability
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
+from peers.tasks import cancelled
 from peers.timing import LOOK_S, OFTEN_S
 
 
@@ -167,9 +168,7 @@ async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
         # gather, not a TaskGroup: the error itself, not a group of one.
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(tasks)
 
 
 async def _announce_forever(run_id: str, admission: AdmissionService) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ from peers.net.paths.network import Network, NetworkSettings
 from peers.net.paths.reachability import Reachability
 from peers.net.states.server import StateServer
 from peers.net.streams import StreamPool
-from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
-from peers.protocol.messages import Status
+from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, Announcement
 from peers.protocol.reports import Phase
 from peers.state.outer_state import OuterState
+from peers.tasks import cancelled
 from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -88,10 +88,8 @@ class Daemon:
             describe=self._describe,
             status=lambda: self._runtime.status if self._runtime is not None else None,
             on_change=self._view_changed,
-            on_message=self._received,
-            on_statuses=self._heard,
-            on_lost=self._lost,
-            on_still_here=self._still_here,
+            post=self._post,
+            on_manifest=lambda sender, message: self._agreement.received(sender, message),
             gate=admission.gate,
         )
         self._agreement = Agreement(self._presence)
@@ -152,8 +150,11 @@ class Daemon:
         )
         for peer_id in self._met:
             runtime.post(events.Connected(peer_id))
-        self._heard(
-            [(one.peer_id, one.status) for one in self._presence.mesh.peers if one.status is not None]
+        peers = self._presence.mesh.peers
+        runtime.post(
+            events.StatusesReceived(
+                tuple((one.peer_id, one.status) for one in peers if one.status is not None)
+            )
         )
         self._spawn(runtime.run())
         server = StateServer(
@@ -181,9 +182,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(self._tasks)
         if self._presence.maddrs:
             log.info("leaving the swarm")
             if self._is_last and not self._host.finished.is_set():
@@ -305,9 +304,8 @@ class Daemon:
         met = frozenset(view) - {self._identity.peer_id}
         for peer_id in self._met - met:
             self._pool.drop(peer_id)
-        if self._runtime is not None:
-            for peer_id in met - self._met:
-                self._runtime.post(events.Connected(peer_id))
+        for peer_id in met - self._met:
+            self._post(events.Connected(peer_id))
         self._met = met
         lost, back = self._trainers.seen(view)
         for rank in back:
@@ -324,24 +322,10 @@ class Daemon:
                 )
         self._reports.changed()
 
-    def _heard(self, statuses: Sequence[tuple[str, Status]]) -> None:
+    def _post(self, event: events.Event) -> None:
+        """Tell the core, if there is one yet."""
         if self._runtime is not None:
-            self._runtime.post(events.StatusesReceived(tuple(statuses)))
-
-    def _still_here(self, peer_ids: Collection[str]) -> None:
-        if self._runtime is not None:
-            self._runtime.post(events.StillHere(frozenset(peer_ids)))
-
-    def _received(self, sender: Announcement, message: Carried) -> None:
-        """Handle a message of a live peer. Raises ProtocolError, which closes the channel to it."""
-        if isinstance(message, Manifest | WantManifest):
-            self._agreement.received(sender, message)
-        elif self._runtime is not None:
-            self._runtime.post(events.Received(sender.peer_id, message))
-
-    def _lost(self, peer_id: str) -> None:
-        if self._runtime is not None:
-            self._runtime.post(events.Disconnected(peer_id))
+            self._runtime.post(event)
 
     def _waited_out(self) -> bool:
         return time.monotonic() > self._deadline

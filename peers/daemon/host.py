@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from peers.protocol.mesh import Scalar
 from peers.state.handover import Memories, Start
 from peers.state.layout import Layout
 from peers.state.saving import Saving
+from peers.tasks import is_set_within
 from peers.timing import START_S
 
 _FLOAT_BYTES = 4
@@ -60,9 +60,7 @@ class WorkerHost:
         # Marks the exception as retrieved: there may be no worker.
         self._ready.exception()
         if wait:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
-                    await self.refused.wait()
+            await is_set_within(self.refused, _REFUSAL_TIMEOUT_S)
 
     async def manifest(self) -> Mapping[str, Scalar]:
         """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""

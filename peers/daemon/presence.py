@@ -11,9 +11,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from peers.admission.rank_request import request_rank
+from peers.core import events
 from peers.errors import PeersError, UserError
 from peers.net.announced import announced
 from peers.net.channels import Reached, StreamOpener
@@ -21,7 +22,7 @@ from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh
-from peers.protocol.mesh import Carried
+from peers.protocol.mesh import Manifest, WantManifest
 from peers.protocol.messages import Status
 from peers.protocol.records import (
     MAX_MADDRS,
@@ -32,6 +33,7 @@ from peers.protocol.records import (
     Spoken,
     View,
 )
+from peers.tasks import is_set_within
 from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S, STOP_S
 
 log = logging.getLogger(__name__)
@@ -64,10 +66,8 @@ class Presence:
         describe: Callable[[], Announcement],
         status: Callable[[], Status | None],
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, Carried], None],
-        on_statuses: Callable[[Sequence[tuple[str, Status]]], None],
-        on_lost: Callable[[str], None],
-        on_still_here: Callable[[Collection[str]], None],
+        post: Callable[[events.Event], None],
+        on_manifest: Callable[[Announcement, Manifest | WantManifest], None],
         gate: Gate,
     ) -> None:
         self._gate = gate
@@ -87,10 +87,8 @@ class Presence:
             transport=transport,
             own_record=lambda number, lost: Spoken.of(describe(), status(), number, lost).encode(identity),
             on_change=self._view_changed,
-            on_message=on_message,
-            on_statuses=on_statuses,
-            on_lost=on_lost,
-            on_still_here=on_still_here,
+            post=post,
+            on_manifest=on_manifest,
             gate=gate,
         )
 
@@ -187,9 +185,7 @@ class Presence:
             # Other peers must hear of this one before they claim a world rank.
             is_early = self._describe().world_rank == NO_RANK
             await asyncio.sleep(rest_s(num_peers))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(announce_interval_s(num_peers, is_early=is_early)):
-                    await self._announce_now.wait()
+            await is_set_within(self._announce_now, announce_interval_s(num_peers, is_early=is_early))
             self._announce_now.clear()
             if not await self._announce():
                 log.debug("the DHT did not take this peer's record")
@@ -212,9 +208,7 @@ class Presence:
     async def wait_for_change(self) -> None:
         """Wait until the view changes, at most for OFTEN_S."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OFTEN_S):
-                await self._changed.wait()
+        await is_set_within(self._changed, OFTEN_S)
 
     async def leave(self) -> None:
         """Tell the others that this peer leaves, so that they do not wait for it. `describe` must say "leaving"."""

@@ -32,6 +32,7 @@ from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, PEERS_KEY, Announcement
 from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import Completion, Policy, Rollout, learner_for, prompt_of, signed
+from peers.tasks import cancelled
 from peers.timing import LOOK_S, OFTEN_S
 
 WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
@@ -122,9 +123,7 @@ class RolloutPeer:
                 if over := [task for task in tasks if task.done()]:
                     return int(over[0].result() or 0)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancelled(tasks)
             if supervisor is not None:
                 await supervisor.stop()
 
@@ -201,9 +200,7 @@ class RolloutPeer:
                     if task.done():
                         task.result()
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancelled(tasks)
                 self._seen_at = time.monotonic()
 
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
@@ -288,8 +285,7 @@ class RolloutPeer:
                 number += len(groups)
         finally:
             if handing is not None:
-                handing.cancel()
-                await asyncio.gather(handing, return_exceptions=True)
+                await cancelled([handing])
 
     async def _load(self) -> None:
         """Have the generator load the newest policy that has been fetched."""

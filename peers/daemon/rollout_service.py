@@ -41,6 +41,7 @@ from peers.protocol.rollouts import (
     rollout_protocol,
     verified,
 )
+from peers.tasks import is_set_within
 from peers.timing import ANSWER_S, FORGET_S, PROBE_S, STALL_S
 
 MAX_STREAMS = 128
@@ -130,11 +131,7 @@ class RolloutService:
             if left_s <= 0:
                 return Taken()
             self._news.clear()
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._news.wait()
-            except TimeoutError:
-                continue
+            await is_set_within(self._news, left_s)
         return taken
 
     # Rollout peers

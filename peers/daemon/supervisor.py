@@ -22,6 +22,7 @@ from peers.daemon.restarts import (
     restart_delay_s,
 )
 from peers.system import die_with_parent
+from peers.tasks import is_set_within
 from peers.timing import OFTEN_S
 
 _MAX_SAID_BYTES = 1 << 16
@@ -81,7 +82,7 @@ class Supervisor:
                 end = replace(end, restarts=False)
             if self.on_exit:
                 self.on_exit(end)
-            if not end.restarts or await self._stopped_within(restart_delay_s(end.num_deaths)):
+            if not end.restarts or await is_set_within(self._stopping, restart_delay_s(end.num_deaths)):
                 return end
 
     async def stop(self) -> None:
@@ -140,11 +141,6 @@ class Supervisor:
             log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
             return log.read().decode("utf-8", errors="replace")
         return ""
-
-    async def _stopped_within(self, timeout_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._stopping.wait(), timeout_s)
-        return False
 
 
 async def _start(command: WorkerCommand, rank: int, port: int) -> asyncio.subprocess.Process:

@@ -26,6 +26,7 @@ from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.monitor.phases import in_words
 from peers.state.handover import EpochOutcome, Memories
 from peers.state.layout import Layout
+from peers.tasks import cancelled
 from peers.timing import START_S
 
 log = logging.getLogger(__name__)
@@ -243,9 +244,8 @@ class WorkerSession:
                 await connection.send("waiting", reason=in_words(self._monitor.phase))
         finally:
             task.cancel()
-            gone.cancel()
             # It watches the socket until it has ended, and the next receive needs the socket.
-            await asyncio.gather(gone, return_exceptions=True)
+            await cancelled([gone])
 
 
 def _floats(memory: mmap.mmap, numel: int) -> torch.Tensor:
@@ -266,8 +266,6 @@ async def serve_workers(accept: Accept, host: WorkerHost) -> None:
                 session = WorkerSession(host)
             serving.add(asyncio.create_task(session.serve(connection)))
     finally:
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        await cancelled(serving)
         if session is not None:
             session.close()

@@ -37,6 +37,7 @@ from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
 from peers.protocol.refusal import Refusal, unless_refused
 from peers.protocol.reports import Report
 from peers.protocol.signatures import verify_signature
+from peers.tasks import cancelled, is_set_within
 from peers.timing import OFTEN_S, PROBE_S, RETRY_S
 
 LOOK_INTERVAL_S = 2 * OFTEN_S
@@ -118,10 +119,7 @@ class Observer:
 
     async def close(self) -> None:
         own = (self._looking, self._watching, self._watching_coordinator)
-        tasks: list[asyncio.Task[Any]] = [task for task in (*own, *self._following.values()) if task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(task for task in (*own, *self._following.values()) if task)
 
     async def settled(self, timeout_s: float) -> None:
         """Until every known peer has answered or proved unreachable. Peers that are there by then are not reported as
@@ -137,9 +135,7 @@ class Observer:
         if self._watching is not None and self._watching.done():
             raise PeersError("p2pd, the process that carries the connections to the swarm, has died")
         self._news.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+        await is_set_within(self._news, timeout_s)
 
     def swarm(self) -> dict[str, Any]:
         """The current state."""

@@ -7,7 +7,6 @@ once: they are strangers, and every one of them costs a message a second.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
@@ -23,6 +22,7 @@ from peers.net.transport import StreamTransport
 from peers.protocol.admission import NONCE_BYTES, Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import Busy, Hello, Report, report_protocol
+from peers.tasks import cancelled
 from peers.timing import ANSWER_S, OFTEN_S
 
 MAX_OBSERVERS = 16
@@ -106,8 +106,7 @@ class ReportService:
                 await _first_of(hung_up, news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
         finally:
             self._observers.discard(news)
-            hung_up.cancel()
-            await asyncio.gather(hung_up, return_exceptions=True)
+            await cancelled([hung_up])
 
 
 def newest_of(report: Report, since: float) -> float:
@@ -123,6 +122,4 @@ async def _first_of(hung_up: asyncio.Future[Any], news: asyncio.Event, timeout_s
     try:
         await asyncio.wait({hung_up, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await waiting
+        await cancelled([waiting])

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Coroutine
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from msgspec.msgpack import Decoder
 
@@ -28,6 +27,7 @@ from peers.protocol.mesh import Known, Parting, Said
 from peers.protocol.messages import Ask
 from peers.protocol.records import NO_RANK, Announcement, Spoken
 from peers.protocol.refusal import Refused, Why
+from peers.tasks import Tasks, cancelled
 from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, heartbeat_s
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ ANSWER_BYTES = 256 << 10
 MAX_DIALLED = 32
 """Dials at once: anybody can put records into the DHT of peers that do not exist."""
 
-T = TypeVar("T")
 _SAID: Decoder[Said] = Decoder(Said)
 Reached = Literal["here", "gone", "silent"]
 """Nobody listens at its addresses, or it has refused this peer."""
@@ -102,7 +101,7 @@ class Channels:
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         # Kept when channels close, so that reconnecting does not reset a flood's limit.
         self._limits = RateLimits(MESSAGES_PER_S, MESSAGES_AT_ONCE)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks = Tasks()
         self._turned_away: Why | None = None
 
     @property
@@ -114,20 +113,10 @@ class Channels:
         await self._transport.serve(self._protocol, self._accepted)
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run this until the channels are closed."""
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self.tasks.close()
 
     def dial(self, record: Announcement) -> None:
-        self.dialling[record.peer_id] = self.spawn(self._dial(record))
+        self.dialling[record.peer_id] = self.tasks.spawn(self._dial(record))
 
     async def reach(self, record: Announcement) -> Reached:
         """Whether this peer answers; a channel to it is kept."""
@@ -221,7 +210,7 @@ class Channels:
         if self._gate.bans_blob != introduced.told_bans:
             newer.enqueue(Bans(signed=self._gate.bans_blob))
         self._listener.opened(peer_id, introduced)
-        self.spawn(self._listen(newer, peer_id))
+        self.tasks.spawn(self._listen(newer, peer_id))
 
     # While one stands
 
@@ -248,8 +237,7 @@ class Channels:
             log.debug("lost the channel to peer %d: %s", self._rank_of(peer_id), error)
             broken_by = error
         finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
+            await cancelled([sender])
             channel.channel.close()
             if self.open.get(peer_id) is channel:
                 del self.open[peer_id]
@@ -280,7 +268,7 @@ class Channels:
         if spoken is None or spoken.state == "leaving" or not isinstance(broken_by, PeerUnreachable):
             return
         if time.monotonic() > stood_since + OFTEN_S:
-            self.spawn(self._redial(spoken))
+            self.tasks.spawn(self._redial(spoken))
 
     def _rank_of(self, peer_id: str) -> int:
         spoken = self._listener.newest(peer_id)

@@ -18,14 +18,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from peers.core import events
 from peers.errors import ProtocolError
 from peers.net.channels import Channels, Reached, StreamOpener
 from peers.net.gate import Gate
 from peers.net.gossip import Gossip
 from peers.net.introduction import Introduced
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Announced, Carried, Known, News, Parting, Said, Told
-from peers.protocol.messages import Status
+from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
 from peers.timing import LEAST_SILENCE_S, LOST_BEATS, OFTEN_S, SLICE_S, START_S, status_s
@@ -61,17 +61,14 @@ class Mesh:
         transport: StreamOpener,
         own_record: OwnRecord,
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, Carried], None],
-        on_statuses: Callable[[Sequence[tuple[str, Status]]], None] = lambda statuses: None,
-        on_lost: Callable[[str], None] = lambda peer_id: None,
-        on_still_here: Callable[[Collection[str]], None] = lambda peer_ids: None,
+        post: Callable[[events.Event], None],
+        on_manifest: Callable[[Announcement, Manifest | WantManifest], None],
         gate: Gate | None = None,
     ) -> None:
-        """`gate`: who may be here; default: everybody. `on_statuses` hears what cores say of themselves, by peer id,
-        `on_lost` of each peer that is lost, and `on_still_here`, among many, again and again of all that are here."""
+        """`gate`: who may be here; default: everybody. `post` takes what the core is to hear, `on_manifest` what is
+        said about the settings of the run."""
         self._peer_id, self._own_record = peer_id, own_record
-        self._on_change, self._on_message = on_change, on_message
-        self._on_statuses, self._on_lost, self._on_still_here = on_statuses, on_lost, on_still_here
+        self._on_change, self._post, self._on_manifest = on_change, post, on_manifest
         self._number, self._signed, self._signed_at = 0, b"", float("-inf")
         self._gossip = Gossip(peer_id)
         self._passing_on: asyncio.TimerHandle | None = None
@@ -115,7 +112,7 @@ class Mesh:
 
     async def start(self) -> None:
         await self._channels.start()
-        self._channels.spawn(self._tend())
+        self._channels.tasks.spawn(self._tend())
 
     async def close(self) -> None:
         await self._channels.close()
@@ -165,7 +162,7 @@ class Mesh:
             silence_s = max(LEAST_SILENCE_S, LOST_BEATS * status_s(self.num_peers))
             for peer_id in self._gossip.silent(now, silence_s) - channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
-            self._on_still_here(self._gossip.here.keys())
+            self._post(events.StillHere(frozenset(self._gossip.here)))
             self._dial_missing({})
             for peer_id in channels.open.keys() - self._gossip.neighbours:
                 channel = channels.open[peer_id]
@@ -241,8 +238,12 @@ class Mesh:
             case _:
                 if peer_id in self._channels.open:
                     self._channels.open[peer_id].used_at = time.monotonic()
-                if (sender := self._gossip.newest(peer_id)) is not None:
-                    self._on_message(sender, said)
+                if (sender := self._gossip.newest(peer_id)) is None:
+                    return
+                if isinstance(said, Manifest | WantManifest):
+                    self._on_manifest(sender, said)
+                else:
+                    self._post(events.Received(peer_id, said))
 
     def broken(self, peer_id: str) -> None:
         self._lose(peer_id, by_own_channel=True)
@@ -278,8 +279,8 @@ class Mesh:
 
     def _learn_from(self, news: Sequence[Spoken], *, is_urgent: bool) -> None:
         """Tell the core, heed whom they say to be lost, and pass them on."""
-        if statuses := [(one.peer_id, one.status) for one in news if one.status is not None]:
-            self._on_statuses(statuses)
+        if statuses := tuple((one.peer_id, one.status) for one in news if one.status is not None):
+            self._post(events.StatusesReceived(statuses))
         for one in news:
             for peer_id in self._gossip.rumoured(one) - self._channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
@@ -291,7 +292,7 @@ class Mesh:
     def _lose(self, peer_id: str, *, by_own_channel: bool) -> None:
         if not self._gossip.lose(peer_id, time.monotonic(), by_own_channel=by_own_channel):
             return
-        self._on_lost(peer_id)
+        self._post(events.Disconnected(peer_id))
         self._on_change()
         if by_own_channel and not self._gossip.is_full_mesh:
             self.broadcast_status()

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from peers.errors import PeersError
+from peers.tasks import cancelled
 from peers.timing import GRACE_S, PROBE_S
 
 
@@ -47,8 +48,6 @@ async def collect_offers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[d
 
 async def _withdraw(pending: Iterable[asyncio.Task[Any]]) -> None:
     """Stop asking, and decline what is offered later."""
-    for task in (tasks := list(pending)):
-        task.cancel()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+    for outcome in await cancelled(pending):
         if not isinstance(outcome, BaseException):
             outcome.close()

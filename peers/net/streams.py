@@ -24,6 +24,7 @@ from peers.net import socket_io
 from peers.net.transport import StreamTransport
 from peers.reduce.frames import HEADER, NOBODY, Kind, is_silent, slice_s
 from peers.reduce.plan import ATTEMPT_BYTES
+from peers.tasks import cancelled
 from peers.timing import ANSWER_S, CONNECT_S, OFTEN_S
 
 log = logging.getLogger(__name__)
@@ -366,9 +367,7 @@ async def _give_up(futures: Sequence[asyncio.Future[socket.socket]], farewell: b
 
     The farewell, an abort that blames nobody, keeps a peer that is in the round already from taking this one for dead.
     """
-    for future in futures:
-        future.cancel()
-    for outcome in await asyncio.gather(*futures, return_exceptions=True):
+    for outcome in await cancelled(futures):
         if isinstance(outcome, socket.socket):
             with contextlib.suppress(OSError):
                 outcome.send(farewell)

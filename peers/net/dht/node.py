@@ -22,6 +22,7 @@ from peers.net.identity import Identity
 from peers.net.libp2p.p2pd import P2pd
 from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
 from peers.protocol.wire import encode
+from peers.tasks import cancelled
 from peers.timing import CONNECT_S, LOOK_S, OFTEN_S, PROBE_S
 
 if TYPE_CHECKING:
@@ -183,8 +184,7 @@ class Dht:
 
     async def close(self) -> None:
         """Leave: no process and no socket stays. May be repeated."""
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
+        await cancelled([self._keeper])
         await self.transport.close()
         if self._p2pd.is_alive:
             try:

@@ -8,13 +8,14 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.libp2p import p2pd_control
 from peers.net.transport import Handler
 from peers.protocol.maddrs import parse_maddr
+from peers.tasks import Tasks
 from peers.timing import RETRY_S
 
 MAX_HANDLED_PER_PEER = 4
@@ -39,7 +40,7 @@ class Transport:
         self._control = control
         self._directory = directory
         self._listeners: dict[Path, socket.socket] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._num_handled: Counter[tuple[str, str]] = Counter()
 
     async def open(
@@ -89,13 +90,11 @@ class Transport:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         await p2pd_control.accept_streams(self._control, protocol, path)
-        self._keep(self._accept(listener, protocol, handler))
+        self._tasks.spawn(self._accept(listener, protocol, handler))
 
     async def close(self) -> None:
         """Accept nothing more, and cancel the handlers that still run. Streams stay with their owners."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for path, listener in self._listeners.items():
             listener.close()
             path.unlink(missing_ok=True)
@@ -112,7 +111,7 @@ class Transport:
                 await asyncio.sleep(RETRY_S)
                 continue
             sock.setblocking(False)
-            self._keep(self._handle(sock, protocol, handler))
+            self._tasks.spawn(self._handle(sock, protocol, handler))
 
     async def _handle(self, sock: socket.socket, protocol: str, handler: Handler) -> None:
         try:
@@ -133,13 +132,3 @@ class Transport:
         except BaseException:
             sock.close()
             raise
-
-    def _keep(self, coroutine: Awaitable[None]) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a stream handler failed", exc_info=error)

@@ -13,9 +13,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.paths.acceptor import Acceptor
@@ -23,6 +22,7 @@ from peers.net.transport import Handler
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.records import MAX_ENDPOINTS
 from peers.system import keepalive_options
+from peers.tasks import Tasks
 from peers.timing import PROBE_S, RETRY_S
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Direct:
     def __init__(self, acceptor: Acceptor, endpoints_of: Callable[[str], Sequence[str]]) -> None:
         self._acceptor, self._endpoints_of = acceptor, endpoints_of
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def port(self) -> int:
@@ -68,7 +68,7 @@ class Direct:
             ) from error
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._keep(self._accept(listener))
+        self._tasks.spawn(self._accept(listener))
 
     def knows(self, peer_id: str) -> bool:
         """Whether this peer has announced where to call it."""
@@ -94,9 +94,7 @@ class Direct:
 
     async def close(self) -> None:
         """Take no more calls, and drop those that are being greeted. Streams stay with their owners."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -112,12 +110,7 @@ class Direct:
                 await asyncio.sleep(RETRY_S)
                 continue
             _set_options(sock)
-            self._keep(self._acceptor.receive(sock, source=source_of(address[0])))
-
-    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._acceptor.receive(sock, source=source_of(address[0])))
 
 
 async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from peers.errors import PeerUnreachable
+from peers.tasks import cancelled
 from peers.timing import STOP_S
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,7 @@ class Forwarder:
         loop.close()
 
     async def _stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(self._tasks)
 
     def _begin(self, one: socket.socket, other: socket.socket, on_end: Callable[[], object]) -> None:
         async def forward() -> None:
@@ -66,9 +64,7 @@ class Forwarder:
                 # Neither end supports half-close, so the end of one direction ends both.
                 await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for direction in directions:
-                    direction.cancel()
-                for outcome in await asyncio.gather(*directions, return_exceptions=True):
+                for outcome in await cancelled(directions):
                     if outcome is not None and not isinstance(outcome, OSError | asyncio.CancelledError):
                         log.error("forwarding failed", exc_info=outcome)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.protocol.records import Path
+from peers.tasks import cancelled
 
 
 class Dial(NamedTuple):
@@ -48,8 +49,6 @@ async def first_connected(dials: Sequence[Dial], timeout_s: float) -> tuple[Path
 
 
 async def _close_late(running: Iterable[asyncio.Future[socket.socket]]) -> None:
-    for task in running:
-        task.cancel()
-    for outcome in await asyncio.gather(*running, return_exceptions=True):
+    for outcome in await cancelled(running):
         if isinstance(outcome, socket.socket):
             outcome.close()

@@ -30,6 +30,7 @@ from peers.protocol.relays import (
     asking,
     delivering,
 )
+from peers.tasks import Tasks
 from peers.timing import PROBE_S
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class RelayService:
         self._peers, self._rate_to = peers, rate_to
         self._forwarder = Forwarder()
         self._forwarded: Counter[tuple[str, str]] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def start(self) -> None:
         await self._libp2p.serve(asking(self._run_id), self._asked)
@@ -72,9 +73,7 @@ class RelayService:
 
     async def close(self) -> None:
         """Forward nothing more; open streams are cut."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await asyncio.to_thread(self._forwarder.close)
 
     # The relay
@@ -135,7 +134,7 @@ class RelayService:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
         caller = (await channel.read(_DELIVER, PROBE_S)).caller
         # In the background: libp2p's transport runs few handlers per peer at once, and this one may take long.
-        greeting = asyncio.create_task(
+        self._tasks.spawn(
             self._acceptor.receive(
                 sock,
                 source=f"relay {relay}",
@@ -144,5 +143,3 @@ class RelayService:
                 strangers=True,
             )
         )
-        self._tasks.add(greeting)
-        greeting.add_done_callback(self._tasks.discard)

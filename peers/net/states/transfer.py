@@ -33,6 +33,7 @@ from peers.protocol.states import (
 )
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.state.outer_state import OuterState, Snapshot, hash_chunk
+from peers.tasks import cancelled
 from peers.timing import ANSWER_S, COMMIT_S, STALL_S, START_S
 
 log = logging.getLogger(__name__)
@@ -86,9 +87,7 @@ async def download_state(
             download.suspects,
         ) from None
     finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await cancelled(tasks.values())
     if not download.is_complete:
         reasons = "; ".join(f"{donor}: {task.result()}" for donor, task in tasks.items() if task.result())
         raise StateUnavailable(

@@ -75,10 +75,8 @@ def a_presence(identity, dht=None):
         describe=lambda: None,
         status=lambda: None,
         on_change=lambda: None,
-        on_message=lambda sender, message: None,
-        on_statuses=lambda statuses: None,
-        on_lost=lambda peer_id: None,
-        on_still_here=lambda peer_ids: None,
+        post=lambda event: None,
+        on_manifest=lambda sender, message: None,
         gate=Gate.open(RUN_ID),
     )
 

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from peers.admission.secrets import AdmissionKey
+from peers.core import events
 from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
 from peers.net import channels as channels_module
@@ -53,14 +54,15 @@ class Transport:
         self.unanswered.append(peer_id)
 
 
-def mesh_over(transport, own_record=lambda number, lost: b"", on_message=lambda *_: None):
+def mesh_over(transport, own_record=lambda number, lost: b"", post=lambda event: None):
     return Mesh(
         run_id="run",
         peer_id="a",
         transport=transport,
         own_record=own_record,
         on_change=lambda: None,
-        on_message=on_message,
+        post=post,
+        on_manifest=lambda *_: None,
     )
 
 
@@ -146,8 +148,8 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
 @pytest.mark.parametrize(("num_asks", "is_kept"), [(20, True), (200, False)])
 def test_who_asks_pays_for_the_answers(num_asks, is_kept):
     async def scenario():
-        heard = []
-        mesh = mesh_over(Transport(), on_message=lambda _, message: heard.append(message))
+        heard, asks = [], events.Received("b", Ask(head="a" * 64))
+        mesh = mesh_over(Transport(), post=lambda event: heard.append(event) if event == asks else None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
@@ -229,8 +231,8 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
                     said, number=number
                 ).encode(identity),
                 on_change=lambda: None,
-                on_message=lambda *_: None,
-                on_lost=lost.append,
+                post=lambda event: lost.append(event) if isinstance(event, events.Disconnected) else None,
+                on_manifest=lambda *_: None,
             )
             await mesh.start()
             meshes.append(mesh)
@@ -283,7 +285,8 @@ class Ends:
             transport=self.wire.transport(identity.peer_id),
             own_record=lambda number, lost: replace(self.record(rank), number=number).encode(identity),
             on_change=lambda: None,
-            on_message=lambda *_: None,
+            post=lambda event: None,
+            on_manifest=lambda *_: None,
             gate=self.gates[rank],
         )
 
@@ -381,7 +384,18 @@ class Many:
 
     def mesh(self, peer_id):
         identity, heard = self.identities[peer_id], self.heard.setdefault(peer_id, [])
-        lost = self.lost.setdefault(peer_id, [])
+        lost, still_here = self.lost.setdefault(peer_id, []), self.still_here.setdefault(peer_id, [])
+
+        def post(event):
+            match event:
+                case events.Received(sender, message):
+                    heard.append((sender, message))
+                case events.StatusesReceived(statuses):
+                    heard.extend(statuses)
+                case events.Disconnected(other):
+                    lost.append(other)
+                case events.StillHere(others):
+                    still_here.append(others)
 
         def own_record(number, losses):
             status = Status(incarnation=1, sequence=self.sequences[peer_id], world_rank=0, phase="training")
@@ -393,10 +407,8 @@ class Many:
             transport=self.wire.transport(peer_id),
             own_record=own_record,
             on_change=lambda: None,
-            on_message=lambda sender, message: heard.append((sender.peer_id, message)),
-            on_statuses=lambda statuses: heard.extend(statuses),
-            on_lost=lost.append,
-            on_still_here=self.still_here.setdefault(peer_id, []).append,
+            post=post,
+            on_manifest=lambda *_: None,
         )
 
     async def meet(self):

@@ -1,0 +1,53 @@
+"""Asyncio tasks that end with the object they belong to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """The background tasks of one object. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run this until it ends, or `close` is called. An error that it raises is logged."""
+        task = asyncio.create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what still runs, and wait until it has ended. May be repeated."""
+        await cancelled(self._running)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+
+async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
+    """Cancel these, wait until they have ended, and return what came of each. May be repeated."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    return await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for the event, so long at the most. Returns whether it has come."""
+    with contextlib.suppress(TimeoutError):
+        # Not wait_for: in Python 3.11 it swallows a cancellation that meets the event.
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    return False
