@@ -67,11 +67,6 @@ class RankLedger:
             (fencing,) = self._db.execute("SELECT last FROM fencing").fetchone()
             return Grant(world_rank=rank, fencing=fencing, galaxy_size=self.known())
 
-    def release(self, peer_id: str) -> None:
-        """Forget this identity; its rank is free. May be repeated."""
-        with self._transaction():
-            self._db.execute("DELETE FROM ranks WHERE peer_id = ?", (peer_id,))
-
     def holder(self, world_rank: int) -> str | None:
         row = self._db.execute("SELECT peer_id FROM ranks WHERE world_rank = ?", (world_rank,)).fetchone()
         return row[0] if row else None

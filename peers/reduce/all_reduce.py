@@ -134,7 +134,6 @@ def reduce_pseudo_gradients(
     return ReduceReport(
         reduction.sent_bytes,
         reduction.received_bytes,
-        arithmetic.share_digests(),
         reduction.bandwidth(),
         arithmetic.parallel(),
     )

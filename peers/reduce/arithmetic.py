@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
-import xxhash
 from torch import Tensor
 
 from peers.errors import ProtocolError
@@ -66,7 +64,6 @@ class Arithmetic:
         self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
-        self._digests = [xxhash.xxh3_128() for _ in plan.members]
         self._oversized: dict[int, Bytes] = {}
         """Finished chunks that are longer encoded than their values, by index."""
         self._samples = Samples()
@@ -133,7 +130,6 @@ class Arithmetic:
             self._kept.add_to_average(part, total, scratch.values)
             self._kept.before_coding(part, total)
         payload = self._result_codec.encode(total, scratch.payload)
-        self._digests[self._plan.me].update(payload.data)
         if not self._result_codec.lossless:
             home = total.view(np.uint8)
             if payload.size > home.size:
@@ -174,7 +170,6 @@ class Arithmetic:
         values = self._result_codec.decode(payload, self._result[self._plan.chunk(owner, index)])
         found = energy(values)
         self._result_energy_left[owner] = spend(self._result_energy_left[owner], found, "average")
-        self._digests[owner].update(payload.data)
         if self._recording is not None:
             self._recording.keep(owner, index, payload)
 
@@ -191,9 +186,6 @@ class Arithmetic:
         """World ranks of the members whose pseudo-gradients are parallel to this peer's (likeness.py)."""
         return tuple(self._plan.members[index] for index in self._samples.parallel_to(self._plan.me))
 
-    def share_digests(self) -> tuple[str, ...]:
-        return _digests_of(self._digests)
-
 
 def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:
     """The reduction of a group of one; returns early when cancelled."""
@@ -204,10 +196,6 @@ def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.
         arithmetic.add_own(index, scratch)
         arithmetic.finish(index, scratch)
         arithmetic.settle(index, scratch)
-
-
-def _digests_of(hashers: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(hasher.hexdigest() for hasher in hashers)
 
 
 def spend(energy_left: float, energy: float, what: str) -> float:

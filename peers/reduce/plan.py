@@ -112,8 +112,6 @@ class ReduceReport:
 
     sent_bytes: int
     received_bytes: int
-    share_digests: tuple[str, ...]
-    """xxh3_128 (hex) over each share's encoded result, in member order."""
     bandwidth: float = 0.0
     """Peak bytes/s of this peer's link, the lower of both directions; 0: too short to tell."""
     parallel: tuple[int, ...] = ()

@@ -91,11 +91,6 @@ class LedgerAgainstADictionary(RuleBasedStateMachine):
         assert answer.fencing > self.last_fencing
         self.last_fencing = answer.fencing
 
-    @rule(peer=st.sampled_from(PEERS))
-    def release(self, peer):
-        self.ledger.release(peer)
-        self.ranks.pop(peer, None)
-
     @rule()
     def restart(self):
         self.ledger.close()

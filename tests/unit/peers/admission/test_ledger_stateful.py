@@ -38,11 +38,6 @@ class LedgerUnderRequests(RuleBasedStateMachine):
     def a_holder_that_does_not_answer_is_evicted(self, peer_id: str, wanted: int) -> None:
         self._assign(peer_id, wanted, self.holders.get(wanted), frozenset())
 
-    @rule(peer_id=peer_ids)
-    def a_peer_is_forgotten(self, peer_id: str) -> None:
-        self.ledger.release(peer_id)
-        self.holders = {rank: holder for rank, holder in self.holders.items() if holder != peer_id}
-
     @rule()
     def the_coordinator_is_started_again(self) -> None:
         self.ledger.close()

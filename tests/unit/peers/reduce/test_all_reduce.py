@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import xxhash
 
 from peers.errors import ProtocolError, RoundFailed
 from peers.reduce.codecs import codec_named, codec_names
@@ -63,15 +62,14 @@ def assert_close(value, expected, rtol):
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4])
 def test_all_members_hold_the_same_bits_and_the_right_average(swarm, num_members, numel, codec):
     group = swarm(num_members, numel, codec=codec)
-    reports = outcomes(group, range(num_members))
+    outcomes(group, range(num_members))
     for result in group.results[1:]:
         assert torch.equal(result.view(torch.int32), group.results[0].view(torch.int32))
-    assert {report.share_digests for report in reports.values()} == {reports[0].share_digests}
     # In fp16 the sums' last bit may tip a rounding: one unit of half precision.
     assert_close(group.results[0], reference(group), 1e-6 if codec == "fp32" else 2.0**-10)
 
 
-def test_sent_and_received_bytes_are_exact_and_digests_are_of_what_went_on_the_wire(swarm):
+def test_sent_and_received_bytes_are_exact(swarm):
     group = swarm(3, SEVERAL_CHUNKS, codec="fp16", bounds=(0, 10, 10 + 2 * CHUNK_NUMEL, SEVERAL_CHUNKS))
     reports = outcomes(group, range(3))
     chunks = [group.plan(0).num_chunks(owner) for owner in range(3)]
@@ -82,9 +80,6 @@ def test_sent_and_received_bytes_are_exact_and_digests_are_of_what_went_on_the_w
         contributions = sum(2 * sizes[owner] + HEADER.size * chunks[owner] for owner in others)
         results = 2 * (2 * sizes[me] + HEADER.size * chunks[me])
         assert report.sent_bytes == contributions + results
-    for owner in range(3):
-        share = group.results[0][group.bounds[owner] : group.bounds[owner + 1]]
-        assert reports[0].share_digests[owner] == xxhash.xxh3_128(share.half().numpy().tobytes()).hexdigest()
     assert sum(r.sent_bytes for r in reports.values()) == sum(r.received_bytes for r in reports.values())
 
 
@@ -130,7 +125,6 @@ def test_members_without_a_share_still_bring_and_get_everything(swarm, idle, cod
     reports = outcomes(group, range(4))
     for result in group.results[1:]:
         assert torch.equal(result.view(torch.int32), group.results[0].view(torch.int32))
-    assert {report.share_digests for report in reports.values()} == {reports[0].share_digests}
     if codec == "fp32":
         assert_close(group.results[0], reference(group), 1e-6)
         for me, report in reports.items():
@@ -312,8 +306,7 @@ def test_robust_rules_leave_every_member_with_the_same_bits_and_an_outlier_witho
     group = swarm(4, SEVERAL_CHUNKS, codec=codec, rule=rule)
     group.locals[3] = group.anchor + 100 * (group.locals[3] - group.anchor)
     group.norms[3] *= 100
-    reports = outcomes(group, range(4))
-    assert len({report.share_digests for report in reports.values()}) == 1
+    outcomes(group, range(4))
     assert all(torch.equal(group.results[0], result) for result in group.results[1:])
     honest = torch.stack([group.anchor - local for local in group.locals[:3]]).mean(0)
     assert (group.results[0] - honest).norm() < 1.5 * honest.norm()

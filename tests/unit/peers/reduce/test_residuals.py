@@ -140,8 +140,7 @@ def same_bits(a, b):
 def test_all_members_hold_the_same_bits_epoch_after_epoch(group, num_members, numel, codec):
     swarm = group(num_members, numel, codec)
     for _ in range(3):
-        reports = swarm.epoch(swarm.trained())
-        assert len({report.share_digests for report in reports}) == 1
+        swarm.epoch(swarm.trained())
         for result in swarm.results[1:]:
             assert same_bits(result, swarm.results[0])
 
@@ -181,15 +180,15 @@ def test_a_failed_attempt_changes_nothing_for_the_next(group, codec):
     swarm = group(2, SMALL, codec)
     swarm.epoch(swarm.trained())
     locals_ = swarm.trained()
-    _, first = swarm.attempt(locals_)
+    swarm.attempt(locals_)
     result = swarm.results[0].clone()
     for residuals in swarm.residuals:
         residuals.drop_attempt()
-    plans, second = swarm.attempt(locals_)
-    assert [r.share_digests for r in first] == [r.share_digests for r in second]
-    assert same_bits(swarm.results[1], result)
+    plans, _ = swarm.attempt(locals_)
+    assert all(same_bits(again, result) for again in swarm.results)
     swarm.commit(plans, locals_)
-    assert swarm.epoch(swarm.trained())[0].share_digests != first[0].share_digests
+    swarm.epoch(swarm.trained())
+    assert not same_bits(swarm.results[0], result)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
