@@ -7,25 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from peers.admission.service import AdmissionSettings
 from peers.core import defaults
 from peers.core.schedule import Schedule
-from peers.net.paths.paths import TransportMode
+from peers.net.paths.network import NetworkSettings
 from peers.protocol.mesh import Scalar
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.timing import MATCHMAKING_S
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonConfig:
+class DaemonConfig(NetworkSettings, AdmissionSettings):
     """What one daemon needs to know. `manifest` is this peer's proposal; its user insists on the fields in `named`."""
 
     run_id: str = "diloco"
     initial_peers: tuple[str, ...] = ()
-    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce_maddrs: tuple[str, ...] = ()
-    transport: TransportMode = "auto"
-    data_port: int = 0
-    announce_data_maddrs: tuple[str, ...] = ()
     world_rank: int | None = None
     galaxy_size: int | None = None
     matchmaking_time: float | None = None
@@ -35,9 +31,6 @@ class DaemonConfig:
     grace: float | None = None
     timeout_waiting_for_peers: float = 600.0
     fail_rank_drop: bool = False
-    swarm_secret_file: str | None = None
-    admission_key_file: str | None = None
-    allowlist_file: str | None = None
     manifest: Mapping[str, Scalar] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     state_dir: str = ""

@@ -19,7 +19,7 @@ from peers.admission.rank_request import protocol_of
 from peers.admission.registrar import Registrar
 from peers.admission.secrets import load_or_create_key
 from peers.admission.service import AdmissionService, AdmissionSettings
-from peers.errors import PeersError, UserError
+from peers.errors import UserError
 from peers.monitor.news import Watcher
 from peers.net.announced import announced
 from peers.net.dht.node import Dht
@@ -96,7 +96,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
             say(line)
         say(who_may_join(config, admission.gate.is_open))
         await _until_one_fails(
-            _fail_with_p2pd(dht),
+            dht.fail_with_p2pd(),
             _announce_forever(run_id, admission),
             _report_forever(dht, run_id, admission.gate, say),
             admission.run(),
@@ -184,7 +184,3 @@ async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str]
         for line in watcher.update(here, time.monotonic()):
             say(line)
         await asyncio.sleep(OFTEN_S)
-
-
-async def _fail_with_p2pd(dht: Dht) -> None:
-    raise PeersError(f"p2pd, which carries the coordinator's connections, has died: {await dht.wait_dead()}")

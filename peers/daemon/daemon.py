@@ -18,7 +18,6 @@ from peers.daemon.config import DaemonConfig
 from peers.daemon.host import WorkerHost
 from peers.daemon.link import Accept
 from peers.daemon.presence import Presence
-from peers.daemon.restarts import USER_ERROR, WorkerEnd
 from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -31,7 +30,7 @@ from peers.monitor.report_service import ReportService
 from peers.monitor.reporting import Reporting
 from peers.net.dht.node import Dht
 from peers.net.identity import Identity
-from peers.net.paths.network import Network, NetworkSettings
+from peers.net.paths.network import Network
 from peers.net.paths.reachability import Reachability
 from peers.net.states.server import StateServer
 from peers.net.streams import StreamPool
@@ -67,13 +66,7 @@ class Daemon:
             run_id=config.run_id,
             identity=identity,
             libp2p=dht.transport,
-            settings=NetworkSettings(
-                transport=config.transport,
-                host_maddrs=config.host_maddrs,
-                announce_maddrs=config.announce_maddrs,
-                data_port=config.data_port,
-                announce_data_maddrs=config.announce_data_maddrs,
-            ),
+            settings=config,
             peers=lambda: self._presence.mesh.peers,
             gate=admission.gate,
         )
@@ -127,7 +120,7 @@ class Daemon:
     async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
         """Live as a peer, between joining the DHT and leaving it. Returns the exit code."""
         self._spawn(serve_workers(accept, self._host))
-        self._spawn(self._watch_p2pd())
+        self._spawn(self._dht.fail_with_p2pd())
         self._spawn(self._admission.run())
         try:
             await self._enter()
@@ -256,19 +249,13 @@ class Daemon:
             await self._host.finished.wait()
             return 0
         command = worker(self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path)
-        supervisor = self._supervisor = Supervisor(command, _tell_of_restart)
+        supervisor = self._supervisor = Supervisor(command)
         self._monitor.on_progress = supervisor.restarts.progressed
         self._monitor.on_commit = supervisor.restarts.committed
-        return _code_of(supervisor, await supervisor.run())
+        return await supervisor.run_to_its_end()
 
     def _spawn(self, coroutine: Any) -> None:
         self._tasks.append(asyncio.create_task(coroutine))
-
-    async def _watch_p2pd(self) -> None:
-        await self._dht.wait_dead()
-        raise PeersError(
-            "p2pd, the process that carries this peer's connections, has died; start the peer again"
-        )
 
     # What this peer shows of itself, and what reaches it
 
@@ -284,7 +271,7 @@ class Daemon:
             head=state.head if state else "",
             step=self._monitor.step,
             local_step=self._monitor.local_step,
-            step_s=self._monitor.pace.step_s,
+            step_s=self._monitor.step_s,
             committed_tokens=state.committed_tokens if state else 0,
             tokens_per_s=self._monitor.tokens_per_s,
             anchor_digest=state.anchor_digest if state else "",
@@ -329,15 +316,3 @@ class Daemon:
 
     def _waited_out(self) -> bool:
         return time.monotonic() > self._deadline
-
-
-def _tell_of_restart(end: WorkerEnd) -> None:
-    if end.restarts:
-        log.warning("%s", end.in_words())
-
-
-def _code_of(supervisor: Supervisor, end: WorkerEnd) -> int:
-    """0 or USER_ERROR. Raises PeersError where the worker was given up on."""
-    if end.is_failure:
-        raise PeersError(f"{end.given_up(supervisor.policy)}\nIts log: {supervisor.command.log_path}")
-    return USER_ERROR if end.code else 0

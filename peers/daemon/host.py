@@ -104,7 +104,7 @@ class WorkerHost:
         since_commit = self.monitor.progressed(progress)
         # A worker that continues during its round is still in the epoch before.
         if since_commit >= 0:
-            self.runtime.post(events.WorkerTrains(since_commit, self.monitor.pace.step_s))
+            self.runtime.post(events.WorkerTrains(since_commit, self.monitor.step_s))
 
     def worker_lost(self) -> None:
         """The worker has hung up. Nobody is to wait for it; what it has handed over is still averaged."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.admission.service import AdmissionService
 from peers.daemon.config import DaemonConfig
 from peers.daemon.daemon import Daemon, WorkerFactory
 from peers.daemon.link import listen, refuse
@@ -42,15 +42,10 @@ async def run_daemon(
         link_path = Path(config.link_path) if config.link_path else directory / "link.sock"
         accept = await stack.enter_async_context(listen(link_path))
         try:
-            settings = AdmissionSettings(
-                swarm_secret_file=config.swarm_secret_file,
-                admission_key_file=config.admission_key_file,
-                allowlist_file=config.allowlist_file,
-            )
             if on_phase is not None:
                 on_phase(Phase(name="starting", detail="joining the network"))
             # Reports errors in these files before the peer connects to anything.
-            settings.secret()
+            config.secret()
             identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
             stack.callback(identity.release)
             log.info("starting as %s", identity.peer_id)
@@ -67,7 +62,7 @@ async def run_daemon(
             stack.push_async_callback(dht.close)
             if config.discover:
                 await stack.enter_async_context(answering(config.run_id, await dht.maddrs()))
-            admission = AdmissionService(config.run_id, identity, dht, settings)
+            admission = AdmissionService(config.run_id, identity, dht, config)
             await admission.enter()
         except UserError as error:
             if worker is None:

@@ -17,11 +17,12 @@ from peers.admission.rank_request import request_rank
 from peers.core import events
 from peers.errors import PeersError, UserError
 from peers.net.announced import announced
-from peers.net.channels import Reached, StreamOpener
+from peers.net.channels import Reached
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh
+from peers.net.paths.paths import Paths
 from peers.protocol.mesh import Manifest, WantManifest
 from peers.protocol.messages import Status
 from peers.protocol.records import (
@@ -61,7 +62,7 @@ class Presence:
         run_id: str,
         identity: Identity,
         dht: Dht,
-        transport: StreamOpener,
+        transport: Paths,
         galaxy_size: int | None,
         describe: Callable[[], Announcement],
         status: Callable[[], Status | None],

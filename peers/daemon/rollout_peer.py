@@ -15,14 +15,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.admission.service import AdmissionService
 from peers.core import joining
 from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator
 from peers.daemon.link import listen
-from peers.daemon.restarts import WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
-from peers.errors import LinkLost, PeersError, PeerUnreachable, ProtocolError, UserError
+from peers.errors import LinkLost, PeerUnreachable, ProtocolError, UserError
 from peers.net.announced import announced
 from peers.net.dht.node import Dht
 from peers.net.identity import Identity, claim_slot
@@ -55,23 +54,22 @@ async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, direc
     async with contextlib.AsyncExitStack() as stack:
         link_path = stack.enter_context(SocketDirectory()).path / "link.sock"
         accept = await stack.enter_async_context(listen(link_path))
-        settings = AdmissionSettings(swarm_secret_file=config.swarm_secret_file)
         # Reports errors in these files before the peer connects to anything.
-        settings.secret()
+        config.secret()
         identity = claim_slot(Path(config.state_dir), config.run_id, None, prefix=SLOT_PREFIX)
         stack.callback(identity.release)
         log.info("starting as %s, which generates rollouts", identity.peer_id)
         # It calls the learners, and nobody calls it.
         dht = await Dht.join(identity=identity, initial_peers=config.initial_peers, client_mode=True)
         stack.push_async_callback(dht.close)
-        admission = AdmissionService(config.run_id, identity, dht, settings)
+        admission = AdmissionService(config.run_id, identity, dht, config)
         await admission.enter()
         generator = Generator()
         stack.callback(generator.close)
         peer = RolloutPeer(config, identity, dht, admission, generator, directory)
         return await peer.live(
             generator.serve(accept),
-            lambda manifest: Supervisor(worker(manifest, link_path), _tell_of_restart),
+            lambda manifest: Supervisor(worker(manifest, link_path)),
         )
 
 
@@ -110,7 +108,7 @@ class RolloutPeer:
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(links),
             asyncio.create_task(self._admission.run()),
-            asyncio.create_task(self._watch_p2pd()),
+            asyncio.create_task(self._dht.fail_with_p2pd()),
         ]
         try:
             working = asyncio.create_task(self._work())
@@ -119,19 +117,13 @@ class RolloutPeer:
                 await asyncio.wait(tasks, timeout=OFTEN_S, return_when=asyncio.FIRST_COMPLETED)
                 if supervisor is None and self._manifest:
                     supervisor = supervisor_of(self._manifest)
-                    tasks.append(asyncio.create_task(_supervised(supervisor)))
+                    tasks.append(asyncio.create_task(supervisor.run_to_its_end()))
                 if over := [task for task in tasks if task.done()]:
                     return int(over[0].result() or 0)
         finally:
             await cancelled(tasks)
             if supervisor is not None:
                 await supervisor.stop()
-
-    async def _watch_p2pd(self) -> None:
-        await self._dht.wait_dead()
-        raise PeersError(
-            "p2pd, the process that carries this peer's connections, has died; start the peer again"
-        )
 
     async def _work(self) -> int:
         """Work for one learner after the other. Raises UserError if there was never one."""
@@ -333,16 +325,3 @@ class RolloutPeer:
                 self._step,
                 self._num_dropped,
             )
-
-
-async def _supervised(supervisor: Supervisor) -> int:
-    """The generator's exit code, which only a user's error gives. Raises PeersError where it was given up on."""
-    end = await supervisor.run()
-    if end.is_failure:
-        raise PeersError(f"{end.given_up(supervisor.policy)}\nIts log: {supervisor.command.log_path}")
-    return end.code
-
-
-def _tell_of_restart(end: WorkerEnd) -> None:
-    if end.restarts:
-        log.warning("%s", end.in_words())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import sys
+
+import msgspec
 
 from peers.daemon.config import DaemonConfig
 from peers.daemon.main import run_daemon
@@ -26,7 +27,8 @@ def main() -> int:
     # This takes seconds, during which an event loop would not react to signals.
     load_hivemind()
     try:
-        return asyncio.run(_until_signal(_config(sys.stdin.buffer.read(_MAX_CONFIG_BYTES))))
+        text = sys.stdin.buffer.read(_MAX_CONFIG_BYTES)
+        return asyncio.run(_until_signal(msgspec.json.decode(text, type=DaemonConfig)))
     except UserError as error:
         log.error("%s", error)
         return 2
@@ -54,13 +56,6 @@ async def _until_signal(config: DaemonConfig) -> int:
         return await task
     except asyncio.CancelledError:
         return 128 + caught[0] if caught else 1
-
-
-def _config(text: bytes) -> DaemonConfig:
-    fields = json.loads(text)
-    for name in ("initial_peers", "host_maddrs", "announce_maddrs", "announce_data_maddrs"):
-        fields[name] = tuple(fields[name])
-    return DaemonConfig(**{**fields, "named": frozenset(fields["named"])})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -21,9 +22,12 @@ from peers.daemon.restarts import (
     last_line,
     restart_delay_s,
 )
+from peers.errors import PeersError
 from peers.system import die_with_parent
 from peers.tasks import is_set_within
 from peers.timing import OFTEN_S
+
+log = logging.getLogger(__name__)
 
 _MAX_SAID_BYTES = 1 << 16
 """The end of a log in which the reason for the worker's end is looked for."""
@@ -85,6 +89,14 @@ class Supervisor:
             if not end.restarts or await is_set_within(self._stopping, restart_delay_s(end.num_deaths)):
                 return end
 
+    async def run_to_its_end(self) -> int:
+        """`run`, with each restart logged. Returns 0 or USER_ERROR. Raises PeersError where it gave up on the worker."""
+        self.on_exit = _tell_of_restart
+        end = await self.run()
+        if end.is_failure:
+            raise PeersError(f"{end.given_up(self.policy)}\nIts log: {self.command.log_path}")
+        return end.code
+
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after the policy's deadline. `run` then returns. Safe to repeat."""
         self._stopping.set()
@@ -141,6 +153,11 @@ class Supervisor:
             log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
             return log.read().decode("utf-8", errors="replace")
         return ""
+
+
+def _tell_of_restart(end: WorkerEnd) -> None:
+    if end.restarts:
+        log.warning("%s", end.in_words())
 
 
 async def _start(command: WorkerCommand, rank: int, port: int) -> asyncio.subprocess.Process:

@@ -13,7 +13,6 @@ from peers.core.schedule import Schedule
 from peers.daemon.agreement import Agreement
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.doing import Activity, standing_of
-from peers.daemon.pace import Pace
 from peers.daemon.presence import Presence
 from peers.daemon.runtime import Runtime
 from peers.monitor.journal import Journal
@@ -38,7 +37,10 @@ class WorkerMonitor:
         """Set once this peer may train."""
         self.state: State = "joining"
         self.step = 0
-        self.pace = Pace()
+        self.local_step = 0
+        """Nominal (core/schedule.py), in its epoch, when the worker last said so."""
+        self.step_s = 0.0
+        """Seconds per step; 0: not known."""
         self.tokens_per_s = 0.0
         self.has_worker = False
         self.num_layers = 0
@@ -83,18 +85,10 @@ class WorkerMonitor:
         return RunFigures(
             steps_per_epoch=schedule.steps_per_epoch,
             end_step=min(ends, default=0),
-            step_s=self.pace.step_s,
+            step_s=self.step_s,
             compression=str(manifest.get("hv.compression") or "fp32"),
             overlaps=schedule.overlap_steps != 0,
         )
-
-    @property
-    def local_step(self) -> int:
-        """The worker's step in its epoch, estimated: the worker does not report every step."""
-        if self.state != "training":
-            return self.pace.local_step
-        steps_per_epoch = self._schedule.steps_per_epoch if self._agreement.digest else 0
-        return self.pace.local_step_at(time.monotonic(), steps_per_epoch)
 
     # What happens
 
@@ -105,7 +99,7 @@ class WorkerMonitor:
     def started(self, start: Start) -> None:
         """The worker begins to train."""
         self.step = start.epoch * self._schedule.steps_per_epoch + start.local_step
-        self.pace.entered(start.local_step, start.epoch_s, time.monotonic())
+        self.local_step = start.local_step
         self.show("training")
         log.info(
             "training from epoch %d, step %d, anchor %s", start.epoch, self.step, start.anchor_digest[:12]
@@ -114,7 +108,7 @@ class WorkerMonitor:
     def handed_over(self, work: WorkInHand, ready: Mapping[str, Any]) -> None:
         """The worker waits for a commit, until it is told to continue training meanwhile."""
         self.step = work.step
-        self.pace.reached(max(0, self._steps_since_commit(work.step)), _step_s_in(ready), time.monotonic())
+        self.local_step, self.step_s = max(0, self._steps_since_commit(work.step)), _step_s_in(ready)
         self.journal.loss = self._loss_in(ready)
         self.show("averaging")
         work.ahead.add_done_callback(lambda done: None if done.cancelled() else self.show("training"))
@@ -126,7 +120,7 @@ class WorkerMonitor:
 
     def averaged(self, outcome: EpochOutcome) -> None:
         """The worker has an answer."""
-        self.pace.entered(outcome.local_step, outcome.epoch_s, time.monotonic())
+        self.local_step = outcome.local_step
         self.journal.committed(entry_of(outcome))
         self.is_in_trouble("worker", "")
         if self._agreement.manifest.get(WORKER) == OWN_WORKER:
@@ -146,7 +140,7 @@ class WorkerMonitor:
         self.step = int(progress["step"])
         since_commit = self._steps_since_commit(self.step)
         if since_commit >= 0:
-            self.pace.reached(since_commit, _step_s_in(progress), time.monotonic())
+            self.local_step, self.step_s = since_commit, _step_s_in(progress)
         self.tokens_per_s = float(progress["tokens_per_s"])
         self.journal.progressed(
             Point(

@@ -106,7 +106,7 @@ class Observer:
         self._num_unanswered = 0
         self._looking: asyncio.Task[None] | None = None
         self._watching_coordinator: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[str] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._one_looks, self._looked_at = asyncio.Lock(), 0.0
         self._news = asyncio.Event()
 
@@ -114,7 +114,7 @@ class Observer:
         """Look around once, and keep looking."""
         await self._look()
         self._looking = asyncio.create_task(self._look_forever())
-        self._watching = asyncio.create_task(self._dht.wait_dead())
+        self._watching = asyncio.create_task(self._dht.fail_with_p2pd())
         self._watching_coordinator = asyncio.create_task(self._watch_coordinator())
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class Observer:
     async def changed(self, timeout_s: float) -> None:
         """Until something has changed, at most so long. Raises PeersError if nothing can change any more."""
         if self._watching is not None and self._watching.done():
-            raise PeersError("p2pd, the process that carries the connections to the swarm, has died")
+            self._watching.result()
         self._news.clear()
         await is_set_within(self._news, timeout_s)
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.msgpack import Decoder
 
@@ -21,14 +21,17 @@ from peers.net.gate import Gate
 from peers.net.introduction import Introduced, Introductions, NotAdmitted
 from peers.net.live_peer import LivePeer, silence_s
 from peers.net.rate_limit import RateLimits
-from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Known, Parting, Said
 from peers.protocol.messages import Ask
-from peers.protocol.records import NO_RANK, Announcement, Spoken
+from peers.protocol.records import NO_RANK, Announcement
 from peers.protocol.refusal import Refused, Why
 from peers.tasks import Tasks, cancelled
 from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, heartbeat_s
+
+if TYPE_CHECKING:
+    from peers.net.mesh import Mesh
+    from peers.net.paths.paths import Paths
 
 log = logging.getLogger(__name__)
 
@@ -47,55 +50,23 @@ Reached = Literal["here", "gone", "silent"]
 """Nobody listens at its addresses, or it has refused this peer."""
 
 
-class StreamOpener(StreamTransport, Protocol):
-    """The part of peers/net/paths/paths.py that the mesh needs."""
-
-    def no_answer(self, peer_id: str) -> None: ...
-
-
-class Listener(Protocol):
-    """Whom the channels tell what happens on them: the mesh."""
-
-    @property
-    def num_peers(self) -> int:
-        """How many peers are here, by which heartbeats get rarer."""
-        ...
-
-    def newest(self, peer_id: str) -> Spoken | None:
-        """What this peer last said of itself."""
-        ...
-
-    def recent_record(self) -> bytes:
-        """What this peer says of itself in an introduction and at heartbeats, signed."""
-        ...
-
-    def opened(self, peer_id: str, introduced: Introduced) -> None: ...
-
-    def received(self, peer_id: str, said: Said) -> None:
-        """Raises ProtocolError, which closes the channel."""
-        ...
-
-    def broken(self, peer_id: str) -> None:
-        """The channel has ended, and neither end has parted."""
-        ...
-
-
 class Channels:
-    """Used from one event loop. `open`: by peer id."""
+    """Used from one event loop. `open`: by peer id. The mesh hears what happens on them, and knows what this peer says
+    of itself."""
 
     def __init__(
         self,
         *,
         peer_id: str,
         protocol: str,
-        transport: StreamOpener,
+        transport: Paths,
         gate: Gate,
         run_id: str,
-        listener: Listener,
+        mesh: Mesh,
     ) -> None:
         self._peer_id, self._protocol, self._transport = peer_id, protocol, transport
-        self._gate, self._listener = gate, listener
-        self.introductions = Introductions(run_id, gate, listener.recent_record)
+        self._gate, self._mesh = gate, mesh
+        self.introductions = Introductions(run_id, gate, mesh.recent_record)
         self.open: dict[str, LivePeer] = {}
         self.dialling: dict[str, asyncio.Task[Reached]] = {}
         self._dials = asyncio.Semaphore(MAX_DIALLED)
@@ -199,7 +170,7 @@ class Channels:
         A newer channel replaces an older one, but where both have called each other, both ends keep that of the smaller
         peer id, unless it is silent or that of a process that has been started anew.
         """
-        known = self._listener.newest(peer_id)
+        known = self._mesh.newest(peer_id)
         if (older := self.open.get(peer_id)) is not None:
             is_same = known is not None and known.incarnation == introduced.spoken.incarnation
             if is_same and not older.is_silent and older.caller < caller:
@@ -209,7 +180,7 @@ class Channels:
         newer = self.open[peer_id] = LivePeer(channel, caller)
         if self._gate.bans_blob != introduced.told_bans:
             newer.enqueue(Bans(signed=self._gate.bans_blob))
-        self._listener.opened(peer_id, introduced)
+        self._mesh.opened(peer_id, introduced)
         self.tasks.spawn(self._listen(newer, peer_id))
 
     # While one stands
@@ -224,8 +195,8 @@ class Channels:
 
         sender = asyncio.create_task(
             channel.send_forever(
-                self._listener.recent_record,
-                lambda: heartbeat_s(self._listener.num_peers),
+                self._mesh.recent_record,
+                lambda: heartbeat_s(self._mesh.num_peers),
                 on_silence=fell_silent,
             )
         )
@@ -246,7 +217,7 @@ class Channels:
     async def _read(self, channel: LivePeer, peer_id: str) -> None:
         read_bytes = 0
         while True:
-            said = await channel.channel.read(_SAID, timeout_s=silence_s(self._listener.num_peers))
+            said = await channel.channel.read(_SAID, timeout_s=silence_s(self._mesh.num_peers))
             channel.heard()
             size, read_bytes = channel.channel.received_bytes - read_bytes, channel.channel.received_bytes
             size += ANSWER_BYTES if isinstance(said, Ask | Known) else 0
@@ -254,22 +225,22 @@ class Channels:
                 raise ProtocolError("sends more messages than anybody has reason to")
             if isinstance(said, Parting) and self.open.get(peer_id) is channel:
                 del self.open[peer_id]
-            self._listener.received(peer_id, said)
+            self._mesh.received(peer_id, said)
             # Reading what has arrived already does not yield to other tasks.
             await asyncio.sleep(0)
 
     def _broken(
         self, channel: LivePeer, peer_id: str, broken_by: PeersError | None, stood_since: float
     ) -> None:
-        self._listener.broken(peer_id)
+        self._mesh.broken(peer_id)
         if isinstance(broken_by, PeerSilent) and channel.is_silent:
             self._transport.no_answer(peer_id)
-        spoken = self._listener.newest(peer_id)
+        spoken = self._mesh.newest(peer_id)
         if spoken is None or spoken.state == "leaving" or not isinstance(broken_by, PeerUnreachable):
             return
         if time.monotonic() > stood_since + OFTEN_S:
             self.tasks.spawn(self._redial(spoken))
 
     def _rank_of(self, peer_id: str) -> int:
-        spoken = self._listener.newest(peer_id)
+        spoken = self._mesh.newest(peer_id)
         return NO_RANK if spoken is None else spoken.world_rank

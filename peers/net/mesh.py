@@ -20,10 +20,11 @@ from msgspec.structs import replace
 
 from peers.core import events
 from peers.errors import ProtocolError
-from peers.net.channels import Channels, Reached, StreamOpener
+from peers.net.channels import Channels, Reached
 from peers.net.gate import Gate
 from peers.net.gossip import Gossip
 from peers.net.introduction import Introduced
+from peers.net.paths.paths import Paths
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
 from peers.protocol.records import Announcement, Lost, Spoken
@@ -58,7 +59,7 @@ class Mesh:
         *,
         run_id: str,
         peer_id: str,
-        transport: StreamOpener,
+        transport: Paths,
         own_record: OwnRecord,
         on_change: Callable[[], None],
         post: Callable[[events.Event], None],
@@ -84,7 +85,7 @@ class Mesh:
             transport=transport,
             gate=self._gate,
             run_id=run_id,
-            listener=self,
+            mesh=self,
         )
 
     @property
@@ -210,7 +211,7 @@ class Mesh:
         self._signed, self._signed_at = self._own_record(self._number, self._gossip.lost_lately(now)), now
         return self._signed
 
-    # What happens on the channels (channels.Listener)
+    # What happens on the channels
 
     def opened(self, peer_id: str, introduced: Introduced) -> None:
         self._gossip.heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
@@ -220,7 +221,7 @@ class Mesh:
             self.send_to(peer_id, message)
 
     def received(self, peer_id: str, said: Said) -> None:
-        """Raises ProtocolError."""
+        """Raises ProtocolError, which closes the channel."""
         match said:
             case Announced(record):
                 self._take([(self._channels.introductions.decode(peer_id, record), record)], by=peer_id)
@@ -246,6 +247,7 @@ class Mesh:
                     self._post(events.Received(peer_id, said))
 
     def broken(self, peer_id: str) -> None:
+        """The channel has ended, and neither end has parted."""
         self._lose(peer_id, by_own_channel=True)
 
     def _new_of(self, told: Sequence[Told]) -> list[tuple[Spoken, bytes]]:

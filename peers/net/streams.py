@@ -17,10 +17,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from peers.errors import PeersError, RoundFailed
 from peers.net import socket_io
+from peers.net.paths.paths import Paths
 from peers.net.transport import StreamTransport
 from peers.reduce.frames import HEADER, NOBODY, Kind, is_silent, slice_s
 from peers.reduce.plan import ATTEMPT_BYTES
@@ -39,20 +40,6 @@ _MUCH_OF_IT = 0.1
 up at the same time, and one of them is always a little earlier."""
 
 
-class PathChoice(Protocol):
-    """The part of peers/net/paths/paths.py that is needed here: which path streams take."""
-
-    async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None: ...
-
-    def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None: ...
-
-    def failed(self, peer_id: str, stream: socket.socket) -> None: ...
-
-    def no_answer(self, peer_id: str) -> None: ...
-
-    def may_be_dead(self, peer_id: str, stream: socket.socket) -> bool: ...
-
-
 @dataclass(frozen=True)
 class RoundStreams:
     """The streams of one attempt by world rank: blocking sockets, for threads."""
@@ -68,7 +55,7 @@ class StreamPool:
     With a `choice`, a kept stream gives way between rounds to one on a better path.
     """
 
-    def __init__(self, transport: StreamTransport, protocol: str, choice: PathChoice | None = None) -> None:
+    def __init__(self, transport: StreamTransport, protocol: str, choice: Paths | None = None) -> None:
         self._transport, self._protocol, self._choice = transport, protocol, choice
         self._outgoing: dict[str, socket.socket] = {}
         # In the background, while no round waits: a first stream, or a better one.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import peers
-from peers.errors import UserError
+from peers.errors import PeersError, UserError
 from peers.net.dht.node import MAX_VALUE_BYTES, Dht
 from peers.net.identity import load_or_create
 from tests.support.members import LOOPBACK, eventually, free_port, joined
@@ -155,7 +155,8 @@ def test_a_killed_p2pd_is_noticed(tmp_path, bootstrap):
     async def scenario():
         async with joined(tmp_path, "a", bootstrap) as dht:
             os.kill(dht.p2pd_pid, signal.SIGKILL)
-            await asyncio.wait_for(dht.wait_dead(), 30)
+            with pytest.raises(PeersError, match="p2pd"):
+                await asyncio.wait_for(dht.fail_with_p2pd(), 30)
 
     asyncio.run(scenario())
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from peers.errors import PeerUnreachable, UserError
+from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.dht.bootstrap import connect_any, not_taken
 from peers.net.dht.contacts import Contacts
 from peers.net.dht.descriptors import raise_limit
@@ -178,9 +178,12 @@ class Dht:
                 return await self._meet(peer_id, maddrs)
         return False
 
-    async def wait_dead(self) -> str:
-        """Resolves with p2pd's last words when it has ended; this membership is over then."""
-        return await self._p2pd.wait_dead()
+    async def fail_with_p2pd(self) -> None:
+        """Waits until p2pd has ended, and this membership with it. Raises PeersError then."""
+        words = await self._p2pd.wait_dead()
+        raise PeersError(
+            f"p2pd, the process that carries this peer's connections, has died ({words}); start the same command again"
+        )
 
     async def close(self) -> None:
         """Leave: no process and no socket stays. May be repeated."""

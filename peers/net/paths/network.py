@@ -27,11 +27,11 @@ class NetworkSettings:
     """Where this peer listens, and by which paths its data may go."""
 
     transport: TransportMode = "auto"
-    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Where libp2p listens; data has a port of its own on the same hosts."""
-    announce_maddrs: Sequence[str] = ()
+    announce_maddrs: tuple[str, ...] = ()
     data_port: int = 0
-    announce_data_maddrs: Sequence[str] = ()
+    announce_data_maddrs: tuple[str, ...] = ()
 
 
 class Network:
