@@ -10,12 +10,12 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
-from peers.admission.secrets import load_key
+from peers.admission.secrets import AdmissionKey, load_key
+from peers.admission.settings import AdmissionSettings
 from peers.admission.token_request import MAX_MESSAGE_BYTES
 from peers.errors import ProtocolError, UserError
 from peers.net.channel import Channel
@@ -25,8 +25,6 @@ from peers.protocol.refusal import Refusal, Refused, Why
 from peers.protocol.tokens import BanList, Token
 from peers.timing import ANSWER_S
 
-DEFAULT_LIFETIME_DAYS = 30.0
-"""Far longer than a coordinator is usually gone: a swarm that goes on without it must not lose its peers."""
 MAX_ASKING = 64
 """Conversations at once; further ones are closed, and the peers ask again."""
 _MAX_LIST_BYTES = 1 << 20
@@ -36,16 +34,6 @@ _JOIN, _PROOF = Decoder(Join), Decoder(Proof)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IssuerSettings:
-    """What an issuer of tokens is given."""
-
-    key_path: Path
-    allowlist_path: Path | None = None
-    """One peer id a line; only these are given tokens. Read at every request, as the key is."""
-    lifetime_s: float = DEFAULT_LIFETIME_DAYS * 86_400.0
-
-
 class Issuer:
     """`bans` gives the newest ban list, `tell(peer id, refusal)` hears whom it refused."""
 
@@ -53,7 +41,7 @@ class Issuer:
         self,
         run_id: str,
         peer_id: str,
-        settings: IssuerSettings,
+        settings: AdmissionSettings,
         bans: Callable[[], BanList],
         tell: Callable[[str, Refused], object],
     ) -> None:
@@ -62,7 +50,7 @@ class Issuer:
         self._bans, self._tell = bans, tell
         self._num_asking = 0
         self._check_listed(peer_id)
-        load_key(settings.key_path)
+        self._key()
 
     def issue(self, peer_id: str, now: float) -> bytes:
         """A new token. Raises Refused where the allowlist does not name the peer, or the ban list does, and UserError
@@ -74,10 +62,10 @@ class Issuer:
             run_id=self._run_id,
             peer_id=peer_id,
             not_before=now,
-            expires=now + self._settings.lifetime_s,
+            expires=now + self._settings.token_days * 86_400.0,
             serial=secrets.randbits(60),
         )
-        return token.encode(load_key(self._settings.key_path).private_key)
+        return token.encode(self._key().private_key)
 
     async def handle(self, peer_id: str, sock: socket.socket) -> None:
         """Serve one stream of this peer, whose identity is proved. Raises PeersError."""
@@ -96,7 +84,7 @@ class Issuer:
 
     def _answer(self, peer_id: str, nonce: bytes, proof: bytes) -> Issued | Refusal:
         try:
-            key = load_key(self._settings.key_path)
+            key = self._key()
             if not key.secret.is_proved_by(proof, self._run_id, peer_id, self._peer_id, nonce):
                 raise Refused(Why.WRONG_SECRET)
             return Issued(token=self.issue(peer_id, time.time()))
@@ -108,9 +96,13 @@ class Issuer:
             raise ProtocolError("no token can be issued now") from error
 
     def _check_listed(self, peer_id: str) -> None:
-        path = self._settings.allowlist_path
-        if path and peer_id not in read_allowlist(path) | {self._peer_id}:
+        path = self._settings.allowlist_file
+        if path and peer_id not in read_allowlist(Path(path)) | {self._peer_id}:
             raise Refused(Why.NOT_LISTED)
+
+    def _key(self) -> AdmissionKey:
+        assert self._settings.admission_key_file is not None
+        return load_key(self._settings.admission_key_file)
 
 
 def read_allowlist(path: Path) -> frozenset[str]:

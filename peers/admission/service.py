@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 from peers.admission import bans
-from peers.admission.issuer import DEFAULT_LIFETIME_DAYS, Issuer, IssuerSettings
+from peers.admission.issuer import Issuer
 from peers.admission.own_token import OwnToken
-from peers.admission.secrets import SwarmSecret, load_key, load_secret
+from peers.admission.settings import AdmissionSettings
 from peers.admission.storage_checks import guard_storage
 from peers.admission.token_request import ISSUERS_KEY, Applicant, admission_protocol
 from peers.core.admission import Admission
-from peers.errors import PeersError, UserError
+from peers.errors import PeersError
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
@@ -31,41 +28,6 @@ from peers.timing import LOOK_S, RECORD_TTL_S
 _RECORD_TTL_S = 1.5 * RECORD_TTL_S
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdmissionSettings:
-    """What a process was started with; nothing means an open swarm. Paths only, so that no secret shows in a command
-    line.
-    """
-
-    swarm_secret_file: str | None = None
-    """None: the secret is taken from DILOCO_SWARM_SECRET."""
-    admission_key_file: str | None = None
-    """Makes this process an issuer of tokens."""
-    allowlist_file: str | None = None
-    token_days: float = DEFAULT_LIFETIME_DAYS
-    use_environment: bool = True
-    """False: ignore DILOCO_SWARM_SECRET, which a coordinator's shell may have set for a peer beside it."""
-
-    def secret(self) -> SwarmSecret | None:
-        """The swarm secret, from wherever it is to be had. Raises UserError."""
-        secret = load_secret(self.swarm_secret_file, os.environ if self.use_environment else {})
-        if self.admission_key_file is None:
-            return secret
-        own = load_key(self.admission_key_file).secret
-        if secret is not None and secret.public_key != own.public_key:
-            raise UserError("the swarm secret and the admission key are of different runs; give either alone")
-        return own
-
-    def issuer(self) -> IssuerSettings | None:
-        if self.admission_key_file is None:
-            return None
-        return IssuerSettings(
-            key_path=Path(self.admission_key_file).expanduser(),
-            allowlist_path=Path(self.allowlist_file) if self.allowlist_file else None,
-            lifetime_s=self.token_days * 86_400.0,
-        )
 
 
 class AdmissionService:
@@ -81,11 +43,11 @@ class AdmissionService:
         self._bans_path = identity.path.with_suffix(".bans")
         self._woken = asyncio.Event()
         self._issuer: Issuer | None = None
-        if (issuing := settings.issuer()) is not None:
+        if settings.admission_key_file is not None:
             self._issuer = Issuer(
                 run_id,
                 identity.peer_id,
-                issuing,
+                settings,
                 lambda: self.gate.bans,
                 lambda peer_id, error: self.gate.tell(peer_id, error, "issuing of tokens"),
             )

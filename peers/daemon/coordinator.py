@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission.issuer import DEFAULT_LIFETIME_DAYS
 from peers.admission.ledger import RankLedger
 from peers.admission.rank_request import protocol_of
 from peers.admission.registrar import Registrar
 from peers.admission.secrets import load_or_create_key
-from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.admission.service import AdmissionService
+from peers.admission.settings import DEFAULT_LIFETIME_DAYS, AdmissionSettings
 from peers.errors import UserError
 from peers.monitor.news import Watcher
 from peers.net.announced import announced

@@ -61,7 +61,6 @@ class Daemon:
         self._runtime: Runtime | None = None
         self._news: tuple[str, str, int] | None = None
         self._trainers = Trainers()
-        self._met: frozenset[str] = frozenset()
         self._network = Network(
             run_id=config.run_id,
             identity=identity,
@@ -141,9 +140,9 @@ class Daemon:
             founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
             on_change=self._core_changed,
         )
-        for peer_id in self._met:
-            runtime.post(events.Connected(peer_id))
         peers = self._presence.mesh.peers
+        for peer in peers:
+            runtime.post(events.Connected(peer.peer_id))
         runtime.post(
             events.StatusesReceived(
                 tuple((one.peer_id, one.status) for one in peers if one.status is not None)
@@ -288,12 +287,6 @@ class Daemon:
 
     def _view_changed(self) -> None:
         view = self._presence.view
-        met = frozenset(view) - {self._identity.peer_id}
-        for peer_id in self._met - met:
-            self._pool.drop(peer_id)
-        for peer_id in met - self._met:
-            self._post(events.Connected(peer_id))
-        self._met = met
         lost, back = self._trainers.seen(view)
         for rank in back:
             log.info("peer %d is back", rank)
@@ -310,7 +303,9 @@ class Daemon:
         self._reports.changed()
 
     def _post(self, event: events.Event) -> None:
-        """Tell the core, if there is one yet."""
+        """What the mesh hears, for the core, if there is one yet."""
+        if isinstance(event, events.Disconnected):
+            self._pool.drop(event.peer_id)
         if self._runtime is not None:
             self._runtime.post(event)
 

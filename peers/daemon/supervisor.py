@@ -90,7 +90,7 @@ class Supervisor:
                 return end
 
     async def run_to_its_end(self) -> int:
-        """`run`, with each restart logged. Returns 0 or USER_ERROR. Raises PeersError where it gave up on the worker."""
+        """`run`, with each restart logged. Returns 0 or USER_ERROR. Raises PeersError where the worker is given up."""
         self.on_exit = _tell_of_restart
         end = await self.run()
         if end.is_failure:

@@ -9,8 +9,9 @@ has any more is lost, a moment after its death. Times are of any one clock, exce
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from peers.monitor.journal import Curve
 from peers.protocol.certificates import Certificate
@@ -21,6 +22,7 @@ from peers.protocol.reports import (
     MAX_ROUNDS,
     Evaluation,
     Incident,
+    Point,
     Report,
     RoundEntry,
 )
@@ -35,6 +37,7 @@ NEVER_MET_S = RECORD_TTL_S + LOOK_S
 MAX_OBSERVATIONS = 1024
 MAX_EVENTS = 100
 
+T = TypeVar("T", RoundEntry, Incident, Evaluation, Point)
 LOST, SILENT = "lost", "silent"
 """What a peer's state is beside what it says itself. Lost: those who are there have no channel with it any more.
 Silent: it does not answer, and there is nobody else to ask."""
@@ -126,16 +129,11 @@ class Observations:
             known.certificate = report.certified.certificate
         # Discard what lies in the future by its own clock: it could not be shown as a time.
         latest = announcement.time
-        last = known.rounds[-1].time if known.rounds else 0.0
-        known.rounds.extend(entry for entry in report.rounds if last < entry.time <= latest)
-        last = known.incidents[-1].time if known.incidents else 0.0
-        known.incidents.extend(incident for incident in report.incidents if last < incident.time <= latest)
-        last = known.evaluations[-1].time if known.evaluations else 0.0
-        known.evaluations.extend(one for one in report.evaluations if last < one.time <= latest)
-        last = known.curve.points[-1].time if known.curve.points else 0.0
-        for point in report.points:
-            if last < point.time <= latest:
-                known.curve.add(point)
+        known.rounds.extend(_new(report.rounds, known.rounds, latest))
+        known.incidents.extend(_new(report.incidents, known.incidents, latest))
+        known.evaluations.extend(_new(report.evaluations, known.evaluations, latest))
+        for point in _new(report.points, known.curve.points, latest):
+            known.curve.add(point)
 
     def missed(self, peer_id: str) -> None:
         """A peer could not be asked, or has closed the stream."""
@@ -187,6 +185,12 @@ class Observations:
     def shown(self) -> Mapping[str, Observation]:
         """Everybody but those who have left."""
         return {i: peer for i, peer in self.peers.items() if peer.announcement.state != "leaving"}
+
+
+def _new(told: Iterable[T], known: Sequence[T], latest: float) -> list[T]:
+    """What was told and is later than all that is known."""
+    last = known[-1].time if known else 0.0
+    return [entry for entry in told if last < entry.time <= latest]
 
 
 def _event(before: str, after: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from peers.monitor.journal import Journal, printable, shown_failures, shown_ranks
@@ -73,15 +73,11 @@ class Reporting:
 
     def figures(self) -> Figures:
         """As they are now."""
-        journal, run = self._journal, self._run()
+        journal = self._journal
         return Figures(
             loss=journal.loss,
             hardware=self._hardware,
-            steps_per_epoch=run.steps_per_epoch,
-            end_step=run.end_step,
-            step_s=run.step_s,
-            compression=run.compression,
-            overlaps=run.overlaps,
+            **asdict(self._run()),
             num_rounds=journal.num_rounds,
             num_failures=journal.num_failures,
             num_worker_losses=journal.num_worker_losses,

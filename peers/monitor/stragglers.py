@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peers.monitor.observations import LOST, SILENT, Observation
+from peers.monitor.phases import training_left_s
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,7 @@ def _trains(peer: Observation) -> str:
     done = peer.announcement.local_step
     if not steps:
         return f"it still trains, at step {done} of its epoch"
-    left_s = time_left_s(peer, steps - done) or 0.0
+    # By the pace of its last steps.
+    left_s = training_left_s(peer.curve.points[-8:], done, steps) or 0.0
     left = f", about {left_s:.0f} s to go" if left_s >= 1 else ""
     return f"it still trains, at step {done} of {steps}{left}"
-
-
-def time_left_s(peer: Observation, steps_left: int) -> float | None:
-    """By the pace of its last steps; None where that cannot be told."""
-    points = peer.curve.points[-8:]
-    if len(points) < 2 or steps_left <= 0:
-        return None
-    steps, seconds = points[-1].step - points[0].step, points[-1].time - points[0].time
-    return steps_left * seconds / steps if steps > 0 and seconds > 0 else None

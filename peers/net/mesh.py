@@ -214,7 +214,7 @@ class Mesh:
     # What happens on the channels
 
     def opened(self, peer_id: str, introduced: Introduced) -> None:
-        self._gossip.heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
+        self._heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
         self._on_change()
         self._learn_from([introduced.spoken], is_urgent=True)
         for message in self._waiting.pop(peer_id, ()):
@@ -271,13 +271,21 @@ class Mesh:
         now, is_changed, is_urgent, news = time.monotonic(), False, False, list[Spoken]()
         for spoken, record in words:
             before = self._gossip.here.get(spoken.peer_id)
-            if self._gossip.heard(spoken, record, now, by):
+            if self._heard(spoken, record, now, by):
                 news.append(spoken)
                 is_changed = is_changed or before is None or _essence(spoken) != _essence(before)
                 is_urgent = is_urgent or before is None or _decisive(spoken) != _decisive(before)
         if is_changed:
             self._on_change()
         self._learn_from(news, is_urgent=is_urgent)
+
+    def _heard(self, spoken: Spoken, record: bytes, now: float, by: str) -> bool:
+        """As Gossip.heard. Tells the core of a peer that is here now and was not before."""
+        was_here = spoken.peer_id in self._gossip.here
+        is_news = self._gossip.heard(spoken, record, now, by)
+        if not was_here and spoken.peer_id in self._gossip.here:
+            self._post(events.Connected(spoken.peer_id))
+        return is_news
 
     def _learn_from(self, news: Sequence[Spoken], *, is_urgent: bool) -> None:
         """Tell the core, heed whom they say to be lost, and pass them on."""
@@ -326,9 +334,7 @@ class Mesh:
         for peer_id in banned:
             log.warning("peer %d (%s) is banned", self._gossip.here[peer_id].world_rank, peer_id)
             self._channels.drop(peer_id)
-            self._gossip.lose(peer_id, time.monotonic(), by_own_channel=False)
-        if banned:
-            self._on_change()
+            self._lose(peer_id, by_own_channel=False)
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:

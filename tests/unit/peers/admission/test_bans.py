@@ -4,8 +4,9 @@ import pytest
 
 from peers.admission import bans
 from peers.admission.ban_change import resolved
-from peers.admission.issuer import Issuer, IssuerSettings
+from peers.admission.issuer import Issuer
 from peers.admission.secrets import AdmissionKey, load_or_create_key
+from peers.admission.settings import AdmissionSettings
 from peers.core.admission import Admission
 from peers.errors import UserError
 from peers.net.gate import Gate
@@ -64,7 +65,7 @@ def test_an_allowlist_holds_as_it_is_now_and_lets_nobody_in_while_it_cannot_be_r
     load_or_create_key(tmp_path / "key", tmp_path / "secret")
     allowlist = tmp_path / "allowed"
     allowlist.write_text(f"{PEERS[0]}\n")
-    settings = IssuerSettings(key_path=tmp_path / "key", allowlist_path=allowlist)
+    settings = AdmissionSettings(admission_key_file=str(tmp_path / "key"), allowlist_file=str(allowlist))
     issuer = Issuer("run", PEERS[2], settings, lambda: BanList(run_id="run"), lambda *_: None)
     assert issuer.issue(PEERS[0], 0.0)
     assert issuer.issue(PEERS[2], 0.0), "itself"
@@ -81,7 +82,9 @@ def test_an_allowlist_holds_as_it_is_now_and_lets_nobody_in_while_it_cannot_be_r
         Issuer(
             "run",
             PEERS[2],
-            IssuerSettings(key_path=tmp_path / "key", allowlist_path=tmp_path / "wrong"),
+            AdmissionSettings(
+                admission_key_file=str(tmp_path / "key"), allowlist_file=str(tmp_path / "wrong")
+            ),
             lambda: BanList(run_id="run"),
             lambda *_: None,
         )

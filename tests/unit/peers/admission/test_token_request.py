@@ -9,8 +9,9 @@ import time
 import pytest
 
 from peers.admission import token_request
-from peers.admission.issuer import Issuer, IssuerSettings
+from peers.admission.issuer import Issuer
 from peers.admission.secrets import AdmissionKey
+from peers.admission.settings import AdmissionSettings
 from peers.admission.token_request import Applicant, request_token
 from peers.errors import PeerUnreachable
 from peers.net.identity import load_or_create
@@ -33,7 +34,7 @@ class Issuers:
         self.peer_id = self.identities["me"].peer_id
         self.transport = self
         real = self.identities["real"].peer_id
-        settings = IssuerSettings(key_path=directory / "admission")
+        settings = AdmissionSettings(admission_key_file=str(directory / "admission"))
         self.real = Issuer(RUN_ID, real, settings, lambda: self.ban_list, lambda *_: None)
         self.ban_list = BanList(run_id=RUN_ID)
         self.records = {}
