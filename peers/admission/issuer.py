@@ -9,6 +9,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from peers.admission.settings import AdmissionSettings
 from peers.admission.token_request import MAX_MESSAGE_BYTES
 from peers.errors import ProtocolError, UserError
 from peers.net.channel import Channel
+from peers.net.rate_limit import counted
 from peers.protocol.admission import NONCE_BYTES, Issued, Join, Nonce, Proof
 from peers.protocol.maddrs import is_peer_id
 from peers.protocol.refusal import Refusal, Refused, Why
@@ -48,7 +50,7 @@ class Issuer:
         """Raises UserError where the key or the allowlist cannot be read."""
         self._run_id, self._peer_id, self._settings = run_id, peer_id, settings
         self._bans, self._tell = bans, tell
-        self._num_asking = 0
+        self._asking: Counter[str] = Counter()
         self._check_listed(peer_id)
         self._key()
 
@@ -69,18 +71,15 @@ class Issuer:
 
     async def handle(self, peer_id: str, sock: socket.socket) -> None:
         """Serve one stream of this peer, whose identity is proved. Raises PeersError."""
-        with Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
-            if self._num_asking >= MAX_ASKING:
-                raise ProtocolError(f"{MAX_ASKING} peers are asking for tokens already")
-            self._num_asking += 1
-            try:
-                await channel.read(_JOIN, ANSWER_S)
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                await channel.send(Nonce(nonce=nonce), ANSWER_S)
-                said = await channel.read(_PROOF, ANSWER_S)
-                await channel.send_last(self._answer(peer_id, nonce, said.proof), ANSWER_S)
-            finally:
-                self._num_asking -= 1
+        with (
+            Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES) as channel,
+            counted(self._asking, "those who ask for tokens", MAX_ASKING),
+        ):
+            await channel.read(_JOIN, ANSWER_S)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            await channel.send(Nonce(nonce=nonce), ANSWER_S)
+            said = await channel.read(_PROOF, ANSWER_S)
+            await channel.send_last(self._answer(peer_id, nonce, said.proof), ANSWER_S)
 
     def _answer(self, peer_id: str, nonce: bytes, proof: bytes) -> Issued | Refusal:
         try:

@@ -144,7 +144,7 @@ class WorkerLink:
         """Introduce this rank and map the shared memories. Returns the `welcome` message."""
         self.send(
             "hello",
-            layout=layout.to_message(),
+            layout=layout,
             local_rank=local_rank,
             num_local_ranks=num_local_ranks,
             pid=os.getpid(),

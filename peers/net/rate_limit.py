@@ -1,6 +1,12 @@
-"""How much one peer, or everybody together, may ask for. Pure: time is an argument."""
+"""How much one peer, or everybody together, may ask for: in time, and at once. Pure: time is an argument."""
 
 from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from peers.errors import ProtocolError
 
 
 class RateLimit:
@@ -34,3 +40,17 @@ class RateLimits:
         while len(self._limits) > self._max_keys:
             del self._limits[next(iter(self._limits))]
         return limit.take(now, amount)
+
+
+@contextlib.contextmanager
+def counted(counter: Counter[str], key: str, limit: int) -> Iterator[None]:
+    """Counts who is inside. Raises ProtocolError where that would be more than `limit`."""
+    if counter[key] >= limit:
+        raise ProtocolError(f"{limit} connections of {key} are being worked on already")
+    counter[key] += 1
+    try:
+        yield
+    finally:
+        counter[key] -= 1
+        if not counter[key]:
+            del counter[key]

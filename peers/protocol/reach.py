@@ -7,8 +7,8 @@ dialled, and how fast bytes go between the two.
     Dial                 ->
                          <-    Dialled
     Speed                ->
-                         <-    Chunk... Mark | Busy           a burst
-    Got                  ->                                   then another one, twice as long, or End
+                         <-    Burst, and its bytes | Busy
+    Got                  ->                                   then another one, twice as long, or at last an empty one
     the same in the other direction
                          <-    Took
 
@@ -26,8 +26,9 @@ from peers.protocol.limits import Count, Port, Real, ShownText
 from peers.protocol.tokens import MAX_TOKEN_BYTES
 from peers.protocol.wire import Struct
 
-CHUNK_BYTES = 32 << 10
-MAX_MESSAGE_BYTES = CHUNK_BYTES + 1024
+MAX_MESSAGE_BYTES = 1024
+BURSTS = tuple((128 << 10) << power for power in range(6))
+"""In bytes, each when the one before has arrived: a slow link is not given more than it carries in a few seconds."""
 
 
 def reach_protocol(run_id: str) -> str:
@@ -65,20 +66,13 @@ class Speed(Struct, frozen=True, tag="speed"):
     """Measure the bandwidth in both directions; once per conversation."""
 
 
-class Chunk(Struct, frozen=True, tag="chunk"):
-    data: Annotated[bytes, Meta(min_length=CHUNK_BYTES, max_length=CHUNK_BYTES)]
-
-
-class Mark(Struct, frozen=True, tag="mark"):
-    """The end of a burst."""
+class Burst(Struct, frozen=True, tag="burst"):
+    num_bytes: Annotated[int, Meta(ge=0, le=BURSTS[-1])]
+    """These follow; 0: there is no further burst."""
 
 
 class Got(Struct, frozen=True, tag="got"):
     """The burst has arrived."""
-
-
-class End(Struct, frozen=True, tag="end"):
-    """There is no further burst."""
 
 
 class Took(Struct, frozen=True, tag="took"):

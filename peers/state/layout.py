@@ -6,30 +6,28 @@ The worker derives it from its model; the daemon and the other peers only compar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+
+import msgspec
 
 from peers.errors import ProtocolError
+from peers.protocol.limits import Count
 
 
-@dataclass(frozen=True)
-class ParameterSlot:
+class ParameterSlot(msgspec.Struct, frozen=True, array_like=True):
     """One parameter: `numel` consecutive floats from `offset` on, in row-major order of `shape`."""
 
     name: str
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[Count, ...]
+    offset: Count
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, dict=True):
     """`fragments[f]` lists the parameters of fragment f in order, without gaps."""
 
     fragments: tuple[tuple[ParameterSlot, ...], ...]
@@ -49,28 +47,17 @@ class Layout:
         )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def to_message(self) -> dict[str, Any]:
-        return {
-            "fragments": [
-                [[slot.name, list(slot.shape), slot.offset] for slot in fragment]
-                for fragment in self.fragments
-            ]
-        }
-
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Layout:
+    def from_message(cls, message: object) -> Layout:
         """Raises ProtocolError unless every fragment is a gapless list of valid slots."""
         try:
-            fragments = tuple(
-                tuple(ParameterSlot(str(n), tuple(int(d) for d in s), int(o)) for n, s, o in fragment)
-                for fragment in message["fragments"]
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"not a layout: {error!r}") from error
-        for fragment in fragments:
+            layout = msgspec.convert(message, cls)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"not a layout: {error}") from error
+        for fragment in layout.fragments:
             end = 0
             for slot in fragment:
-                if slot.offset != end or any(d < 0 for d in slot.shape):
-                    raise ProtocolError(f"layout has a gap or a negative size at {slot.name}")
+                if slot.offset != end:
+                    raise ProtocolError(f"layout has a gap at {slot.name}")
                 end += slot.numel
-        return cls(fragments)
+        return layout

@@ -24,14 +24,14 @@ from peers.net.paths import reachability
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.reachability import Reachability
-from peers.net.paths.reachability_request import BURSTS, DIALLED_PROTOCOL, Busy, asking
+from peers.net.paths.reachability_request import DIALLED_PROTOCOL, Busy, asking
 from peers.net.paths.tls import Credentials
 from peers.protocol import reach
 from peers.protocol.refusal import Refused, Why
 from tests.support.members import joined
 
 RUN = "reach"
-_SAID = Decoder(reach.Here | reach.Busy | reach.Dialled | reach.Chunk | reach.Mark | reach.End)
+_SAID = Decoder(reach.Here | reach.Busy | reach.Dialled | reach.Burst | reach.Got)
 
 
 @dataclass
@@ -143,13 +143,15 @@ def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
 
             # Who sends without end is cut off.
             channel = await ours.conversation(reach.Hello(token=b""), reach.Speed())
-            while not isinstance(answer := await channel.read(_SAID, 10), reach.End):
-                if isinstance(answer, reach.Mark):
-                    await channel.send(reach.Got(), 10)
+            while num_bytes := (await channel.read(_SAID, 10)).num_bytes:
+                await channel.fill(memoryview(bytearray(num_bytes)), 10)
+                await channel.send(reach.Got(), 10)
+            longest = reach.BURSTS[-1]
             with pytest.raises(PeerUnreachable):
-                for _ in range(4 * sum(BURSTS)):
-                    await channel.send(reach.Chunk(data=bytes(reach.CHUNK_BYTES)), 10)
-                await channel.read(_SAID, 10)
+                for _ in range(4 * len(reach.BURSTS)):
+                    await channel.send(reach.Burst(num_bytes=longest), 10)
+                    await channel.send_bytes(memoryview(bytes(longest)), 10)
+                    await channel.read(_SAID, 10)
             channel.close()
 
     run(scenario())
@@ -160,7 +162,7 @@ def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
     [
         {"type": "dial", "port": 22, "host": "203.0.113.7"},
         {"type": "dial", "port": 0},
-        {"type": "chunk", "data": b""},
+        {"type": "burst", "num_bytes": 1},
         {"type": "run", "command": "reboot"},
     ],
 )

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from peers.errors import PeersError, PeerUnreachable, ProtocolError
+from peers.errors import PeersError, PeerUnreachable
 from peers.net.libp2p import p2pd_control
+from peers.net.rate_limit import counted
 from peers.net.transport import Handler
 from peers.protocol.maddrs import parse_maddr
 from peers.tasks import Tasks
@@ -41,7 +42,7 @@ class Transport:
         self._directory = directory
         self._listeners: dict[Path, socket.socket] = {}
         self._tasks = Tasks()
-        self._num_handled: Counter[tuple[str, str]] = Counter()
+        self._handled: Counter[str] = Counter()
 
     async def open(
         self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
@@ -116,16 +117,8 @@ class Transport:
     async def _handle(self, sock: socket.socket, protocol: str, handler: Handler) -> None:
         try:
             peer_id = await p2pd_control.read_stream_info(sock)
-            key = peer_id, protocol
-            if self._num_handled[key] >= MAX_HANDLED_PER_PEER:
-                raise ProtocolError(f"{peer_id} has {MAX_HANDLED_PER_PEER} streams open already")
-            self._num_handled[key] += 1
-            try:
+            with counted(self._handled, f"{peer_id} {protocol}", MAX_HANDLED_PER_PEER):
                 await handler(peer_id, sock)
-            finally:
-                self._num_handled[key] -= 1
-                if not self._num_handled[key]:
-                    del self._num_handled[key]
         except (PeersError, OSError, TimeoutError) as error:
             sock.close()
             logger.info("a %s stream ended: %s", protocol, error)

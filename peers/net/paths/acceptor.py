@@ -7,18 +7,17 @@ How many there may be is limited by source address, by claimed identity, and in 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.paths import greeting
 from peers.net.paths.greeting import Hello
 from peers.net.paths.tls import Credentials
-from peers.net.rate_limit import RateLimits
+from peers.net.rate_limit import RateLimits, counted
 from peers.net.transport import Handler
 from peers.timing import CONNECT_S
 
@@ -88,14 +87,14 @@ class Acceptor:
         plain = self._plain if plain is None else plain
         sock.setblocking(False)
         try:
-            with _counted(self._from, source, MAX_PER_SOURCE):
+            with counted(self._from, source, MAX_PER_SOURCE):
                 async with asyncio.timeout(CONNECT_S):
                     hello = await self._hello(sock)
                     self._check(hello.peer_id, expected, strangers)
                     if not self._greetings.take(source, time.monotonic()):
                         raise ProtocolError("more greetings than anybody has reason to begin")
                     # Counted by source too: whoever this peer has called can replay its certificate and then stop.
-                    with _counted(self._of, f"{source} {hello.peer_id}", MAX_PER_PEER):
+                    with counted(self._of, f"{source} {hello.peer_id}", MAX_PER_PEER):
                         stream, protocol = await greeting.answer(
                             sock, self.credentials, hello, plain=plain, serves=self._handlers.__contains__
                         )
@@ -128,22 +127,8 @@ class Acceptor:
 
     async def _hand_over(self, peer_id: str, protocol: str, stream: socket.socket) -> None:
         try:
-            with _counted(self._of, f"{peer_id} {protocol}", MAX_PER_PEER):
+            with counted(self._of, f"{peer_id} {protocol}", MAX_PER_PEER):
                 await self._handlers[protocol](peer_id, stream)
         except BaseException:
             stream.close()
             raise
-
-
-@contextlib.contextmanager
-def _counted(counter: Counter[str], key: str, limit: int) -> Iterator[None]:
-    """Counts who is inside. Raises ProtocolError where that would be more than `limit`."""
-    if counter[key] >= limit:
-        raise ProtocolError(f"{limit} connections of {key} are being worked on already")
-    counter[key] += 1
-    try:
-        yield
-    finally:
-        counter[key] -= 1
-        if not counter[key]:
-            del counter[key]

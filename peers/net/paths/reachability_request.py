@@ -19,17 +19,13 @@ from peers.timing import ANSWER_S, OFTEN_S, PROBE_S, STALL_S
 
 SPEED_S = OFTEN_S
 """A measurement of speed ends with the first burst that took longer, in each direction."""
-BURSTS = tuple(4 << power for power in range(6))
-"""In chunks, each when the one before has arrived: a slow link is not given more than it carries in a few seconds."""
-SPEED_BYTES = sum(BURSTS) * reach.CHUNK_BYTES
+_PIECE_BYTES = 32 << 10
 DIALLED_PROTOCOL = "diloco/reached"
 """What the asked peer asks for when it calls back."""
 
 _HERE: Decoder[reach.Here | reach.Busy | Refusal] = Decoder(reach.Here | reach.Busy | Refusal)
 _DIALLED = Decoder(reach.Dialled)
-_BURST: Decoder[reach.Chunk | reach.Mark | reach.End | reach.Busy] = Decoder(
-    reach.Chunk | reach.Mark | reach.End | reach.Busy
-)
+_BURST: Decoder[reach.Burst | reach.Busy] = Decoder(reach.Burst | reach.Busy)
 _GOT = Decoder(reach.Got)
 _TOOK = Decoder(reach.Took)
 
@@ -105,40 +101,33 @@ async def asking(
 
 async def send_bytes(channel: Channel) -> None:
     """Larger and larger bursts, until one takes long."""
-    chunk = reach.Chunk(data=bytes(reach.CHUNK_BYTES))
-    for num_chunks in BURSTS:
+    zeros = memoryview(bytes(reach.BURSTS[-1]))
+    for num_bytes in reach.BURSTS:
         began = time.monotonic()
-        for _ in range(num_chunks):
-            await channel.send(chunk, STALL_S)
-        await channel.send(reach.Mark(), STALL_S)
+        await channel.send(reach.Burst(num_bytes=num_bytes), STALL_S)
+        await channel.send_bytes(zeros[:num_bytes], STALL_S)
         await channel.read(_GOT, STALL_S)
         if time.monotonic() - began > SPEED_S:
             break
-    await channel.send(reach.End(), ANSWER_S)
+    await channel.send(reach.Burst(num_bytes=0), ANSWER_S)
 
 
 async def receive_bytes(channel: Channel) -> tuple[int, float]:
-    """Of the last burst, how many came after its first chunk, and how long they took."""
-    measured = 0, 0.0
-    arrivals: list[float] = []
-    num_chunks = 0
-    while True:
-        message = await channel.read(_BURST, STALL_S)
-        if isinstance(message, reach.End):
-            return measured
-        if isinstance(message, reach.Busy):
+    """Of the last burst, how many came after its first piece, and how long they took."""
+    measured, buffer = (0, 0.0), memoryview(bytearray(_PIECE_BYTES))
+    for _ in range(len(reach.BURSTS) + 1):
+        burst = await channel.read(_BURST, STALL_S)
+        if isinstance(burst, reach.Busy):
             raise Busy("it measures another link just now")
-        if isinstance(message, reach.Chunk):
-            arrivals.append(time.monotonic())
-            num_chunks += 1
-        elif arrivals:
-            measured = (len(arrivals) - 1) * reach.CHUNK_BYTES, arrivals[-1] - arrivals[0]
-            arrivals = []
-            await channel.send(reach.Got(), ANSWER_S)
-        else:
-            raise ProtocolError("the end of a burst without bytes")
-        if num_chunks > sum(BURSTS):
-            raise ProtocolError(f"more than {SPEED_BYTES} bytes")
+        if not burst.num_bytes:
+            return measured
+        first = await channel.receive_bytes(buffer[: burst.num_bytes], STALL_S)
+        began, left = time.monotonic(), burst.num_bytes - first
+        while left:
+            left -= await channel.receive_bytes(buffer[:left], STALL_S)
+        measured = burst.num_bytes - first, time.monotonic() - began
+        await channel.send(reach.Got(), ANSWER_S)
+    raise ProtocolError(f"more than {len(reach.BURSTS)} bursts")
 
 
 def rate(num_bytes: float, seconds: float) -> float:

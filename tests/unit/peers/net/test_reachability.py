@@ -101,7 +101,7 @@ def test_how_long_bytes_took_is_a_finite_amount(change):
         read(reachability_request._TOOK, {name: took[name] for name in took if name not in change})
 
 
-@pytest.mark.parametrize("data", [b"", bytes(reach.CHUNK_BYTES - 1), bytes(reach.CHUNK_BYTES + 1), "x", None])
-def test_the_chunks_of_a_burst_are_all_of_one_size(data):
+@pytest.mark.parametrize("num_bytes", [-1, reach.BURSTS[-1] + 1, 1.5, "1", True, None])
+def test_a_burst_is_no_longer_than_the_longest(num_bytes):
     with pytest.raises(ProtocolError):
-        read(reachability_request._BURST, {"type": "chunk", "data": data})
+        read(reachability_request._BURST, {"type": "burst", "num_bytes": num_bytes})

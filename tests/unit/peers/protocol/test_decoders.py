@@ -144,10 +144,8 @@ WORDS: dict[str, list[Any]] = {
         reach.Dial(port=22),
         reach.Dialled(error="connection refused"),
         reach.Speed(),
-        reach.Chunk(data=bytes(reach.CHUNK_BYTES)),
-        reach.Mark(),
+        reach.Burst(num_bytes=reach.BURSTS[0]),
         reach.Got(),
-        reach.End(),
         reach.Took(num_bytes=5, seconds=1.0),
     ],
     "about a relayed stream": [
