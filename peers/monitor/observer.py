@@ -25,7 +25,7 @@ from peers.monitor.observations import LOST, SILENT, Observations
 from peers.monitor.report_service import proof_of
 from peers.monitor.summary import holders_of, summary_of
 from peers.net.announced import announced
-from peers.net.channel import Channel
+from peers.net.channel import Channel, call
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
@@ -261,11 +261,14 @@ class Observer:
             raise PeerUnreachable("it has been forgotten")
         maddrs = peer.announcement.maddrs
         async with self._dials:
-            sock = await self._dht.transport.open(
-                peer_id, reports.report_protocol(self._run_id), timeout_s=DIAL_TIMEOUT_S, maddrs=maddrs
+            channel = await call(
+                self._dht.transport,
+                peer_id,
+                reports.report_protocol(self._run_id),
+                timeout_s=DIAL_TIMEOUT_S,
+                maddrs=maddrs,
             )
-        channel = Channel(sock)
-        try:
+        with channel:
             await channel.send(reports.Hello(version=reports.VERSION), DIAL_TIMEOUT_S)
             said = await channel.read(_FIRST, DIAL_TIMEOUT_S)
             if isinstance(said, reports.Busy):
@@ -274,8 +277,6 @@ class Observer:
             while True:
                 self._heard(peer_id, report)
                 report = unless_refused(await channel.read(_REPORT, SILENCE_S))
-        finally:
-            channel.close()
 
     async def _admitted(self, peer_id: str, nonce: bytes, channel: Channel) -> Report:
         """The first report, for the proof that this observer has the swarm secret."""

@@ -66,14 +66,12 @@ class ReportService:
             news.set()
 
     async def _accepted(self, observer_id: str, sock: socket.socket) -> None:
-        channel = Channel(sock)
-        try:
-            if await self._is_admitted(observer_id, channel):
-                await self._tell(channel)
-        except (PeersError, OSError) as error:
-            log.debug("observer %s has gone: %s", observer_id, error)
-        finally:
-            channel.close()
+        with Channel(sock) as channel:
+            try:
+                if await self._is_admitted(observer_id, channel):
+                    await self._tell(channel)
+            except (PeersError, OSError) as error:
+                log.debug("observer %s has gone: %s", observer_id, error)
 
     async def _is_admitted(self, observer_id: str, channel: Channel) -> bool:
         await channel.read(_HELLO, ANSWER_S)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
-from peers.net.channel import Channel
+from peers.net.channel import Channel, call
 from peers.net.dht.bootstrap import is_nobody_there
 from peers.net.gate import Gate
 from peers.net.introduction import Introduced, Introductions, NotAdmitted
@@ -133,10 +133,9 @@ class Channels:
         return "here"
 
     async def _called(self, record: Announcement) -> tuple[Channel, Introduced]:
-        sock = await self._transport.open(
-            record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
+        channel = await call(
+            self._transport, record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
         )
-        channel = Channel(sock)
         try:
             return channel, await self.introductions.as_caller(channel, record.peer_id)
         except BaseException:
