@@ -77,6 +77,6 @@ class LivePeer:
             self.channel.break_off()
 
 
-def silence_s(num_peers: int) -> float:
-    """After which a channel that carries nothing breaks."""
-    return max(LEAST_SILENCE_S, LOST_BEATS * heartbeat_s(num_peers))
+def silence_s(num_peers: int, beat_s: Callable[[int], float] = heartbeat_s) -> float:
+    """After which one that is heard of at every beat counts as lost; by default, a channel that carries nothing."""
+    return max(LEAST_SILENCE_S, LOST_BEATS * beat_s(num_peers))

@@ -24,12 +24,13 @@ from peers.net.channels import Channels, Reached
 from peers.net.gate import Gate
 from peers.net.gossip import Gossip
 from peers.net.introduction import Introduced
+from peers.net.live_peer import silence_s
 from peers.net.paths.paths import Paths
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
-from peers.timing import LEAST_SILENCE_S, LOST_BEATS, OFTEN_S, SLICE_S, START_S, status_s
+from peers.timing import OFTEN_S, SLICE_S, START_S, status_s
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +161,8 @@ class Mesh:
                 asked = channels.open[neighbours[num_asked % len(neighbours)]]
                 asked_at, num_asked = now, num_asked + 1
                 asked.enqueue(Known(versions=self._gossip.versions()))
-            silence_s = max(LEAST_SILENCE_S, LOST_BEATS * status_s(self.num_peers))
-            for peer_id in self._gossip.silent(now, silence_s) - channels.open.keys():
+            silent = self._gossip.silent(now, silence_s(self.num_peers, status_s))
+            for peer_id in silent - channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
             self._post(events.StillHere(frozenset(self._gossip.here)))
             self._dial_missing({})
