@@ -271,7 +271,7 @@ class Daemon:
             step=self._monitor.step,
             local_step=self._monitor.local_step,
             step_s=self._monitor.step_s,
-            committed_tokens=state.committed_tokens if state else 0,
+            committed_tokens=state.header.committed_tokens if state else 0,
             tokens_per_s=self._monitor.tokens_per_s,
             anchor_digest=state.anchor_digest if state else "",
             manifest_digest=self._agreement.digest,

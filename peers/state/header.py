@@ -75,11 +75,6 @@ class StateHeader:
         return self.certificate.plan.epoch if self.certificate else 0
 
     @property
-    def data_base(self) -> int:
-        """First data block of this epoch."""
-        return self.certificate.plan.data_base if self.certificate else 0
-
-    @property
     def committed_tokens(self) -> int:
         return self.certificate.plan.tokens if self.certificate else 0
 

@@ -65,20 +65,8 @@ class OuterState:
         return self.header.head
 
     @property
-    def committed_tokens(self) -> int:
-        return self.header.committed_tokens
-
-    @property
-    def data_base(self) -> int:
-        return self.header.data_base
-
-    @property
     def anchor_digest(self) -> str:
         return self.header.anchor_digest
-
-    @property
-    def momentum_digest(self) -> str:
-        return self.header.momentum_digest
 
     def chunks(self, fragment: int) -> list[StateChunk]:
         """The hashed chunks of one fragment, in order."""

@@ -30,7 +30,7 @@ def begun(anchor: Sequence[Tensor], *, num_members: int = 3, epoch: int = 0) -> 
         data_base=0,
         tokens=0,
     )
-    state.certify(_signed(Body(plan=plan, anchor=state.anchor_digest, momentum=state.momentum_digest)))
+    state.certify(_signed(Body(plan=plan, anchor=state.anchor_digest, momentum=state.header.momentum_digest)))
     return state
 
 
@@ -121,7 +121,7 @@ def certificate_after(
             for member in _roster(num_members)
         ),
         roster=_roster(num_members),
-        data_base=header.data_base + data_width,
+        data_base=(header.certificate.plan.data_base if header.certificate else 0) + data_width,
         tokens=header.committed_tokens + tokens,
     )
     return _signed(Body(plan=plan, anchor=anchor, momentum=momentum))

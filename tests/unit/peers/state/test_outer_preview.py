@@ -33,7 +33,7 @@ def test_a_preview_stores_nothing_and_says_what_the_commit_arrives_at(fragment):
     )
     committed = optimizer.commit(state, fragment, average)
     assert committed == Digests(header.anchor_digest, header.momentum_digest) == state.verify()
-    assert (state.anchor_digest, state.momentum_digest) == (committed.anchor, committed.momentum)
+    assert (state.anchor_digest, state.header.momentum_digest) == (committed.anchor, committed.momentum)
 
 
 def test_sums_may_settle_in_any_order_from_any_thread_while_the_rest_is_still_unknown():

@@ -37,7 +37,7 @@ def test_the_initial_state_depends_on_the_weights_alone():
     assert some_state().anchor_digest == some_state().anchor_digest
     assert some_state().anchor_digest != some_state(seed=1).anchor_digest
     state = OuterState.initial([torch.ones(3)])
-    assert (state.head, state.epoch, state.committed_tokens, state.data_base) == ("", 0, 0, 0)
+    assert (state.head, state.epoch, state.header.committed_tokens) == ("", 0, 0)
     assert all(not momentum.any() for momentum in state.momentum)
 
 
@@ -61,9 +61,9 @@ def test_a_commit_can_leave_the_new_anchor_in_place_of_the_average():
 def test_a_commit_moves_everything_together():
     state = some_state()
     commit(state, tokens=99, data_width=3)
-    assert (state.epoch, state.committed_tokens, state.data_base) == (1, 99, 3)
+    assert (state.epoch, state.header.committed_tokens) == (1, 99)
     certificate = commit(state, tokens=51, data_width=2)
-    assert (state.epoch, state.committed_tokens, state.data_base) == (2, 150, 5)
+    assert (state.epoch, state.header.committed_tokens) == (2, 150)
     assert state.head == certificate.head
     assert state.anchor_digest == certificate.body.anchor == state.verify().anchor
 
