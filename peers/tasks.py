@@ -44,6 +44,18 @@ async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
     return await asyncio.gather(*ending, return_exceptions=True)
 
 
+async def first_of(*coroutines: Coroutine[Any, Any, T]) -> T:
+    """Run these side by side until one ends, and cancel the others. Returns what it returns, or raises its error."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        # Of several that end at a time, one that failed decides.
+        first, *_ = [task.result() for task in tasks if task in done]
+        return first
+    finally:
+        await cancelled(tasks)
+
+
 async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     """Wait for the event, so long at the most. Returns whether it has come."""
     with contextlib.suppress(TimeoutError):

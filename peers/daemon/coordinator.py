@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peers.admission.ledger import RankLedger
 from peers.admission.rank_request import protocol_of
@@ -29,7 +28,7 @@ from peers.net.lan import answering
 from peers.net.paths.reachability import Reachability
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
-from peers.tasks import cancelled
+from peers.tasks import first_of
 from peers.timing import LOOK_S, OFTEN_S
 
 
@@ -95,7 +94,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         ):
             say(line)
         say(who_may_join(config, admission.gate.is_open))
-        await _until_one_fails(
+        await first_of(
             dht.fail_with_p2pd(),
             _announce_forever(run_id, admission),
             _report_forever(dht, run_id, admission.gate, say),
@@ -160,15 +159,6 @@ def _claim_identity(path: Path) -> Identity:
             f"the identity {path} is in use: this coordinator runs already. Stop it first, or give another "
             "--run-id or --identity-path"
         ) from None
-
-
-async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        # gather, not a TaskGroup: the error itself, not a group of one.
-        await asyncio.gather(*tasks)
-    finally:
-        await cancelled(tasks)
 
 
 async def _announce_forever(run_id: str, admission: AdmissionService) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.admission.service import AdmissionService
+from peers.admission.settings import AdmissionSettings
 from peers.core import joining
 from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator
@@ -31,7 +32,7 @@ from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, PEERS_KEY, Announcement
 from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import Completion, Policy, Rollout, learner_for, prompt_of, signed
-from peers.tasks import cancelled
+from peers.tasks import cancelled, first_of
 from peers.timing import LOOK_S, OFTEN_S
 
 WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
@@ -54,15 +55,16 @@ async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, direc
     async with contextlib.AsyncExitStack() as stack:
         link_path = stack.enter_context(SocketDirectory()).path / "link.sock"
         accept = await stack.enter_async_context(listen(link_path))
-        # Reports errors in these files before the peer connects to anything.
-        config.secret()
+        # It calls the learners, and nobody calls it: it issues no tokens, whatever key it is given.
+        settings = AdmissionSettings(swarm_secret_file=config.swarm_secret_file)
+        # Reports errors in this file before the peer connects to anything.
+        settings.secret()
         identity = claim_slot(Path(config.state_dir), config.run_id, None, prefix=SLOT_PREFIX)
         stack.callback(identity.release)
         log.info("starting as %s, which generates rollouts", identity.peer_id)
-        # It calls the learners, and nobody calls it.
         dht = await Dht.join(identity=identity, initial_peers=config.initial_peers, client_mode=True)
         stack.push_async_callback(dht.close)
-        admission = AdmissionService(config.run_id, identity, dht, config)
+        admission = AdmissionService(config.run_id, identity, dht, settings)
         await admission.enter()
         generator = Generator()
         stack.callback(generator.close)
@@ -88,6 +90,8 @@ class RolloutPeer:
         self._config, self._identity, self._dht, self._admission = config, identity, dht, admission
         self._generator, self._directory = generator, directory
         self._manifest: dict[str, Scalar] = {}
+        self._agreed = asyncio.Event()
+        """Set once there is a manifest."""
         self._seen_at = time.monotonic()
         """When a learner was last heard."""
         self._failed_at: dict[str, float] = {}
@@ -104,26 +108,13 @@ class RolloutPeer:
         self, links: Coroutine[Any, Any, None], supervisor_of: Callable[[Mapping[str, Scalar]], Supervisor]
     ) -> int:
         """Work until there is nothing to do any more. Returns the exit code."""
-        supervisor: Supervisor | None = None
-        tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(links),
-            asyncio.create_task(self._admission.run()),
-            asyncio.create_task(self._dht.fail_with_p2pd()),
-        ]
-        try:
-            working = asyncio.create_task(self._work())
-            tasks.append(working)
-            while True:
-                await asyncio.wait(tasks, timeout=OFTEN_S, return_when=asyncio.FIRST_COMPLETED)
-                if supervisor is None and self._manifest:
-                    supervisor = supervisor_of(self._manifest)
-                    tasks.append(asyncio.create_task(supervisor.run_to_its_end()))
-                if over := [task for task in tasks if task.done()]:
-                    return int(over[0].result() or 0)
-        finally:
-            await cancelled(tasks)
-            if supervisor is not None:
-                await supervisor.stop()
+
+        async def generate() -> int:
+            await self._agreed.wait()
+            return await supervisor_of(self._manifest).run_to_its_end()
+
+        parts = (links, self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())
+        return await first_of(*parts) or 0
 
     async def _work(self) -> int:
         """Work for one learner after the other. Raises UserError if there was never one."""
@@ -181,18 +172,13 @@ class RolloutPeer:
             self._seen_at = time.monotonic()
             self._forget_fetched()
             log.info("working for learner %d", learner.world_rank)
-            tasks = [
-                asyncio.create_task(self._follow(policies)),
-                asyncio.create_task(self._generate(learner.peer_id, rollouts)),
-                asyncio.create_task(self._until_reassigned(learner.peer_id)),
-            ]
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    if task.done():
-                        task.result()
+                await first_of(
+                    self._follow(policies),
+                    self._generate(learner.peer_id, rollouts),
+                    self._until_reassigned(learner.peer_id),
+                )
             finally:
-                await cancelled(tasks)
                 self._seen_at = time.monotonic()
 
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
@@ -211,6 +197,7 @@ class RolloutPeer:
         if unlike := joining.manifest_differences(proposal, theirs, self._config.named):
             raise UserError("these settings differ from the swarm's:\n" + "\n".join(unlike))
         self._manifest = theirs
+        self._agreed.set()
 
     async def _until_reassigned(self, peer_id: str) -> None:
         while True:
