@@ -44,7 +44,7 @@ async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
     return await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def first_of(*coroutines: Coroutine[Any, Any, T]) -> T:
+async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> Any:
     """Run these side by side until one ends, and cancel the others. Returns what it returns, or raises its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -114,7 +114,7 @@ class RolloutPeer:
             return await supervisor_of(self._manifest).run_to_its_end()
 
         parts = (links, self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())
-        return await first_of(*parts) or 0
+        return int(await first_of(*parts) or 0)
 
     async def _work(self) -> int:
         """Work for one learner after the other. Raises UserError if there was never one."""

@@ -22,7 +22,7 @@ from peers.net.transport import StreamTransport
 from peers.protocol.admission import NONCE_BYTES, Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import Busy, Hello, Report, report_protocol
-from peers.tasks import cancelled
+from peers.tasks import first_of, is_set_within
 from peers.timing import ANSWER_S, OFTEN_S
 
 MAX_OBSERVERS = 16
@@ -90,21 +90,22 @@ class ReportService:
         return False
 
     async def _tell(self, channel: Channel) -> None:
+        # Observers send nothing more: anything that arrives ends the reports, as does the end of the stream.
+        await first_of(self._report_forever(channel), channel.read(_HELLO))
+
+    async def _report_forever(self, channel: Channel) -> None:
         news, since = asyncio.Event(), 0.0
         self._observers.add(news)
-        # Observers send nothing more: anything that arrives ends the reports, as does the end of the stream.
-        hung_up = asyncio.ensure_future(channel.read(_HELLO))
         try:
-            while not hung_up.done():
+            while True:
                 news.clear()
                 report = self._report(since)
                 since = newest_of(report, since)
                 await channel.send(report, ANSWER_S)
                 await asyncio.sleep(LEAST_INTERVAL_S)
-                await _first_of(hung_up, news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
+                await is_set_within(news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
         finally:
             self._observers.discard(news)
-            await cancelled([hung_up])
 
 
 def newest_of(report: Report, since: float) -> float:
@@ -113,11 +114,3 @@ def newest_of(report: Report, since: float) -> float:
     if report.certified is not None:
         told.append(report.certified)
     return max((entry.time for entry in told), default=since)
-
-
-async def _first_of(hung_up: asyncio.Future[Any], news: asyncio.Event, timeout_s: float) -> None:
-    waiting = asyncio.ensure_future(news.wait())
-    try:
-        await asyncio.wait({hung_up, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await cancelled([waiting])
