@@ -18,15 +18,6 @@ from peers.protocol import libp2p_keys
 from peers.protocol.certificates import Signature
 from peers.protocol.limits import RUN_ID
 
-__all__ = [
-    "Identity",
-    "check_run_id",
-    "claim_slot",
-    "is_one_more",
-    "load",
-    "load_or_create",
-]
-
 _MAX_SLOTS = 10_000
 
 
