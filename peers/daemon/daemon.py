@@ -30,12 +30,13 @@ from peers.monitor.report_service import ReportService
 from peers.monitor.reporting import Reporting
 from peers.net.dht.node import Dht
 from peers.net.identity import Identity
+from peers.net.mesh import Mesh
 from peers.net.paths.network import Network
 from peers.net.paths.reachability import Reachability
 from peers.net.states.server import StateServer
 from peers.net.streams import StreamPool
 from peers.protocol.mesh import Scalar
-from peers.protocol.records import NO_RANK, Announcement
+from peers.protocol.records import NO_RANK, Announcement, Lost, Spoken
 from peers.protocol.reports import Phase
 from peers.state.outer_state import OuterState
 from peers.tasks import cancelled
@@ -75,13 +76,19 @@ class Daemon:
             run_id=config.run_id,
             identity=identity,
             dht=dht,
-            transport=paths,
+            mesh=Mesh(
+                run_id=config.run_id,
+                peer_id=identity.peer_id,
+                transport=paths,
+                own_record=self._own_record,
+                on_change=lambda: self._presence.view_changed(),
+                post=self._post,
+                on_manifest=lambda sender, message: self._agreement.received(sender, message),
+                gate=admission.gate,
+            ),
             galaxy_size=config.galaxy_size,
             describe=self._describe,
-            status=lambda: self._runtime.status if self._runtime is not None else None,
             on_change=self._view_changed,
-            post=self._post,
-            on_manifest=lambda sender, message: self._agreement.received(sender, message),
             gate=admission.gate,
         )
         self._agreement = Agreement(self._presence)
@@ -281,6 +288,10 @@ class Daemon:
             paths=self._network.paths_shown(),
             token=self._admission.token,
         )
+
+    def _own_record(self, number: int, lost: tuple[Lost, ...]) -> bytes:
+        status = self._runtime.status if self._runtime is not None else None
+        return Spoken.of(self._describe(), status, number, lost).encode(self._identity)
 
     def _current_state(self) -> OuterState | None:
         return self._runtime.state if self._runtime is not None else None

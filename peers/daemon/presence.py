@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from peers.admission.rank_request import request_rank
-from peers.core import events
 from peers.errors import PeersError, UserError
 from peers.net.announced import announced
 from peers.net.channels import Reached
@@ -22,16 +21,12 @@ from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh
-from peers.net.paths.paths import Paths
-from peers.protocol.mesh import Manifest, WantManifest
-from peers.protocol.messages import Status
 from peers.protocol.records import (
     MAX_MADDRS,
     NO_RANK,
     PEERS_KEY,
     TRAINING_STATES,
     Announcement,
-    Spoken,
     View,
 )
 from peers.tasks import is_set_within
@@ -53,8 +48,7 @@ COORDINATOR_GLANCE_S = 2 * OFTEN_S
 
 
 class Presence:
-    """Used from one event loop. `describe` returns the current announcement, `status` what the core says, once there is
-    one; `on_change` is called on each new view."""
+    """Used from one event loop. `describe` returns the current announcement; `on_change` is called on each new view."""
 
     def __init__(
         self,
@@ -62,16 +56,13 @@ class Presence:
         run_id: str,
         identity: Identity,
         dht: Dht,
-        transport: Paths,
+        mesh: Mesh,
         galaxy_size: int | None,
         describe: Callable[[], Announcement],
-        status: Callable[[], Status | None],
         on_change: Callable[[], None],
-        post: Callable[[events.Event], None],
-        on_manifest: Callable[[Announcement, Manifest | WantManifest], None],
         gate: Gate,
     ) -> None:
-        self._gate = gate
+        self._gate, self.mesh = gate, mesh
         self.me = identity.peer_id
         self._run_id, self._identity, self._dht = run_id, identity, dht
         self._describe, self._on_change = describe, on_change
@@ -82,16 +73,6 @@ class Presence:
         self.world_rank = NO_RANK
         """The rank that the user or the coordinator gave; NO_RANK where this peer is to claim one."""
         self.maddrs: tuple[str, ...] = ()
-        self.mesh = Mesh(
-            run_id=run_id,
-            peer_id=identity.peer_id,
-            transport=transport,
-            own_record=lambda number, lost: Spoken.of(describe(), status(), number, lost).encode(identity),
-            on_change=self._view_changed,
-            post=post,
-            on_manifest=on_manifest,
-            gate=gate,
-        )
 
     @property
     def galaxy_size(self) -> int:
@@ -204,7 +185,7 @@ class Presence:
         if self._announced != _identity_in(self._describe()):
             self.mesh.broadcast_status()
             self._announce_now.set()
-        self._view_changed()
+        self.view_changed()
 
     async def wait_for_change(self) -> None:
         """Wait until the view changes, at most for OFTEN_S."""
@@ -256,7 +237,8 @@ class Presence:
         blob = status.encode(self._identity)
         return await self._dht.store(PEERS_KEY(self._run_id), self.me, blob, ttl_s=ttl_s)
 
-    def _view_changed(self) -> None:
+    def view_changed(self) -> None:
+        """Must be called when the mesh has changed."""
         self._changed.set()
         self._on_change()
 

@@ -17,6 +17,7 @@ from peers.daemon.presence import (
 from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
+from peers.net.mesh import Mesh
 from peers.protocol.records import Announcement
 from tests.support.announcements import spoken
 
@@ -70,13 +71,18 @@ def a_presence(identity, dht=None):
         run_id=RUN_ID,
         identity=identity,
         dht=dht,
-        transport=None,
+        mesh=Mesh(
+            run_id=RUN_ID,
+            peer_id=identity.peer_id,
+            transport=None,
+            own_record=lambda number, lost: b"",
+            on_change=lambda: None,
+            post=lambda event: None,
+            on_manifest=lambda sender, message: None,
+        ),
         galaxy_size=1,
         describe=lambda: None,
-        status=lambda: None,
         on_change=lambda: None,
-        post=lambda event: None,
-        on_manifest=lambda sender, message: None,
         gate=Gate.open(RUN_ID),
     )
 
