@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from peers.reduce.codecs_common import Codec, PseudoGradient
-from peers.reduce.codecs_few_bits import OneBitCodec, TwoBitCodec
+from peers.reduce.codecs_few_bits import ONE_BIT, TWO_BIT
 from peers.reduce.codecs_float import Float32Codec, HalfCodec
 from peers.reduce.codecs_integer import Int4Codec, IntegerCodec
 from peers.reduce.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
@@ -26,8 +26,8 @@ _CODECS: dict[str, Codec] = {
         HalfCodec("bf16", torch.bfloat16, relative_error=2.0**-8, tiny_error=0.0),
         IntegerCodec("int8", top=127, block_numel=256, residual_reach=0.25),
         Int4Codec("int4", top=7, block_numel=128, residual_reach=1.0),
-        TwoBitCodec(),
-        OneBitCodec(),
+        TWO_BIT,
+        ONE_BIT,
         TopKCodec(CONTRIBUTION_KEPT),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 
 from peers.reduce.kernels import Bytes, Floats, compiled
@@ -14,7 +15,8 @@ _SIGN_PLACE = np.uint32(31)
 _LARGER, _NEGATIVE = np.uint8(1), np.uint8(2)
 
 
-@compiled("float64(float32[::1], float32[::1])")
+# Inlined: a call for each block costs a tenth of the time.
+@numba.njit(inline="always")
 def _sum_of_magnitudes(part: Floats, lanes: Floats) -> float:
     """Sum by lanes, which are lent: a fixed order that the compiler can vectorise."""
     whole = part.size // _LANES * _LANES
