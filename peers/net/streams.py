@@ -35,6 +35,10 @@ MAX_IDLE_PER_PEER = 2
 MAX_IDLE_PEERS = 256
 """Peers whose idle streams are kept. A peer that takes part in a round moves to the end of the list, so strangers that
 only open streams are closed first."""
+MAX_OPENING = 2
+"""Streams that are opened at once while no round waits: each takes two handshakes' time of both event loops, and one
+that has to share it with many is late enough for a second path to be tried in vain.
+"""
 _MUCH_OF_IT = 0.1
 """Of the time for streams: a peer that has not come so shortly before its end counts as silent. The other members give
 up at the same time, and one of them is always a little earlier."""
@@ -60,6 +64,7 @@ class StreamPool:
         self._outgoing: dict[str, socket.socket] = {}
         # In the background, while no round waits: a first stream, or a better one.
         self._opening: dict[str, asyncio.Task[None]] = {}
+        self._openers = asyncio.Semaphore(MAX_OPENING)
         self._idle: defaultdict[str, dict[socket.socket, asyncio.Task[bytes]]] = defaultdict(dict)
         self._named: dict[tuple[bytes, str], socket.socket] = {}
         self._awaited: dict[tuple[bytes, str], asyncio.Future[socket.socket]] = {}
@@ -270,7 +275,8 @@ class StreamPool:
     ) -> None:
         async def keep() -> None:
             try:
-                sock = await open_stream()
+                async with self._openers:
+                    sock = await open_stream()
             except PeersError as error:
                 log.debug("no new stream to %s: %s", peer, error)
                 return
