@@ -2,7 +2,7 @@
 
 One process per peer, on loopback. Every repetition is in a fresh group after a warm-up round, with the contenders
 interleaved. A round's time is from when all peers are ready until the last one has the complete average. Ours includes
-sending the attempt's name on the open streams, all checks, and the digests of all shares.
+sending the attempt's name on the open streams, and all checks.
 """
 
 from __future__ import annotations
