@@ -21,7 +21,7 @@ PRINTED_LOGGERS = tuple(
     f"peers.daemon.{name}"
     for name in (
         *("agreement", "daemon", "downloads", "main", "rollout_peer", "rollout_service", "runtime"),
-        "worker_monitor",
+        *("supervisor", "worker_monitor"),
     )
 )
 

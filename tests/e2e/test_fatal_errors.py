@@ -53,6 +53,7 @@ def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp
     worker = f"python {tmp_path / 'loop.py'}"
     command = start(*DILOCO, "peer", "--world-rank", 0, *LOOPBACK, "--worker", worker)
     assert command.wait() == 1, command.stdout + command.stderr
+    assert command.stdout.count("the worker ended with 1 ") == 2
     (box,) = text_of_boxes(command.stderr)
     assert "3 times in a row for the same reason: ValueError: no such column: text" in box
 
