@@ -145,7 +145,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
         ('{"model_type": "llama", "hidden_size": "wide"}', "cannot use this config.json"),
         ('{"model_type": "llama", "num_hidden_layers": 1000000}', "at most 1024"),
         ('{"model_type": "vit"}', "no causal language model"),
-        ('{"model_type": "llama", "auto_map": {"AutoConfig": "x.y"}}', "foreign code"),
+        ('{"model_type": "llama", "auto_map": {"AutoConfig": "x.y"}}', "run code from elsewhere"),
     ],
 )
 def test_a_config_that_is_no_causal_lm_is_refused(tmp_path, config, message):
