@@ -36,8 +36,8 @@ MAX_IDLE_PEERS = 256
 """Peers whose idle streams are kept. A peer that takes part in a round moves to the end of the list, so strangers that
 only open streams are closed first."""
 MAX_OPENING = 2
-"""Streams that are opened at once while no round waits: each takes two handshakes' time of both event loops, and one
-that has to share it with many is late enough for a second path to be tried in vain.
+"""Streams that are opened at a time while no round waits. If all were opened at once, on a busy machine no handshake
+would end within the head start of the direct path, and libp2p would be dialled for each peer, too.
 """
 _MUCH_OF_IT = 0.1
 """Of the time for streams: a peer that has not come so shortly before its end counts as silent. The other members give
