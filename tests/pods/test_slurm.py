@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -109,7 +110,9 @@ def submitted(env: dict[str, str], directory: Path, config: str, *more: str) -> 
         argv, cwd=directory, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert made.returncode == 0, made.stderr
-    job = made.stdout.split()[1]
+    found = re.match(r"submitted job (\d+);", made.stdout)
+    assert found, made.stdout
+    job = found[1]
     wait(env, ["squeue", "-h"], "", 240)
     said = (directory / LOGS / f"slurm_{job}.log").read_text()
     shown = subprocess.run(
