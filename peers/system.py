@@ -101,6 +101,17 @@ def keepalive_options(*, idle_s: int, interval_s: int, count: int) -> list[tuple
     return [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
 
 
+def break_if_unacknowledged(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel break the connection when nothing of what was sent has been acknowledged for so long.
+
+    Not for much data: Linux takes a receiver that does not read for so long for one that is gone. Does nothing
+    elsewhere, and for sockets of another kind than TCP.
+    """
+    if IS_LINUX:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
+
+
 def tcp_info(sock: socket.socket, num_bytes: int) -> bytes:
     """The beginning of struct tcp_info (linux/tcp.h). Raises OSError where there is none."""
     option = getattr(socket, "TCP_INFO", None)

@@ -64,6 +64,10 @@ FULL_MESH = 32
 LEAST_SILENCE_S, LOST_BEATS = 8.0, 10
 """A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one. Rounds
 wait for nobody who is silent much shorter (core/timing.py), and a channel that breaks tells at once."""
+UNACKNOWLEDGED_S = 6.0
+"""What a channel carries has to arrive within this time: longer than a packet takes that is lost four times in a row.
+So a machine that is switched off is lost sooner than one that is busy.
+"""
 DOUBT_BEATS = 4
 """After so many heartbeats without an answer the next streams to a peer go another way, if there is one: the link may
 carry nothing. Own beats count and not seconds: a peer that was frozen itself has sent none, and missed nothing."""

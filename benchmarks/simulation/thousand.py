@@ -3,8 +3,9 @@
 10B weights in int4, H = 96 in 16 fragments of which each is averaged every 96 steps, workers that never wait for a
 round, and an epoch as long as trains most tokens (`--hv.overlap-steps auto`, `--hv.local-time auto`). Links have 100
 Mbit/s to 1 Gbit/s in both directions and machines take 8 to 32 s for a step, both drawn log-uniformly; round trips are
-20 to 120 ms. Each peer is lost once in 24 hours on average, falls silent like a machine that is switched off, and
-is back after five minutes, when it downloads the state. All other assumptions are those of `diloco simulate`.
+20 to 120 ms. Each peer is lost once in 24 hours on average, falls silent like a machine that is switched off, and is
+back after five minutes, when it downloads the state. The first three commits are not counted: peers learn in them how
+fast the others are. All other assumptions are those of `diloco simulate`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def scenario(num_peers: int = NUM_PEERS, num_epochs: int = 8) -> Scenario:
         ),
         tokens_per_step=1 << 19,
         num_epochs=num_epochs,
+        num_uncounted=3,
         jitter=0.005,
         mtbf_s=24 * 3600.0,
     )

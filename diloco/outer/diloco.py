@@ -106,6 +106,8 @@ class Diloco:
         self._epoch_s = 0.0
         """How long the epoch may last, as the daemon said; 0: as long as its steps take."""
         self._epoch_began_at = time.monotonic()
+        self._steps_done = 0
+        """Steps of the epoch: those done, and those after which this peer entered it."""
         self._step_time = _StepTime()
         self._is_over = False
         self._progress = _Progress()
@@ -188,6 +190,7 @@ class Diloco:
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
+        self._steps_done += 1
         self.tokens = [tokens + num_tokens for tokens in self.tokens]
         exchange = self._exchange
         if exchange is None:
@@ -200,12 +203,12 @@ class Diloco:
             self._step_time.begins()
 
     def _after_step(self, exchange: Exchange, num_tokens: int) -> Commit | None:
+        commit = self._poll(exchange)
         self._keep_to_time_budget()
         if self.done:
             return self._average_all(exchange)
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
             self._leave(exchange, last=False)
-        commit = self._poll(exchange)
         while self.local_step >= self.steps_per_epoch and not self.done:
             # A peer that has gone ahead for the whole of this epoch hands it over at once.
             if self._flight is None:
@@ -356,8 +359,7 @@ class Diloco:
             # The work was not averaged: it is still in the weights, and counts in the next round.
             self.tokens[flight.fragment] += flight.tokens
         # Steps that went ahead belong to the epoch after this commit.
-        done = self.local_step if flight.is_ahead and self.epoch == int(answer["epoch"]) else 0
-        self._adopt(answer, least_local_step=done)
+        self._adopt(answer, goes_on=flight.is_ahead and self.epoch == int(answer["epoch"]))
         self._is_over = bool(answer["last"])
         blocked_s = flight.blocked_s + time.monotonic() - started_at
         figures = {field.name: answer[field.name] for field in fields(EpochFigures)}
@@ -365,25 +367,39 @@ class Diloco:
         self.commits.append(self.last_commit)
         return self.last_commit
 
-    def _adopt(self, answer: dict[str, Any], *, least_local_step: int = 0) -> None:
-        """Weights and position advance together: called only after the weights have been loaded."""
+    def _adopt(self, answer: dict[str, Any], *, goes_on: bool = False) -> None:
+        """Weights and position advance together: called only after the weights have been loaded.
+
+        `goes_on`: this peer is in that epoch already.
+        """
         position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
+        if goes_on:
+            position = replace(position, local_step=max(position.local_step, self.local_step))
         self._epoch_s = float(answer["epoch_s"])
-        self._stand_at(replace(position, local_step=max(position.local_step, least_local_step)))
+        self._stand_at(position, goes_on=goes_on)
         self.num_peers = int(answer["num_peers"])
 
-    def _stand_at(self, position: Position) -> None:
-        self.position = position
+    def _stand_at(self, position: Position, *, goes_on: bool = False) -> None:
+        self.position, self._steps_done = position, position.local_step
         if self._schedule is not None:
             elapsed_s = self._schedule.elapsed_at(self.local_step, self._epoch_s)
-            self._epoch_began_at = time.monotonic() - elapsed_s
+            entered_at = time.monotonic() - elapsed_s
+            self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
 
     def _keep_to_time_budget(self) -> None:
         """Where the epoch has a time budget, advance to the step that the elapsed time stands for, if it is later."""
         if self._epoch_s:
             # One clock for all ranks: they have to hand over together.
-            elapsed_s = on_rank_zero(lambda: time.monotonic() - self._epoch_began_at)
-            local_step = self._scheduled.local_step_after(self.local_step, elapsed_s, self._epoch_s)
+            elapsed_s, step_s = on_rank_zero(
+                lambda: (time.monotonic() - self._epoch_began_at, self._step_time.seconds)
+            )
+            local_step = self._scheduled.local_step_after(
+                self._steps_done,
+                elapsed_s,
+                self._epoch_s,
+                step_s=step_s,
+                awaits_commit=self._flight is not None and self._flight.is_ahead,
+            )
             self.position = replace(self.position, local_step=local_step)
 
     def _report(self, exchange: Exchange, num_tokens: int) -> None:

@@ -112,15 +112,17 @@ def figures_of(
     losses: Losses,
     *,
     num_peers: int,
+    num_uncounted: int,
     tokens_per_step: int,
     price_per_hour: float,
 ) -> Figures:
-    """The figures over all epochs after the first, so at least two are needed. `price_per_hour` is of all peers."""
+    """The figures over all epochs after the first `num_uncounted`; at least one has to follow. `price_per_hour` is of
+    all peers."""
     by_epoch: dict[int, list[EpochOfPeer]] = defaultdict(list)
     for record in records:
         by_epoch[record.epoch].append(record)
     ends = {epoch: max(r.at for r in of) for epoch, of in sorted(by_epoch.items())}
-    first, *later = ends
+    first, *later = list(ends)[num_uncounted - 1 :]
     counted = [by_epoch[epoch] for epoch in later]
     flat = [record for of in counted for record in of]
     elapsed_s = ends[later[-1]] - ends[first]

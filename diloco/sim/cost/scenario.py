@@ -35,7 +35,9 @@ class Scenario:
     tokens_per_step: int = 1 << 16
     """Tokens per inner step of one peer; more than the number of fragments, by which a commit divides its tokens."""
     num_epochs: int = 20
-    """Commits to simulate, after a first one that is not counted because peers measure their links in it."""
+    """Commits to simulate, after `num_uncounted`."""
+    num_uncounted: int = 1
+    """The first commits, in which peers measure their links and hear how fast the others are."""
     jitter: float = 0.0
     """Standard deviation of a peer's step duration between epochs, as a fraction of its mean."""
     mtbf_s: float = float("inf")

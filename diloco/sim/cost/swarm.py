@@ -22,10 +22,9 @@ from peers.core import events
 from peers.core.founding import genesis_of
 from peers.core.peer import Peer
 from peers.core.settings import Settings
-from peers.net.live_peer import silence_s
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Certificates, Offer
-from peers.timing import FULL_MESH
+from peers.timing import FULL_MESH, UNACKNOWLEDGED_S, heartbeat_s
 
 _LONGEST_EPOCH = 100.0
 """A run whose epochs take longer than this multiple of their training time is considered stuck."""
@@ -76,7 +75,7 @@ class CostSwarm:
         self.living: dict[str, CostPeer] = {}
         """By peer id."""
         self._lives: dict[int, CostPeer] = {}
-        self._last_epoch, self._is_over = 1 + scenario.num_epochs, False
+        self._last_epoch, self._is_over = scenario.num_uncounted + scenario.num_epochs, False
         self._last_members: frozenset[int] = frozenset()
         self._parents: dict[str, str] = {}
         self._certificates: dict[str, Certificate] = {}
@@ -109,10 +108,11 @@ class CostSwarm:
     def check_end(self) -> None:
         """End the simulation once all members of the last commit that are still alive train on top of it."""
         last = self._last_epoch
+        members = [self._lives[rank] for rank in self._last_members]
         self._is_over = self.newest.plan.epoch >= last and all(
-            self._lives[rank].worker.epoch >= last and not self._lives[rank].worker.is_ahead
-            for rank in self._last_members
-            if self._lives[rank].is_running and self._lives[rank].certificate is not None
+            peer.worker.epoch_merged >= last
+            for peer in members
+            if peer.is_running and peer.certificate is not None
         )
 
     @property
@@ -174,8 +174,8 @@ class CostSwarm:
 
     @property
     def _mesh_silence_s(self) -> float:
-        """Time after which the neighbours of a lost peer have noticed it."""
-        return silence_s(len(self.peer_ids)) if self.is_large else 0.0
+        """Time after which the neighbours of a lost peer have noticed it: their next heartbeat is not acknowledged."""
+        return heartbeat_s(len(self.peer_ids)) + UNACKNOWLEDGED_S if self.is_large else 0.0
 
     def _tell_of_loss(self, peer_id: str) -> None:
         if peer_id in self.living:
@@ -300,6 +300,7 @@ class CostSwarm:
             self._kept_records(),
             self.losses,
             num_peers=len(peers),
+            num_uncounted=self.scenario.num_uncounted,
             tokens_per_step=self.scenario.tokens_per_step,
             price_per_hour=sum(peer.price_per_hour for peer in peers),
         )

@@ -6,13 +6,13 @@ merged at its end.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.sim.clock import Clock
 from diloco.sim.cost.machine import Machine
-from peers.core.epoch_time import nominal_step_s
 from peers.core.schedule import Schedule
 
 _LEAST_PACE = 0.1
@@ -71,9 +71,14 @@ class Worker:
         self._handed = Work()
         self.epoch = 0
         """The epoch that it trains in."""
+        self._pace = step_s
+        """Seconds per step."""
+        self._epoch_s = 0.0
+        """How long its epoch may last; 0: as long as its steps take."""
+        self._entered_at = 0.0
+        """When its epoch began, for its time budget."""
         self._began_at, self._began_with = 0.0, 0
-        self._pace = self._nominal_s = step_s
-        """Seconds per step, and per nominal step (peers/core/schedule.py)."""
+        """Since when it trains without a break, and the local step at which it began to."""
         self._trains_since: float | None = None
         self._blocked_since: float | None = None
         self._blocked_s = 0.0
@@ -89,9 +94,19 @@ class Worker:
 
     @property
     def local_step(self) -> int:
-        """The nominal local step in its epoch."""
-        done = int((self._clock.now - self._began_at) / self._nominal_s) if self._nominal_s else 0
-        return min(self._began_with + done, self._schedule.steps_per_epoch)
+        """The nominal local step in its epoch (peers/core/schedule.py)."""
+        # Rounded up by a little: a step that ends now is done.
+        done = int((self._clock.now - self._began_at) / self._pace + 1e-6) if self._pace else 0
+        elapsed_s = self._clock.now - self._entered_at
+        step = self._schedule.local_step_after(
+            self._began_with + done, elapsed_s, self._epoch_s, step_s=0.0, awaits_commit=self.is_ahead
+        )
+        return min(step, self._schedule.steps_per_epoch)
+
+    @property
+    def epoch_merged(self) -> int:
+        """The epoch that the last commit which it has merged led to."""
+        return self.epoch - self.is_ahead
 
     @property
     def uncommitted_s(self) -> float:
@@ -99,26 +114,25 @@ class Worker:
         running_s = self._clock.now - self._trains_since if self._trains_since is not None else 0.0
         return self._pending.seconds + self._handed.seconds + max(0.0, running_s)
 
-    def begin(self, epoch: int, local_step: int, epoch_s: float) -> None:
-        """Train in this epoch from this local step on."""
-        self.epoch = epoch
-        self._pace = self._step_s * max(_LEAST_PACE, self._chance.gauss(1.0, self._jitter))
-        self._nominal_s = nominal_step_s(self._pace, self._schedule.steps_per_epoch, epoch_s)
-        self._began_at, self._began_with = self._clock.now, local_step
-        self._trains_since = self._clock.now
-        leaves_at = max(self._schedule.leaves_at(epoch, None), local_step + 1)
-        self._after((leaves_at - local_step) * self._nominal_s, lambda: self._leave(leaves_at, local_step))
+    def begin(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
+        """Train in this epoch from this local step on. `goes_on`: it is in that epoch already."""
+        self._enter(epoch, local_step, epoch_s, goes_on=goes_on)
+        leaves_at = self._schedule.leaves_at(epoch, None)
+        num_steps = self._steps_to(leaves_at)
+        self._after(num_steps * self._pace, lambda: self._leave(num_steps))
 
     def answer(self, answer: Continuation) -> None:
         """The round is over: merge the outcome, now or at the end of the epoch."""
         self._answer = answer
         if answer.counts:
             self._handed = Work()
-        if self.is_ahead and self._blocked_since is None:
-            self._train(self.local_step)
-            self._trains_since, self._blocked_since = None, self._clock.now
         if self._blocked_since is not None:
             self._merge()
+        elif self.is_ahead:
+            # It looks for the answer after each step.
+            trained_s = self._clock.now - self._began_at
+            num_steps = math.ceil(trained_s / self._pace - 1e-6) if self._pace else 0
+            self._after(max(0.0, num_steps * self._pace - trained_s), lambda: self._collect(num_steps))
 
     def go_ahead(self, epoch: int, epoch_s: float) -> None:
         """The round takes long: train in the next epoch as soon as the worker would be blocked."""
@@ -126,29 +140,45 @@ class Worker:
         if self._blocked_since is not None and self._answer is None and not self.is_ahead:
             self._train_ahead(epoch, epoch_s)
 
+    def _enter(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
+        """`goes_on`: it is in that epoch already."""
+        if not goes_on:
+            self._pace = self._step_s * max(_LEAST_PACE, self._chance.gauss(1.0, self._jitter))
+        self.epoch, self._epoch_s, now = epoch, epoch_s, self._clock.now
+        entered_at = now - self._schedule.elapsed_at(local_step, epoch_s)
+        self._entered_at = min(self._entered_at, entered_at) if goes_on else entered_at
+        self._began_at, self._began_with, self._trains_since = now, local_step, now
+
+    def _steps_to(self, local_step: int) -> int:
+        """How many steps it makes from when it began until it is at this nominal local step of its epoch or beyond."""
+        num_steps = max(0, local_step - self._began_with)
+        if self._epoch_s and not self.is_ahead and self._pace:
+            due_at = self._entered_at + self._schedule.elapsed_at(local_step, self._epoch_s)
+            num_steps = min(num_steps, max(0, round((due_at - self._began_at) / self._pace)))
+        return num_steps
+
     def _train_ahead(self, epoch: int, epoch_s: float) -> None:
-        now, steps = self._clock.now, self._schedule.steps_per_epoch
         assert self._blocked_since is not None
-        self._blocked_s += now - self._blocked_since
+        self._blocked_s += self._clock.now - self._blocked_since
         self._blocked_since, self._ahead_to, self.is_ahead = None, None, True
-        self.epoch, self._began_at, self._began_with, self._trains_since = epoch, now, 0, now
-        self._nominal_s = nominal_step_s(self._pace, steps, epoch_s)
+        self._enter(epoch, 0, epoch_s)
+        began_at, num_steps = self._began_at, self._steps_to(self._schedule.steps_per_epoch)
 
         def end() -> None:
-            if self.is_ahead and self._began_at == now:
-                self._collect(steps)
+            if self.is_ahead and self._began_at == began_at and self._answer is None:
+                self._collect(num_steps)
 
-        self._after(steps * self._nominal_s, end)
+        self._after(num_steps * self._pace, end)
 
-    def _leave(self, local_step: int, began_with: int) -> None:
-        self._train(local_step - began_with)
+    def _leave(self, num_steps: int) -> None:
+        self._train(num_steps)
         took_s = self._bytes / self._machine.hand_over
         handed, self._pending = self._pending, Work()
         self._handed, self._blocked_s = handed, took_s
         self._trains_since = self._clock.now + took_s
-        rest = max(0, self._schedule.steps_per_epoch - local_step)
+        rest = self._steps_to(self._schedule.steps_per_epoch) - num_steps
         self._after(took_s, lambda: self._hand_over(handed))
-        self._after(took_s + rest * self._nominal_s, lambda: self._collect(rest))
+        self._after(took_s + rest * self._pace, lambda: self._collect(rest))
 
     def _collect(self, num_steps: int) -> None:
         self._train(num_steps)
@@ -163,22 +193,22 @@ class Worker:
         answer, self._answer = self._answer, None
         took_s = self._bytes / self._machine.take
         blocked_s = self._blocked_s + self._clock.now - self._blocked_since + took_s
-        done = self.local_step if self.is_ahead and answer.epoch == self.epoch else 0
-        self._blocked_since, self._ahead_to, self.is_ahead = None, None, False
+        goes_on = self.is_ahead and answer.epoch == self.epoch
+        self._blocked_since, self._ahead_to = None, None
         # Work that is in no commit is handed over again with the next fragment.
         self._pending.steps += self._handed.steps
         self._pending.seconds += self._handed.seconds
         self._handed = Work()
-        step = max(answer.local_step, done)
-        self._after(took_s, lambda: self.begin(answer.epoch, step, answer.epoch_s))
+        step = max(answer.local_step, self.local_step if goes_on else 0)
+        self.is_ahead = False
+        self._after(took_s, lambda: self.begin(answer.epoch, step, answer.epoch_s, goes_on=goes_on))
         self._merged(self._clock.now + took_s, blocked_s)
 
     @property
     def _bytes(self) -> float:
         return self._fragment_bytes(self.epoch)
 
-    def _train(self, num_nominal: int) -> None:
-        num_steps = round(num_nominal * self._nominal_s / self._pace) if self._pace else num_nominal
+    def _train(self, num_steps: int) -> None:
         self._pending.add(num_steps, self._pace)
         self.trained.add(num_steps, self._pace)
 

@@ -393,7 +393,7 @@ def test_a_claim_that_the_certificate_did_not_meet_is_given_up(model, path):
     assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [3, 4]
 
 
-def slow_to_commit(num_pending: int):
+def slow_to_commit(num_pending: int, *, epoch_s: float = 0.0):
     """The first commit takes long: the worker is to train on, and asks in vain for a while."""
     state = {"pending": num_pending, "outcome": None}
 
@@ -402,7 +402,8 @@ def slow_to_commit(num_pending: int):
             case "ready" if state["outcome"] is None:
                 _, fields = halving(message, out, inn)
                 state["outcome"] = fields
-                return "ahead", {"epoch": fields["epoch"], "epoch_s": 0.0, "data_base": fields["data_base"]}
+                fields["epoch_s"] = epoch_s
+                return "ahead", {name: fields[name] for name in ("epoch", "epoch_s", "data_base")}
             case "collect":
                 return "committed", state["outcome"]
             case "poll":
@@ -439,6 +440,34 @@ def test_who_is_ahead_by_a_whole_epoch_waits_for_the_commit_before_it_hands_over
         assert [commit.epoch for commit in outer.commits] == [1, 2]
         outer.finish()
     assert [m["may_go_ahead"] for m in daemon.collects] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_pending", "handed_over"),
+    [
+        # The time of two steps is long over when the commit comes: the work is handed over at once.
+        (2, (4, 15, 8)),
+        # The commit comes within the time: it counts from when the peer went ahead.
+        (0, (4, 10, 8)),
+        # The peer has done all steps of the epoch before the commit comes.
+        (9, (4, 20, 8)),
+    ],
+)
+def test_who_is_ahead_when_the_time_is_up_trains_on_until_the_commit_comes(
+    model, path, monkeypatch, num_pending, handed_over
+):
+    now = 100.0
+    monkeypatch.setattr("diloco.outer.diloco.time.monotonic", lambda: now)
+    with ScriptedDaemon(path, slow_to_commit(num_pending, epoch_s=2.0), local_steps=4) as daemon:
+        outer = Diloco(model)
+        for _ in range(8):
+            now += 1.0
+            if 2 in [commit.epoch for commit in outer.commits]:
+                break
+            outer.step(num_tokens=5)
+        outer.finish()
+    ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
+    assert ready == [(4, 20, 4), handed_over]
 
 
 def test_who_must_not_go_ahead_waits(model, path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
@@ -38,11 +40,18 @@ def test_nominal_steps_stop_at_the_epochs_and_the_runs_end():
 def test_a_time_budget_moves_slow_peers_on_and_leaves_fast_ones_to_their_steps():
     schedule = Schedule(local_steps=20, num_fragments=2, local_time_s=10.0)
     assert schedule.seconds_per_epoch == 5.0
-    steps = [schedule.local_step_after(1, elapsed_s, 5.0) for elapsed_s in (0.4, 1.0, 4.9, 5.0, 60.0)]
-    assert steps == [1, 2, 9, 10, 10]
-    assert schedule.local_step_after(7, 1.0, 5.0) == 7
-    assert schedule.local_step_after(3, schedule.elapsed_at(3, 5.0), 5.0) == 3
-    assert schedule.local_step_after(7, 1e6, 0.0) == 7
+
+    def after(steps_done: int, elapsed_s: float, epoch_s: float = 5.0, **more: Any) -> int:
+        return schedule.local_step_after(steps_done, elapsed_s, epoch_s, **{"step_s": 0.0, **more})
+
+    assert [after(1, elapsed_s) for elapsed_s in (0.4, 1.0, 4.9, 5.0, 60.0)] == [1, 2, 9, 10, 10]
+    assert after(7, 1.0) == 7
+    assert after(3, schedule.elapsed_at(3, 5.0)) == 3
+    assert after(7, 1e6, 0.0) == 7
+    # Steps of two seconds end at 4 s and at 6 s, and both are as near; steps of one at 5 s.
+    assert [after(1, 4.0, step_s=step_s) for step_s in (1.0, 2.0)] == [8, 10]
+    # Nothing can be handed over while the commit before is awaited: peers that have steps left do them.
+    assert [after(done, 60.0, awaits_commit=True) for done in (2, 9, 10)] == [9, 9, 10]
 
 
 @pytest.mark.parametrize(

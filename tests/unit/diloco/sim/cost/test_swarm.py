@@ -101,6 +101,16 @@ def test_where_the_overlap_is_left_open_nobody_waits_for_a_round_shorter_than_an
     assert figures.utilisation == pytest.approx(1.0, rel=5e-3)
 
 
+def test_nobody_that_has_steps_left_waits_for_a_round_longer_than_the_time_of_an_epoch():
+    never_waits = Schedule(local_steps=100, overlap_steps=AS_LONG_AS_THE_ROUND, local_time_s=4.0)
+    even = scenario(3, mbps=24.0, schedule=never_waits, num_uncounted=2)
+    unlike = replace(even, peers=(*even.peers[:2], replace(even.peers[2], step_s=1.5)))
+    figures = simulate(unlike)
+    # The fast ones would be done after 10 s; the slow one hands over at the end of the step it is in.
+    assert 7.0 < figures.parts.round_s < figures.epoch_s < 10.0
+    assert figures.utilisation == pytest.approx(1.0, abs=0.05)
+
+
 def test_uneven_links_are_used_as_well_as_the_shares_allow():
     even = scenario(4)
     mbps = (80.0, 80.0, 80.0, 30.0)
