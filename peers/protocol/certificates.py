@@ -2,7 +2,7 @@
 
 Every contributor signs the body, which holds the digests of the anchor and momentum that the step leads to: the vote
 is the signature. The hash of the body is the new head. The chain begins with a genesis, which the whole first roster
-signs.
+signs. What a certificate holds once for each peer goes without the names of its fields, which would be a third of it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from peers.protocol.limits import (
 )
 from peers.protocol.wire import Struct, decode, encode
 
-_SIGNED_AS = b"diloco commit v2\0"
+_SIGNED_AS = b"diloco commit v3\0"
 
 
-class Member(Struct, frozen=True):
+class Member(Struct, frozen=True, array_like=True):
     """One peer of a roster."""
 
     peer_id: PeerId
     world_rank: WorldRank
 
 
-class Work(Struct, frozen=True):
+class Work(Struct, frozen=True, array_like=True):
     """What one worker has handed over for a fragment, without the values."""
 
     tokens: Tokens
@@ -61,7 +61,7 @@ class Work(Struct, frozen=True):
     """Measured bandwidth of its link in bytes per second; 0: not known."""
 
 
-class Contributor(Struct, frozen=True):
+class Contributor(Struct, frozen=True, array_like=True):
     """One peer's part in a commit."""
 
     peer_id: PeerId
@@ -125,7 +125,7 @@ class Body(Struct, frozen=True, dict=True):
         return hashlib.sha256(self.signed_bytes).hexdigest()
 
 
-class Signature(Struct, frozen=True):
+class Signature(Struct, frozen=True, array_like=True):
     """A peer's signature. The key comes along, since not every peer id contains it."""
 
     public_key: KeyBytes

@@ -16,7 +16,7 @@ from peers.core.peer import Peer
 from peers.core.settings import Settings
 from peers.protocol import messages
 from peers.protocol.certificates import Certificate, Plan
-from peers.protocol.messages import Message
+from peers.protocol.messages import Message, Status
 from peers.protocol.wire import encode
 from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, verify, work
 
@@ -102,6 +102,13 @@ class Pump:
             now=self.now,
         )
         node = self.nodes[name] = Node(name, peer, pledges, train_s or self._train_s, trains)
+        for other in self.up:
+            # A channel begins with what both ends last said.
+            said = [
+                one.message for one in other.effects(effects.Broadcast) if isinstance(one.message, Status)
+            ]
+            if said and frozenset((name, other.name)) not in self.cut:
+                self.feed(name, events.Received(other.name, said[-1]))
         self.feed(name, events.StateOffered(OFFER))
         self.feed(name, events.WorkerWaits())
         return node

@@ -243,7 +243,7 @@ def test_a_newcomer_is_in_the_next_roster_with_the_lowest_free_rank():
 
 
 @pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("train_s", [7.0, 9.0])
+@pytest.mark.parametrize("train_s", [7.0, 8.5])
 def test_a_newcomer_that_is_somewhat_slower_is_in_the_first_commit_of_its_work(num, train_s):
     pump = founded("abc"[:num])
     pump.start("d", train_s=train_s)

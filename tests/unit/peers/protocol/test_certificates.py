@@ -115,7 +115,7 @@ def test_a_contributor_that_is_named_twice_cannot_sign_twice():
 
 
 def test_a_signature_under_a_body_is_none_under_its_plan_or_any_other_text():
-    assert BODY.signed_bytes.startswith(b"diloco commit v2\0")
+    assert BODY.signed_bytes.startswith(b"diloco commit v3\0")
     assert BODY.signed_bytes != encode(Certificates(head=A, certificates=(CERTIFICATE,)))
 
 
@@ -146,8 +146,8 @@ def test_the_head_changes_with_everything_that_is_signed_and_not_with_the_signat
 def test_the_head_of_a_body_is_what_it_always_was():
     # A change of this value is a change of the protocol: peers of before and after cannot be in one swarm.
     body = body_of(["peer one", "peer two"])
-    assert body.plan.digest == "18a2034c4b1b58cdd4478d1667f18d310ba9b7408ffb62d9bf1a6c1fad7a12c2"
-    assert body.head == "baa4a8c4884d12e076bac7e22093cd8138be5197a8c5ba5b18c08e09f7f9479c"
+    assert body.plan.digest == "79bea2724f738d3887006d9f19265e6b3828b3b59ebc8da4527fa3693903cb5d"
+    assert body.head == "536e84cfb711a622b08e9acdbc7e81f5c79960c4f52d48659de0bf738d16b224"
 
 
 def test_contributors_sign_and_of_a_genesis_the_roster_does():

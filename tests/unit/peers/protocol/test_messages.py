@@ -88,14 +88,27 @@ def raw(message) -> dict:
 
 
 def changed(message, path: str, value: object) -> bytes:
-    """The message with the field at this dotted path replaced."""
+    """The message with the field at this dotted path replaced; an unknown one is added."""
     fields = raw(message)
     *way, last = path.split(".")
-    at = fields
+    at, typed = fields, message
     for name in way:
-        at = at[int(name)] if name.isdigit() else at[name]
-    at[last] = value
+        at = at[place_of(name, at, typed)]
+        typed = typed[int(name)] if name.isdigit() else getattr(typed, name)
+    place = place_of(last, at, typed)
+    if place == len(at):
+        at.append(value)
+    else:
+        at[place] = value
     return msgspec.msgpack.encode(fields)
+
+
+def place_of(name: str, at: dict | list, typed) -> str | int:
+    """Where a field is in what its struct was written as: some go without the names of their fields."""
+    if isinstance(at, dict):
+        return name
+    names = list(getattr(typed, "__struct_fields__", ()))
+    return int(name) if name.isdigit() else names.index(name) if name in names else len(at)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
