@@ -13,13 +13,10 @@ from peers.protocol.ranks import Grant, Taken
 from peers.timing import ANSWER_S
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS ranks (
+CREATE TABLE IF NOT EXISTS holders (
     world_rank INTEGER PRIMARY KEY,
-    peer_id TEXT NOT NULL UNIQUE,
-    fencing INTEGER NOT NULL
+    peer_id TEXT NOT NULL UNIQUE
 );
-CREATE TABLE IF NOT EXISTS fencing (last INTEGER NOT NULL);
-INSERT INTO fencing SELECT 0 WHERE NOT EXISTS (SELECT * FROM fencing);
 """
 
 
@@ -50,9 +47,8 @@ class RankLedger:
     ) -> Grant | Taken:
         """Give this identity a rank: the wanted one, else the one it has, else the lowest free one.
 
-        Repeating it gives the same rank with a higher fencing number. A wanted rank of another identity is
-        Taken, unless that identity is `evict`, which loses it. Ranks to `avoid` are given to those only who ask
-        for them.
+        Repeating it gives the same rank. A wanted rank of another identity is Taken, unless that identity is `evict`,
+        which loses it. Ranks to `avoid` are given to those only who ask for them.
         """
         with self._transaction():
             rank = wanted if wanted is not None else self._rank_of(peer_id)
@@ -61,19 +57,17 @@ class RankLedger:
             holder = self.holder(rank)
             if holder is not None and holder not in (peer_id, evict):
                 return Taken(holder=holder)
-            self._db.execute("UPDATE fencing SET last = last + 1")
-            self._db.execute("DELETE FROM ranks WHERE world_rank = ? OR peer_id = ?", (rank, peer_id))
-            self._db.execute("INSERT INTO ranks SELECT ?, ?, last FROM fencing", (rank, peer_id))
-            (fencing,) = self._db.execute("SELECT last FROM fencing").fetchone()
-            return Grant(world_rank=rank, fencing=fencing, galaxy_size=self.known())
+            self._db.execute("DELETE FROM holders WHERE world_rank = ? OR peer_id = ?", (rank, peer_id))
+            self._db.execute("INSERT INTO holders VALUES (?, ?)", (rank, peer_id))
+            return Grant(world_rank=rank, galaxy_size=self.known())
 
     def holder(self, world_rank: int) -> str | None:
-        row = self._db.execute("SELECT peer_id FROM ranks WHERE world_rank = ?", (world_rank,)).fetchone()
+        row = self._db.execute("SELECT peer_id FROM holders WHERE world_rank = ?", (world_rank,)).fetchone()
         return row[0] if row else None
 
     def known(self) -> int:
         """How many identities hold a rank."""
-        (count,) = self._db.execute("SELECT count(*) FROM ranks").fetchone()
+        (count,) = self._db.execute("SELECT count(*) FROM holders").fetchone()
         return int(count)
 
     def close(self) -> None:
@@ -91,9 +85,9 @@ class RankLedger:
         self._db.execute("COMMIT")
 
     def _rank_of(self, peer_id: str) -> int | None:
-        row = self._db.execute("SELECT world_rank FROM ranks WHERE peer_id = ?", (peer_id,)).fetchone()
+        row = self._db.execute("SELECT world_rank FROM holders WHERE peer_id = ?", (peer_id,)).fetchone()
         return row[0] if row else None
 
     def _lowest_free(self, avoid: Collection[int]) -> int:
-        taken = {row[0] for row in self._db.execute("SELECT world_rank FROM ranks")} | set(avoid)
+        taken = {row[0] for row in self._db.execute("SELECT world_rank FROM holders")} | set(avoid)
         return next(rank for rank in itertools.count() if rank not in taken)

@@ -10,8 +10,10 @@ long before the DHT record expires.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -30,6 +32,7 @@ from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
+from peers.reduce.tcp_info import min_round_trip_s
 from peers.timing import OFTEN_S, SLICE_S, START_S, status_s
 
 log = logging.getLogger(__name__)
@@ -218,6 +221,10 @@ class Mesh:
         self._heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
         self._on_change()
         self._learn_from([introduced.spoken], is_urgent=True)
+        with contextlib.suppress(OSError, struct.error):
+            # A channel through libp2p or a third peer has no round trip that the kernel knows.
+            round_trip_s = min_round_trip_s(self._channels.open[peer_id].channel.sock)
+            self._post(events.RoundTrip(peer_id, round_trip_s))
         for message in self._waiting.pop(peer_id, ()):
             self.send_to(peer_id, message)
 

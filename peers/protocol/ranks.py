@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from peers.protocol.limits import MAX_WORLD_RANK, Count, PeerId, TokenBytes, WorldRank
+from peers.protocol.limits import MAX_WORLD_RANK, PeerId, TokenBytes, WorldRank
 from peers.protocol.wire import Struct
 
 
@@ -21,10 +21,7 @@ class AskRank(Struct, frozen=True, tag="rank"):
 
 
 class Grant(Struct, frozen=True, tag="grant"):
-    """A world rank. If two peers claim one rank, the grant with the higher `fencing` number is later, and wins."""
-
     world_rank: WorldRank
-    fencing: Count
     galaxy_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_RANK)]
     """How many peers the ledger knows, this one included."""
 

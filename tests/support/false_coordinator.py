@@ -19,7 +19,7 @@ from tests.support.hostile import Hostile
 Answer = Struct | bytes | None
 """A message, bytes that are none, or nothing for as long as the other waits."""
 
-GRANT = Grant(world_rank=7, fencing=1, galaxy_size=1)
+GRANT = Grant(world_rank=7, galaxy_size=1)
 _ASKED = Decoder(AskRank)
 
 

@@ -145,6 +145,26 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
     run(scenario())
 
 
+def test_the_core_hears_the_round_trip_to_a_peer_where_the_kernel_knows_it():
+    async def scenario():
+        posted = []
+        mesh = mesh_over(Transport(), post=posted.append)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+            unix, other = socket.socketpair()
+            with theirs, other:
+                mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
+                mesh._channels._keep("c", Channel(unix), Introduced(spoken("c"), b"", b""), caller="a")
+                await mesh.close()
+        (round_trip,) = [event for event in posted if isinstance(event, events.RoundTrip)]
+        assert round_trip.peer_id == "b" and 0 < round_trip.seconds < 1
+        # The core must know the peer by then.
+        assert posted.index(events.Connected("b")) < posted.index(round_trip)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(("num_asks", "is_kept"), [(20, True), (200, False)])
 def test_who_asks_pays_for_the_answers(num_asks, is_kept):
     async def scenario():

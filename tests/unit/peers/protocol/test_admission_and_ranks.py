@@ -14,14 +14,14 @@ from msgspec.msgpack import Decoder
 from peers.admission.rank_request import granted
 from peers.errors import ProtocolError, UserError
 from peers.protocol.admission import Bans, Issued, Join, Nonce, Proof
-from peers.protocol.limits import MAX_BANS_BYTES, MAX_COUNT, MAX_TOKEN_BYTES, MAX_WORLD_RANK
+from peers.protocol.limits import MAX_BANS_BYTES, MAX_TOKEN_BYTES, MAX_WORLD_RANK
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.refusal import Refusal, Refused, Why, unless_refused
 from peers.protocol.wire import Struct, decode, encode
 
 ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
 RANK: Decoder[Grant | Taken | Refusal] = Decoder(Grant | Taken | Refusal)
-GRANT = Grant(world_rank=2, fencing=9, galaxy_size=3)
+GRANT = Grant(world_rank=2, galaxy_size=3)
 MESSAGES = [
     Join(),
     Nonce(nonce=b"n" * 32),
@@ -73,7 +73,6 @@ def test_every_refusal_is_heard_as_it_was_said_and_has_an_advice(why):
         *((MESSAGES[6], "wanted", value) for value in (-1, MAX_WORLD_RANK + 1, 1.0, True, "1", math.nan)),
         *((MESSAGES[6], "token", value) for value in (b"t" * (MAX_TOKEN_BYTES + 1), "", None)),
         *((GRANT, "world_rank", value) for value in (-1, MAX_WORLD_RANK + 1, 2.0, True, None)),
-        *((GRANT, "fencing", value) for value in (-1, MAX_COUNT + 1, "1", None, math.inf)),
         *((GRANT, "galaxy_size", value) for value in (0, -1, 10**12, 1.5, None)),
         *((MESSAGES[8], "holder", value) for value in ("", "x" * 129, b"x", None)),
     ],

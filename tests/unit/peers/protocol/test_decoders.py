@@ -167,7 +167,7 @@ WORDS: dict[str, list[Any]] = {
     ],
     "about a world rank": [
         AskRank(wanted=1, token=b"t"),
-        Grant(world_rank=1, fencing=2, galaxy_size=3),
+        Grant(world_rank=1, galaxy_size=3),
         Taken(holder="p"),
     ],
     "about admission": [
