@@ -117,8 +117,8 @@ class Worker:
     def begin(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
         """Train in this epoch from this local step on. `goes_on`: it is in that epoch already."""
         self._enter(epoch, local_step, epoch_s, goes_on=goes_on)
-        leaves_at = self._schedule.leaves_at(epoch, None)
-        num_steps = self._steps_to(leaves_at)
+        # It looks at the time after each step; one that goes on has just made one.
+        num_steps = max(0 if goes_on else 1, self._steps_to(self._schedule.leaves_at(epoch, None)))
         self._after(num_steps * self._pace, lambda: self._leave(num_steps))
 
     def answer(self, answer: Continuation) -> None:
