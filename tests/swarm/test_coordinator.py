@@ -78,9 +78,7 @@ def test_ranks_are_assigned_kept_across_restarts_and_never_shared(tmp_path):
             address = await coordinator.address()
             async with joined(tmp_path, "c", address) as c, joined(tmp_path, "b", address) as b:
                 assert (await request_rank(c, RUN, None, timeout_s=10)).world_rank == 2
-                again = await request_rank(b, RUN, None, timeout_s=10)
-                assert again.world_rank == 1
-                assert again.fencing > second.fencing
+                assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
 
     asyncio.run(scenario())
 
@@ -90,11 +88,9 @@ def test_a_holder_that_does_not_answer_yields_its_rank(tmp_path):
         async with coordinating(tmp_path / "state") as coordinator:
             address = await coordinator.address()
             async with joined(tmp_path, "a", address) as a:
-                held = await request_rank(a, RUN, 5, timeout_s=10)
+                assert (await request_rank(a, RUN, 5, timeout_s=10)).world_rank == 5
             async with joined(tmp_path, "b", address) as b:
-                taken_over = await request_rank(b, RUN, 5, timeout_s=10)
-            assert taken_over.world_rank == 5
-            assert taken_over.fencing > held.fencing
+                assert (await request_rank(b, RUN, 5, timeout_s=10)).world_rank == 5
 
     asyncio.run(scenario())
 
