@@ -2,20 +2,20 @@
 
 Every peer sends on the streams it has opened and receives on those opened to it. At the start of a round the sender
 names the attempt on each outgoing stream; the other side reads that name from the idle stream and hands the stream to
-whoever awaits the attempt. After a clean round the streams are idle again; after a failed one they are closed, but not
-those of an attempt for which some streams could not be opened: the others are there for the next one.
+whoever awaits the attempt. After a clean round the streams are idle again; after a failed one they are closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from peers.net.paths.paths import Paths
 from peers.net.transport import StreamTransport
 from peers.reduce.frames import HEADER, NOBODY, Kind, is_silent, slice_s
 from peers.reduce.plan import ATTEMPT_BYTES
-from peers.tasks import Tasks, cancelled
-from peers.timing import ANSWER_S, CONNECT_S, OFTEN_S, START_S
+from peers.tasks import cancelled
+from peers.timing import ANSWER_S, CONNECT_S, OFTEN_S
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ MAX_OPENING = 2
 """Streams that are opened at a time while no round waits. If all were opened at once, on a busy machine no handshake
 would end within the head start of the direct path, and libp2p would be dialled for each peer, too.
 """
-_NOBODYS_FAULT = HEADER.pack(Kind.ABORT, NOBODY, 0)
 _MUCH_OF_IT = 0.1
 """Of the time for streams: a peer that has not come so shortly before its end counts as silent. The other members give
 up at the same time, and one of them is always a little earlier."""
@@ -69,7 +68,6 @@ class StreamPool:
         self._idle: defaultdict[str, dict[socket.socket, asyncio.Task[bytes]]] = defaultdict(dict)
         self._named: dict[tuple[bytes, str], socket.socket] = {}
         self._awaited: dict[tuple[bytes, str], asyncio.Future[socket.socket]] = {}
-        self._given_up = Tasks()
 
     async def start(self) -> None:
         """Accept streams from now on."""
@@ -97,7 +95,7 @@ class StreamPool:
         Raises RoundFailed with the peers at fault: at once those that cannot be reached; after `prompt_s` those that
         have an idle stream to this peer and do not name the attempt on it; those that become `quiet` meanwhile; after
         `timeout_s` those that are still missing. Time for which this process was stopped does not count. Also soon
-        after `cancelled`. The peers to which there are streams are then told that this is no fault of theirs.
+        after `cancelled`. The other streams are then closed, and their peers are told that this is no fault of theirs.
         """
         prompt = {rank: peer for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
@@ -110,7 +108,8 @@ class StreamPool:
         except BaseException as error:
             if isinstance(error, RoundFailed):
                 self._miss(peer_ids, error.silent)
-            await self._give_up(peer_ids, outgoing, incoming)
+            await _give_up([*outgoing.values()], farewell=HEADER.pack(Kind.ABORT, NOBODY, 0))
+            await _give_up([*incoming.values()])
             raise
         finally:
             for peer in peer_ids.values():
@@ -181,7 +180,6 @@ class StreamPool:
         for peer in {*self._outgoing, *self._opening, *self._idle, *named_by}:
             self.drop(peer)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._given_up.close()
 
     # Outgoing
 
@@ -291,47 +289,7 @@ class StreamPool:
             task = self._opening[peer] = asyncio.create_task(keep())
             task.add_done_callback(lambda _: self._opening.pop(peer, None))
 
-    async def _give_up(
-        self,
-        peer_ids: Mapping[int, str],
-        outgoing: Mapping[int, asyncio.Future[socket.socket]],
-        incoming: Mapping[int, asyncio.Future[socket.socket]],
-    ) -> None:
-        """Keep the streams that stand for the next attempt, and stop opening the others.
-
-        The last word of this one is an abort that blames nobody, so that a peer that is in the round already does not
-        take this one for dead.
-        """
-        for rank, outcome in zip(outgoing, await cancelled([*outgoing.values()]), strict=True):
-            if not isinstance(outcome, socket.socket):
-                continue
-            try:
-                is_kept = outcome.send(_NOBODYS_FAULT) == len(_NOBODYS_FAULT)
-            except OSError:
-                is_kept = False
-            if is_kept and peer_ids[rank] not in self._outgoing:
-                self._outgoing[peer_ids[rank]] = outcome
-            else:
-                outcome.close()
-        for rank, outcome in zip(incoming, await cancelled([*incoming.values()]), strict=True):
-            if isinstance(outcome, socket.socket):
-                self._given_up.spawn(self._idle_again(peer_ids[rank], outcome))
-
     # Incoming
-
-    async def _idle_again(self, peer: str, sock: socket.socket) -> None:
-        """This peer has given up the attempt that a stream was for: keep the stream if the other end does, too."""
-        said = b""
-        try:
-            async with asyncio.timeout(START_S):
-                said = await socket_io.receive_exactly(sock, len(_NOBODYS_FAULT))
-        except (OSError, TimeoutError) as error:
-            log.debug("dropped a stream of %s for a round that failed: %s", peer, error)
-        finally:
-            if said != _NOBODYS_FAULT:
-                sock.close()
-        if said == _NOBODYS_FAULT:
-            self._watch(peer, sock)
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -381,9 +339,6 @@ class StreamPool:
             future.set_result(sock)
         else:
             self._awaited[attempt, peer] = future
-        for key in [key for key in self._named if key[1] == peer]:
-            # For an attempt that this peer never began, and that is over.
-            self._given_up.spawn(self._idle_again(peer, self._named.pop(key)))
         return future
 
 
@@ -398,6 +353,18 @@ async def _read_name(sock: socket.socket) -> bytes:
             raise ConnectionError("closed while idle")
         name += piece
     return name
+
+
+async def _give_up(futures: Sequence[asyncio.Future[socket.socket]], farewell: bytes = b"") -> None:
+    """Cancel those that still run, and close the streams of the others.
+
+    The farewell, an abort that blames nobody, keeps a peer that is in the round already from taking this one for dead.
+    """
+    for outcome in await cancelled(futures):
+        if isinstance(outcome, socket.socket):
+            with contextlib.suppress(OSError):
+                outcome.send(farewell)
+            outcome.close()
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -321,44 +321,6 @@ def test_a_peer_that_cannot_be_reached_is_named_at_once_and_the_others_hear_a_fa
     run(scenario())
 
 
-def test_streams_that_stood_are_kept_where_others_could_not_be_opened():
-    async def scenario():
-        async with pools("a", "b") as (network, (a, b)):
-            failed = await asyncio.gather(
-                a.connect(b"1" * 16, {1: "b", 2: "gone"}, timeout_s=0.5),
-                b.connect(b"1" * 16, {0: "a", 2: "gone"}, timeout_s=0.5),
-                return_exceptions=True,
-            )
-            assert all(isinstance(one, RoundFailed) and one.suspects == {2} for one in failed)
-            await until(lambda: a._idle.keys() == {"b"} and b._idle.keys() == {"a"})
-            opened = network.num_opened
-            streams_a, streams_b = await connect_both(a, b, b"2" * 16)
-            assert_joined(streams_a, streams_b)
-            assert network.num_opened == opened == 2
-            a.discard(streams_a)
-            b.discard(streams_b)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("goes_on", [b"", b"\0" * HEADER.size])
-def test_a_stream_of_a_peer_that_does_not_give_up_the_same_attempt_is_closed(goes_on):
-    async def scenario():
-        async with pools("a", "b") as (network, (a, _)):
-            theirs = await network.transport("b").open("a", "data", timeout_s=1)
-            theirs.send(b"1" * 16)
-            with pytest.raises(RoundFailed):
-                await a.connect(b"1" * 16, {1: "b", 2: "gone"}, timeout_s=0.5)
-            theirs.send(goes_on) if goes_on else theirs.shutdown(socket.SHUT_WR)
-            await until(lambda: not a._given_up._running)
-            assert not a._idle
-            theirs.settimeout(5)
-            assert theirs.recv(1) == b""
-            theirs.close()
-
-    asyncio.run(scenario())
-
-
 def test_connecting_ends_when_the_round_is_cancelled():
     async def scenario():
         async with pools("a", "b") as (_, (a, _b)):
