@@ -223,7 +223,7 @@ class Swarm:
 
     def _look(self, now: float) -> None:
         silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
-        roster, round_trips, look_at = self.roster, list[float](), math.inf
+        roster, round_trips, num_live, look_at = self.roster, list[float](), 0, math.inf
         for peer_id, health in self._peers.items():
             silent_at = health.heard_at + silence_s
             if health.lost_at == math.inf and now >= silent_at:
@@ -232,12 +232,14 @@ class Swarm:
             if health.lost_at == math.inf:
                 look_at = min(look_at, silent_at)
                 if not roster or peer_id in roster:
-                    round_trips.append(health.round_trip_s)
+                    num_live += 1
+                    # Among many, only those to a peer's neighbours are known.
+                    round_trips += [health.round_trip_s] if health.round_trip_s else []
             elif not health.is_gone:
                 health.is_gone = now >= health.lost_at + regain_s
                 look_at = look_at if health.is_gone else min(look_at, health.lost_at + regain_s)
-        num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
-        round_trip_s = statistics.median(round_trips) if round_trips else 0.0
+        num_peers = len(self.roster) or min(FOUNDERS, 1 + num_live)
+        round_trip_s = statistics.median_low(round_trips) if round_trips else 0.0
         is_same = (num_peers, round_trip_s) == (self._timing.num_peers, self._timing.round_trip_s)
         self._timing.num_peers, self._timing.round_trip_s = num_peers, round_trip_s
         # With other timeouts, more of them may be over.

@@ -13,8 +13,8 @@ at the epoch's end, training goes on at once for up to an epoch, and the average
 With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
 slow peer. A peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the
 elapsed share of the time times the steps of the epoch. Learning rates and overlap follow that position. While the
-commit before is still awaited, time alone does not end an epoch: nothing could be handed over, so peers that have steps
-left train on. How long the next epoch may last is said by each peer's core (epoch_time.py).
+commit before is still awaited, steps alone count: nothing could be handed over, so peers that have steps left train on.
+How long the next epoch may last is said by each peer's core (epoch_time.py).
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Schedule:
         The epoch ends with the step that ends nearest to its time, by steps of `step_s`. `awaits_commit`: the commit
         before has not been made.
         """
-        if not epoch_s:
+        if not epoch_s or awaits_commit:
             return steps_done
         is_over = elapsed_s + step_s / 2 >= epoch_s
         by_time = self.steps_per_epoch if is_over else int(self.steps_per_epoch * elapsed_s / epoch_s)
-        return max(steps_done, min(by_time, self.steps_per_epoch - awaits_commit))
+        return max(steps_done, min(by_time, self.steps_per_epoch))
 
     def elapsed_at(self, local_step: int, epoch_s: float) -> float:
         """Seconds of the epoch that count as elapsed for a peer that enters it at this local step."""

@@ -33,7 +33,7 @@ from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parti
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
 from peers.reduce.tcp_info import min_round_trip_s
-from peers.timing import OFTEN_S, SLICE_S, START_S, status_s
+from peers.timing import ANSWER_S, OFTEN_S, SLICE_S, START_S, status_s
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +222,10 @@ class Mesh:
         self._on_change()
         self._learn_from([introduced.spoken], is_urgent=True)
         with contextlib.suppress(OSError, struct.error):
-            # A channel through libp2p or a third peer has no round trip that the kernel knows.
+            # Of a channel through libp2p or a third peer the kernel knows no round trip.
             round_trip_s = min_round_trip_s(self._channels.open[peer_id].channel.sock)
-            self._post(events.RoundTrip(peer_id, round_trip_s))
+            if 0 < round_trip_s < ANSWER_S:
+                self._post(events.RoundTrip(peer_id, round_trip_s))
         for message in self._waiting.pop(peer_id, ()):
             self.send_to(peer_id, message)
 

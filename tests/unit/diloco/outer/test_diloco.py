@@ -459,13 +459,16 @@ def test_who_is_ahead_when_the_time_is_up_trains_on_until_the_commit_comes(
     now = 100.0
     monkeypatch.setattr("diloco.outer.diloco.time.monotonic", lambda: now)
     with ScriptedDaemon(path, slow_to_commit(num_pending, epoch_s=2.0), local_steps=4) as daemon:
-        outer = Diloco(model)
+        outer, places = Diloco(model), []
         for _ in range(8):
             now += 1.0
             if 2 in [commit.epoch for commit in outer.commits]:
                 break
+            places.append((outer.epoch, outer.local_step))
             outer.step(num_tokens=5)
         outer.finish()
+    # Data and schedules go by the place: each is there once, in order.
+    assert places == sorted(set(places))
     ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
     assert ready == [(4, 20, 4), handed_over]
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
-from peers.core.timing import BEAT_S, REGAIN, SILENT_BEATS, Timing
+from peers.core.timing import BEAT_S, REGAIN, ROUND_TRIPS, SILENT_BEATS, Timing
 from peers.core.turn import Turn
 from tests.unit.peers.core.made import SETTINGS, commit, genesis, status
 
@@ -235,6 +235,21 @@ def test_strangers_slow_down_nobodys_heartbeat():
         swarm.measured(f"stranger {n}", 900.0)
     look(swarm, 0.3)
     assert (timing.beat_s, timing.silence_s) == before
+
+
+def test_the_round_trip_is_the_median_of_those_that_are_known():
+    timing = Timing.of(SETTINGS)
+    swarm = Swarm(timing)
+    swarm.roster = frozenset("abcdefg")
+    for peer_id in "bcdefg":
+        swarm.heard(peer_id, status(HEAD), 0.0)
+    # Among many, a peer has channels with a few others only.
+    swarm.measured("b", 0.4)
+    swarm.measured("c", 0.5)
+    swarm.measured("d", 60.0)
+    look(swarm, 0.1)
+    assert (timing.num_peers, timing.round_trip_s) == (7, 0.5)
+    assert timing.silence_s == ROUND_TRIPS * 0.5
 
 
 @pytest.mark.parametrize("phase", ["training", "fetching"])

@@ -165,6 +165,23 @@ def test_the_core_hears_the_round_trip_to_a_peer_where_the_kernel_knows_it():
     run(scenario())
 
 
+@pytest.mark.parametrize("seconds", [0.0, 4294.967295])
+def test_a_round_trip_that_the_kernel_has_not_measured_is_none(monkeypatch, seconds):
+    monkeypatch.setattr(mesh_module, "min_round_trip_s", lambda _sock: seconds)
+
+    async def scenario():
+        posted = []
+        mesh = mesh_over(Transport(), post=posted.append)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
+            await mesh.close()
+        assert events.Connected("b") in posted
+        assert not any(isinstance(event, events.RoundTrip) for event in posted)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(("num_asks", "is_kept"), [(20, True), (200, False)])
 def test_who_asks_pays_for_the_answers(num_asks, is_kept):
     async def scenario():
