@@ -22,9 +22,13 @@ from peers.reduce import tcp_info
 
 ROOT = Path(__file__).parents[3]
 LINK = Link(up_mbps=100, down_mbps=100, delay_ms=1)
-TAKES_A_CALL = (
-    "import socket; s = socket.create_server(('', 4000)); print('listens', flush=True); s.accept()[0].recv(0)"
-)
+TAKES_A_CALL = """
+import socket, sys
+server = socket.create_server(("", 4000))
+print("listens", flush=True)
+taken, _ = server.accept()
+sys.stdin.read()
+"""
 SAYS_WHEN_IT_BREAKS = """
 import socket, sys, time
 from peers.system import break_if_unacknowledged
