@@ -39,8 +39,6 @@ from diloco.train.sharding import Precision
 from peers.reduce.residuals import Residuals
 from peers.state.layout import Layout
 
-MODELS_AT_ONCE = 32
-"""Models in one forward and backward pass: their activations share the device's memory."""
 _READ_AHEAD = 4
 
 Say = Callable[[str], None]
@@ -169,8 +167,9 @@ class _SideBySide:
 
     def _train(self, tokens: Tensor) -> None:
         """One inner step of all peers on `tokens`, int64 [rows, batch, length + 1]."""
-        for start in range(0, len(tokens), MODELS_AT_ONCE):
-            part = slice(start, min(start + MODELS_AT_ONCE, len(tokens)))
+        at_once = self._scale.models_at_once
+        for start in range(0, len(tokens), at_once):
+            part = slice(start, min(start + at_once, len(tokens)))
             views = self._stack.views(part.start, part.stop)
             weights = {name: values.detach().requires_grad_() for name, values in views.items()}
             _, found = self._forward.gradients(weights, tokens[part], dtype=self._dtype)
@@ -225,8 +224,9 @@ class _SideBySide:
                 SharedWeights(pieces, (), run.swarm.state.anchor).take()
         windows = torch.from_numpy(validation.windows).to(self._device)
         found = []
-        for start in range(0, len(self._runs), MODELS_AT_ONCE):
-            end = min(start + MODELS_AT_ONCE, len(self._runs))
+        at_once = self._scale.models_at_once
+        for start in range(0, len(self._runs), at_once):
+            end = min(start + at_once, len(self._runs))
             weights, total = self._evaluated.views(start, end), torch.zeros(end - start, dtype=torch.float64)
             for batch in windows.split(self._scale.peer_batch_size):
                 with torch.autocast(
