@@ -23,6 +23,8 @@ from peers.protocol.limits import MAX_CERTIFICATES
 from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
+ASKED_AT_ONCE = 4
+"""Peers that are asked for one certificate at the same time: each answers with hundreds of bytes for every member."""
 MAX_ASKED = 64
 """Requests for certificates that are remembered per peer."""
 MAX_SOUND = 4096
@@ -159,17 +161,23 @@ class CatchUp:
         if path and not self.chain.head:
             # A newcomer has no chain that the path could lead back to.
             return
-        for peer_id in holders:
+        asked_at = {
+            peer_id: self._asked.get(peer_id, {}).get(wanted, -math.inf)
+            for peer_id in holders
+            if (peer_id, wanted) not in self._unknown
+        }
+        due = [peer_id for peer_id, at in asked_at.items() if turn.passed(at + self.timing.reaction_s)]
+        # First whom it has not asked yet; of those, every peer begins with others.
+        due.sort(key=lambda peer_id: (asked_at[peer_id], peer_id < self.me, peer_id))
+        num_waited_for = len(asked_at) - len(due)
+        for peer_id in due[: max(0, ASKED_AT_ONCE - num_waited_for)]:
             asked = self._asked.setdefault(peer_id, {})
-            if (peer_id, wanted) in self._unknown:
-                continue
-            if turn.passed(asked.get(wanted, -math.inf) + self.timing.reaction_s):
-                asked.pop(wanted, None)
-                asked[wanted] = turn.now
-                if len(asked) > MAX_ASKED:
-                    del asked[next(iter(asked))]
-                turn.do(Send(peer_id, Ask(head=wanted, have=self.chain.head)))
-                turn.passed(turn.now + self.timing.reaction_s)
+            asked.pop(wanted, None)
+            asked[wanted] = turn.now
+            if len(asked) > MAX_ASKED:
+                del asked[next(iter(asked))]
+            turn.do(Send(peer_id, Ask(head=wanted, have=self.chain.head)))
+            turn.passed(turn.now + self.timing.reaction_s)
 
     # Which state is best
 

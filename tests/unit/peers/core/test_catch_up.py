@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.core import effects, events
-from peers.core.catch_up import MAX_ASKED
+from peers.core.catch_up import ASKED_AT_ONCE, MAX_ASKED
 from peers.core.chain import MAX_OWN
 from peers.core.timing import FETCH_S
 from peers.protocol.messages import Ask, Certificates, decode_message
@@ -54,6 +54,22 @@ def test_nothing_is_adopted_before_its_certificates_are_here():
     assert a.of(effects.Fetch) == []
     # It goes on asking, and not more often than they may need to answer.
     assert 8 <= len(a.of(Ask)) <= 24
+
+
+def test_of_many_holders_a_few_are_asked_at_a_time_and_the_others_if_those_are_silent():
+    others = "bcdefghijklm"
+    everybody = genesis("a" + others)
+    newer = commit(everybody, others)
+    a = Driven.at(everybody, others)
+    a.mute = set(others) - {"k"}
+    a.announce(newer, others)
+    asked = [send.peer_id for send in a.of(effects.Send) if isinstance(send.message, Ask)]
+    assert len(asked) == len(set(asked)) == ASKED_AT_ONCE
+    a.run(10)
+    asked = [send.peer_id for send in a.of(effects.Send) if isinstance(send.message, Ask)]
+    assert "k" in asked and len(asked) <= 2 * len(others)
+    (fetch,) = a.of(effects.Fetch)
+    assert fetch.path == (newer,)
 
 
 @pytest.mark.parametrize(
