@@ -106,7 +106,6 @@ class Diloco:
         self._epoch_s = 0.0
         """How long the epoch may last, as the daemon said; 0: as long as its steps take."""
         self._epoch_began_at = time.monotonic()
-        self._steps_done = 0
         """Steps of the epoch: those done, and those after which this peer entered it."""
         self._step_time = _StepTime()
         self._is_over = False
@@ -190,7 +189,6 @@ class Diloco:
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
-        self._steps_done += 1
         self.tokens = [tokens + num_tokens for tokens in self.tokens]
         exchange = self._exchange
         if exchange is None:
@@ -380,25 +378,24 @@ class Diloco:
         self.num_peers = int(answer["num_peers"])
 
     def _stand_at(self, position: Position, *, goes_on: bool = False) -> None:
-        self.position, self._steps_done = position, position.local_step
+        self.position = position
         if self._schedule is not None:
             elapsed_s = self._schedule.elapsed_at(self.local_step, self._epoch_s)
             entered_at = time.monotonic() - elapsed_s
             self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
 
     def _keep_to_time_budget(self) -> None:
-        """Where the epoch has a time budget, advance to the step that the elapsed time stands for, if it is later."""
-        if self._epoch_s:
+        """Where the epoch has a time budget, advance to the step that the elapsed time stands for, if it is later.
+
+        Not while the commit before is awaited: nothing could be handed over.
+        """
+        if self._epoch_s and (self._flight is None or not self._flight.is_ahead):
             # One clock for all ranks: they have to hand over together.
             elapsed_s, step_s = on_rank_zero(
                 lambda: (time.monotonic() - self._epoch_began_at, self._step_time.seconds)
             )
             local_step = self._scheduled.local_step_after(
-                self._steps_done,
-                elapsed_s,
-                self._epoch_s,
-                step_s=step_s,
-                awaits_commit=self._flight is not None and self._flight.is_ahead,
+                self.local_step, elapsed_s, self._epoch_s, step_s=step_s
             )
             self.position = replace(self.position, local_step=local_step)
 

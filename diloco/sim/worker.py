@@ -62,7 +62,7 @@ class VirtualWorker:
         """Its next work is its last: it ends once a commit contains it."""
         self._daemon, self._clock, self._rng, self._new_piece = daemon, clock, rng, new_piece
         self._steps_per_epoch, self._schedule = steps_per_epoch, Schedule(local_steps=steps_per_epoch)
-        self._base, self._epoch, self._local_step, self._steps_done = "", 0, 0, 0
+        self._base, self._epoch, self._local_step = "", 0, 0
         self._epoch_s = self._epoch_began_at = 0.0
         self._handed: Pieces | None = None
         self._is_ahead = False
@@ -120,12 +120,7 @@ class VirtualWorker:
     def _enter(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
         """`goes_on`: it is in that epoch already."""
         local_step = max(local_step, self._local_step) if goes_on else local_step
-        self._epoch, self._local_step, self._steps_done, self._epoch_s = (
-            epoch,
-            local_step,
-            local_step,
-            epoch_s,
-        )
+        self._epoch, self._local_step, self._epoch_s = epoch, local_step, epoch_s
         entered_at = self._clock.now - self._schedule.elapsed_at(local_step, epoch_s)
         self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
 
@@ -155,8 +150,9 @@ class VirtualWorker:
         piece = self._new_piece()
         self.trained.add(piece)
         self.pending.add(piece)
-        self._steps_done += 1
-        self._keep_to_time_budget()
+        self._local_step += 1
+        if not self._is_ahead:
+            self._keep_to_time_budget()
         ahead = self._steps_per_epoch if self._is_ahead else 0
         if ahead or self._local_step < self._steps_per_epoch:
             self._daemon.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
@@ -165,7 +161,7 @@ class VirtualWorker:
     def _keep_to_time_budget(self) -> None:
         elapsed_s = self._clock.now - self._epoch_began_at
         self._local_step = self._schedule.local_step_after(
-            self._steps_done, elapsed_s, self._epoch_s, step_s=self.step_s, awaits_commit=self._is_ahead
+            self._local_step, elapsed_s, self._epoch_s, step_s=self.step_s
         )
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:

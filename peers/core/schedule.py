@@ -81,16 +81,14 @@ class Schedule:
         """The time budget between two rounds; 0: learned; None: there is none."""
         return None if self.local_time_s is None else self.local_time_s / self.num_fragments
 
-    def local_step_after(
-        self, steps_done: int, elapsed_s: float, epoch_s: float, *, step_s: float, awaits_commit: bool = False
-    ) -> int:
+    def local_step_after(self, steps_done: int, elapsed_s: float, epoch_s: float, *, step_s: float) -> int:
         """The nominal local step of a peer that has just done a step, `steps_done` in all, `elapsed_s` after an epoch
         began that may last `epoch_s`; 0: as long as its steps take.
 
-        The epoch ends with the step that ends nearest to its time, by steps of `step_s`. `awaits_commit`: the commit
-        before has not been made.
+        The epoch ends with the step that ends nearest to its time, by steps of `step_s`. Not to be asked while the
+        commit before is awaited.
         """
-        if not epoch_s or awaits_commit:
+        if not epoch_s:
             return steps_done
         is_over = elapsed_s + step_s / 2 >= epoch_s
         by_time = self.steps_per_epoch if is_over else int(self.steps_per_epoch * elapsed_s / epoch_s)

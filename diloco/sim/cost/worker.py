@@ -97,10 +97,10 @@ class Worker:
         """The nominal local step in its epoch (peers/core/schedule.py)."""
         # Rounded up by a little: a step that ends now is done.
         done = int((self._clock.now - self._began_at) / self._pace + 1e-6) if self._pace else 0
-        elapsed_s = self._clock.now - self._entered_at
-        step = self._schedule.local_step_after(
-            self._began_with + done, elapsed_s, self._epoch_s, step_s=0.0, awaits_commit=self.is_ahead
-        )
+        step = self._began_with + done
+        if not self.is_ahead:
+            elapsed_s = self._clock.now - self._entered_at
+            step = self._schedule.local_step_after(step, elapsed_s, self._epoch_s, step_s=0.0)
         return min(step, self._schedule.steps_per_epoch)
 
     @property
