@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ASSUMPTIONS = (
@@ -54,6 +54,14 @@ class EpochOfPeer:
     parts: Parts
 
 
+@dataclass(frozen=True)
+class InHand:
+    """What all peers have trained that is in no commit before this one, when the first of them has it."""
+
+    at: float
+    train_s: float
+
+
 @dataclass
 class Losses:
     """Consequences of failures."""
@@ -79,7 +87,7 @@ class Figures:
     num_epochs: int
     elapsed_s: float
     utilisation: float
-    """Fraction of all peers' time that was spent on training whose work is in the swarm's state."""
+    """Fraction of all peers' time that was spent on training whose work is not lost."""
     epoch_s: float
     """Time from one commit to the next."""
     train_s: float
@@ -115,9 +123,10 @@ def figures_of(
     num_uncounted: int,
     tokens_per_step: int,
     price_per_hour: float,
+    in_hand: Mapping[int, InHand],
 ) -> Figures:
     """The figures over all epochs after the first `num_uncounted`; at least one has to follow. `price_per_hour` is of
-    all peers."""
+    all peers; `in_hand` is by epoch."""
     by_epoch: dict[int, list[EpochOfPeer]] = defaultdict(list)
     for record in records:
         by_epoch[record.epoch].append(record)
@@ -129,11 +138,15 @@ def figures_of(
     times = [ends[b] - ends[a] for a, b in zip([first, *later], later, strict=False)]
     tokens = tokens_per_step * sum(record.steps for record in flat)
     cost = price_per_hour * elapsed_s / 3600
+    began, ended = in_hand[first], in_hand[later[-1]]
+    # What a commit contains was trained before it, and by no means all of it since the commit before.
+    committed_s = sum(record.train_s for epoch in [first, *later[:-1]] for record in by_epoch[epoch])
+    trained_s = committed_s + ended.train_s - began.train_s
     return Figures(
         num_peers=num_peers,
         num_epochs=len(later),
         elapsed_s=elapsed_s,
-        utilisation=sum(record.train_s for record in flat) / (num_peers * elapsed_s),
+        utilisation=trained_s / (num_peers * (ended.at - began.at)),
         epoch_s=statistics.median(times),
         train_s=statistics.median(record.train_s for record in flat),
         parts=_usual_parts(counted),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from diloco.errors import DilocoError
 from diloco.sim.clock import Clock
 from diloco.sim.cost.downloads import Downloads
-from diloco.sim.cost.figures import EpochOfPeer, Figures, Losses, figures_of
+from diloco.sim.cost.figures import EpochOfPeer, Figures, InHand, Losses, figures_of
 from diloco.sim.cost.links import Resource
 from diloco.sim.cost.messages import Messages
 from diloco.sim.cost.peer import CostPeer
@@ -70,6 +70,7 @@ class CostSwarm:
         """The commit with the highest epoch."""
         self.records: list[EpochOfPeer] = []
         self.losses = Losses()
+        self._in_hand: dict[int, InHand] = {}
         self.pledges: list[dict[str, int]] = [{} for _ in scenario.peers]
         """By world rank, pledges by head: they are stored on disk and survive a restart."""
         self.living: dict[str, CostPeer] = {}
@@ -242,6 +243,8 @@ class CostSwarm:
                 self._last_members = frozenset(contributor.world_rank for contributor in plan.contributors)
             self.downloads.committed(certificate.head, record.at - record.parts.round_s)
             self.newest = certificate
+            in_hand_s = sum(peer.worker.uncommitted_s for peer in self.living.values())
+            self._in_hand[plan.epoch] = InHand(self.clock.now, in_hand_s)
             self._progress(plan.epoch, self.clock.now)
 
     # Losses and returns
@@ -303,6 +306,7 @@ class CostSwarm:
             num_uncounted=self.scenario.num_uncounted,
             tokens_per_step=self.scenario.tokens_per_step,
             price_per_hour=sum(peer.price_per_hour for peer in peers),
+            in_hand=self._in_hand,
         )
 
 
