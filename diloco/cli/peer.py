@@ -138,10 +138,6 @@ def peer(
         from peers.net.dht.node import load_hivemind
 
         load_hivemind()
-        if not program and "path_model" in _SOURCE.named:
-            from diloco.doctor.speed import warn_if_slow
-
-            warn_if_slow(train, ranks, num_peers=peers_here)
         choice = replace(choice, config=train)
         workers = WorkerSetup(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
         return run_interruptible(_run_peer(workers, fields))

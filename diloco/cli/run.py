@@ -92,10 +92,6 @@ def run(
     run_dir = created_run_dir(train)
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
         raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
-    if "path_model" in _SOURCE.named:
-        from diloco.doctor.speed import warn_if_slow
-
-        warn_if_slow(train, num_peers=peers)
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
     return run_interruptible(
         _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)).run()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from diloco.doctor.findings import Finding, passed, warned
-from diloco.errors import print_note
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig
 from diloco.sim.cost.scenario import step_seconds
@@ -44,14 +43,6 @@ def check_speed(config: TrainConfig, num_ranks: int, *, num_peers: int = 1) -> I
         )
     else:
         yield passed("speed", message)
-
-
-def warn_if_slow(config: TrainConfig, num_ranks: int = 1, *, num_peers: int = 1) -> None:
-    """Print a note if the model, which the user has chosen, is too slow on this machine."""
-    if config.mode == "pretrain":
-        for finding in check_speed(config, num_ranks, num_peers=num_peers):
-            if finding.verdict == "warn":
-                print_note(f"{config.path_model} is slow on this machine: {finding.said}; try {finding.fix}")
 
 
 def flops_of(device: torch.device) -> float:

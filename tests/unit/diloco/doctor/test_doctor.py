@@ -217,7 +217,7 @@ def test_a_batch_that_is_too_large_is_told_which_would_fit():
     assert 32 % size == 0 and size < 32
 
 
-def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monkeypatch, capsys):
+def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monkeypatch):
     monkeypatch.setattr(speed, "flops_of", lambda _device: 100e9)
     slow, quick = (
         TrainConfig(path_model="150m", device="cpu"),
@@ -227,10 +227,6 @@ def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monk
     # 500 steps of 512 * 1024 tokens, 6 FLOPs each for every weight, at half the speed of matrix products.
     assert found.verdict == "warn" and "an epoch of 500 steps takes 78.3 days" in found.said
     assert [one.verdict for one in speed.check_speed(quick, 1)] == ["pass"]
-    speed.warn_if_slow(quick)
-    assert capsys.readouterr().err == ""
-    speed.warn_if_slow(slow)
-    assert capsys.readouterr().err.startswith("note: 150m is slow on this machine: at most ")
 
 
 def test_the_speed_of_a_machine_is_measured_and_shared_by_its_peers():
