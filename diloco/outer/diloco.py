@@ -106,7 +106,6 @@ class Diloco:
         self._epoch_s = 0.0
         """How long the epoch may last, as the daemon said; 0: as long as its steps take."""
         self._epoch_began_at = time.monotonic()
-        """Steps of the epoch: those done, and those after which this peer entered it."""
         self._step_time = _StepTime()
         self._is_over = False
         self._progress = _Progress()

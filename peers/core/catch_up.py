@@ -7,8 +7,9 @@ Targets are heads that live peers announce. This peer requests the certificates 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peers.core.chain import Chain, Fork, adoptable_prefix, prefers_theirs
@@ -18,13 +19,14 @@ from peers.core.plans import fault_of_successor, is_quorum
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
-from peers.protocol.certificates import Certificate
+from peers.protocol.certificates import Certificate, certificate_bytes
 from peers.protocol.limits import MAX_CERTIFICATES
 from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
-ASKED_AT_ONCE = 4
-"""Peers that are asked for one certificate at the same time: each answers with hundreds of bytes for every member."""
+ANSWERS_BYTES = 1 << 20
+"""So much of certificates is asked for at a time: everybody among few, four peers among hundreds."""
+LEAST_ASKED = 4
 MAX_ASKED = 64
 """Requests for certificates that are remembered per peer."""
 MAX_SOUND = 4096
@@ -167,10 +169,9 @@ class CatchUp:
             if (peer_id, wanted) not in self._unknown
         }
         due = [peer_id for peer_id, at in asked_at.items() if turn.passed(at + self.timing.reaction_s)]
-        # First whom it has not asked yet; of those, every peer begins with others.
-        due.sort(key=lambda peer_id: (asked_at[peer_id], peer_id < self.me, peer_id))
-        num_waited_for = len(asked_at) - len(due)
-        for peer_id in due[: max(0, ASKED_AT_ONCE - num_waited_for)]:
+        num_members = len(self.swarm.roster) or len(holders)
+        most = max(LEAST_ASKED, ANSWERS_BYTES // certificate_bytes(num_members, num_members))
+        for peer_id in self._first_of(due, asked_at, wanted, room=most - (len(asked_at) - len(due))):
             asked = self._asked.setdefault(peer_id, {})
             asked.pop(wanted, None)
             asked[wanted] = turn.now
@@ -178,6 +179,19 @@ class CatchUp:
                 del asked[next(iter(asked))]
             turn.do(Send(peer_id, Ask(head=wanted, have=self.chain.head)))
             turn.passed(turn.now + self.timing.reaction_s)
+
+    def _first_of(
+        self, due: Sequence[str], asked_at: Mapping[str, float], wanted: str, *, room: int
+    ) -> Sequence[str]:
+        """Whom to ask first: those not asked yet, members of the roster first, and every peer begins with others."""
+        if len(due) <= room:
+            return due
+
+        def place(peer_id: str) -> tuple[float, bool, bytes]:
+            drawn = hashlib.sha256(f"{self.me} {wanted} {peer_id}".encode()).digest()
+            return asked_at[peer_id], peer_id not in self.swarm.roster, drawn
+
+        return sorted(due, key=place)[:room] if room > 0 else ()
 
     # Which state is best
 

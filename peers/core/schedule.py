@@ -11,9 +11,10 @@ progress, and the other peers' progress reaches it one epoch late. With --hv.ove
 at the epoch's end, training goes on at once for up to an epoch, and the average is merged when it is there.
 
 With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
-slow peer. A peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the
-elapsed share of the time times the steps of the epoch. Learning rates and overlap follow that position. While the
-commit before is still awaited, steps alone count: nothing could be handed over, so peers that have steps left train on.
+slow peer. A peer's position in the epoch is then its nominal local step: after each step one more or, if that is more,
+the elapsed share of the time times the steps of the epoch. So it never stands still, and no sample is trained on twice.
+Learning rates and overlap follow that position. While the commit before is still awaited, steps alone count: nothing
+could be handed over, so peers that have steps left train on.
 How long the next epoch may last is said by each peer's core (epoch_time.py).
 """
 
@@ -81,18 +82,18 @@ class Schedule:
         """The time budget between two rounds; 0: learned; None: there is none."""
         return None if self.local_time_s is None else self.local_time_s / self.num_fragments
 
-    def local_step_after(self, steps_done: int, elapsed_s: float, epoch_s: float, *, step_s: float) -> int:
-        """The nominal local step of a peer that has just done a step, `steps_done` in all, `elapsed_s` after an epoch
-        began that may last `epoch_s`; 0: as long as its steps take.
+    def local_step_after(self, local_step: int, elapsed_s: float, epoch_s: float, *, step_s: float) -> int:
+        """The nominal local step of a peer that stands at `local_step` by its last step alone, `elapsed_s` after an
+        epoch began that may last `epoch_s`; 0: as long as its steps take.
 
         The epoch ends with the step that ends nearest to its time, by steps of `step_s`. Not to be asked while the
         commit before is awaited.
         """
         if not epoch_s:
-            return steps_done
+            return local_step
         is_over = elapsed_s + step_s / 2 >= epoch_s
         by_time = self.steps_per_epoch if is_over else int(self.steps_per_epoch * elapsed_s / epoch_s)
-        return max(steps_done, min(by_time, self.steps_per_epoch))
+        return max(local_step, min(by_time, self.steps_per_epoch))
 
     def elapsed_at(self, local_step: int, epoch_s: float) -> float:
         """Seconds of the epoch that count as elapsed for a peer that enters it at this local step."""

@@ -40,7 +40,7 @@ SLOWEST_PEER = 8.0
 SLOWEST_LINK = 1e6
 """Bytes per second (8 Mbit/s): the first round and a fetch are given the time that this link needs."""
 LEAST_ROUND_S = START_S
-"""The least timeout of the first round, in which kernels are compiled."""
+"""The least time for the first reduction, in which kernels are compiled."""
 ROUNDS = 4.0
 """An attempt times out after this many usual rounds."""
 FETCH_S = START_S

@@ -162,7 +162,7 @@ class Certificate(Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Approximate size of its encoding."""
-        return 512 + 256 * len(self.plan.roster) + 512 * len(self.plan.contributors)
+        return certificate_bytes(len(self.plan.roster), len(self.plan.contributors))
 
     @property
     def is_genesis(self) -> bool:
@@ -176,6 +176,11 @@ class Certificate(Struct, frozen=True):
         payload = self.body.signed_bytes
         pairs = sorted(zip(signers, self.signatures, strict=True), key=lambda pair: pair[0] not in first)
         return all(verify(signer, payload, signature) for signer, signature in pairs)
+
+
+def certificate_bytes(num_members: int, num_contributors: int) -> int:
+    """Approximate size of an encoded certificate."""
+    return 512 + 256 * num_members + 512 * num_contributors
 
 
 _decoder = Decoder(Certificate)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peers.core import effects, events
-from peers.core.catch_up import ASKED_AT_ONCE, MAX_ASKED
+from peers.core import catch_up, effects, events
+from peers.core.catch_up import LEAST_ASKED, MAX_ASKED
 from peers.core.chain import MAX_OWN
 from peers.core.timing import FETCH_S
 from peers.protocol.messages import Ask, Certificates, decode_message
@@ -56,7 +56,8 @@ def test_nothing_is_adopted_before_its_certificates_are_here():
     assert 8 <= len(a.of(Ask)) <= 24
 
 
-def test_of_many_holders_a_few_are_asked_at_a_time_and_the_others_if_those_are_silent():
+def test_of_many_holders_a_few_are_asked_at_a_time_and_the_others_if_those_are_silent(monkeypatch):
+    monkeypatch.setattr(catch_up, "ANSWERS_BYTES", 10_000)
     others = "bcdefghijklm"
     everybody = genesis("a" + others)
     newer = commit(everybody, others)
@@ -64,7 +65,7 @@ def test_of_many_holders_a_few_are_asked_at_a_time_and_the_others_if_those_are_s
     a.mute = set(others) - {"k"}
     a.announce(newer, others)
     asked = [send.peer_id for send in a.of(effects.Send) if isinstance(send.message, Ask)]
-    assert len(asked) == len(set(asked)) == ASKED_AT_ONCE
+    assert len(asked) == len(set(asked)) == LEAST_ASKED
     a.run(10)
     asked = [send.peer_id for send in a.of(effects.Send) if isinstance(send.message, Ask)]
     assert "k" in asked and len(asked) <= 2 * len(others)
