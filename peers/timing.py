@@ -75,7 +75,7 @@ carry nothing. Own beats count and not seconds: a peer that was frozen itself ha
 # Rounds
 
 STREAMS_S = 4.0
-"""For all streams of an attempt to open; longer in large groups."""
+"""For all streams of an attempt to open, once rounds have been seen."""
 MATCHMAKING_S = 15.0
 """What a commit waits for its members under NO_WAIT, as OpenDiLoCo does."""
 WINDOW_S = 0.5

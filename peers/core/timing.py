@@ -40,7 +40,7 @@ SLOWEST_PEER = 8.0
 SLOWEST_LINK = 1e6
 """Bytes per second (8 Mbit/s): the first round and a fetch are given the time that this link needs."""
 LEAST_ROUND_S = START_S
-"""The least time for the first reduction, in which kernels are compiled."""
+"""The least timeout of the first round, in which streams are opened and kernels compiled."""
 ROUNDS = 4.0
 """An attempt times out after this many usual rounds."""
 FETCH_S = START_S
@@ -139,8 +139,10 @@ class Timing:
     @property
     def attempt_s(self) -> float:
         """The timeout of an attempt, from proposal to certificate."""
-        reduced_s = self.stall_s + ROUNDS * self.usual_round_s if self._rounds else self.first_round_s
-        return min(self.most_attempt_s, self.connect_s + reduced_s)
+        if not self._rounds:
+            return min(self.most_attempt_s, self.first_round_s)
+        usual = self.connect_s + self.stall_s + ROUNDS * self.usual_round_s
+        return min(self.most_attempt_s, usual)
 
     @property
     def least_grace_s(self) -> float:

@@ -42,7 +42,7 @@ def test_before_anything_is_known_waiting_times_are_those_of_few_peers_nearby():
     assert timing.silence_s == SILENT_BEATS * BEAT_S
     assert timing.regain_s == REGAIN * timing.silence_s
     assert timing.reaction_s == 2 * BEAT_S
-    assert timing.attempt_s == STREAMS_S + LEAST_ROUND_S
+    assert timing.attempt_s == LEAST_ROUND_S
     assert timing.prompt_s == STREAMS_S
     assert timing.fetch_timeout_s == FETCH_S
 
@@ -64,13 +64,6 @@ def test_however_many_peers_there_are_each_has_few_channels_and_a_loss_is_notice
     assert timing.reaction_s == STALL_S < timing.status_s
 
 
-def test_many_peers_are_given_time_to_connect_in_the_first_round_too():
-    timing = a_timing()
-    timing.num_peers = 5 * BEAT_PEERS
-    assert timing.connect_s == 5 * STREAMS_S
-    assert timing.attempt_s == 5 * STREAMS_S + LEAST_ROUND_S
-
-
 def test_far_peers_are_given_round_trips():
     timing = a_timing()
     timing.round_trip_s = 2.0
@@ -80,7 +73,7 @@ def test_far_peers_are_given_round_trips():
 def test_the_first_round_and_a_fetch_are_given_time_for_their_bytes():
     timing = a_timing()
     timing.set_sizes(fragment_bytes=10**9, state_bytes=4 * 10**9)
-    assert timing.attempt_s == pytest.approx(STREAMS_S + 2 * 10**9 / SLOWEST_LINK)
+    assert timing.attempt_s == pytest.approx(2 * 10**9 / SLOWEST_LINK)
     assert timing.fetch_timeout_s == pytest.approx(FETCH_S + 4 * 10**9 / SLOWEST_LINK)
 
 
