@@ -71,9 +71,7 @@ def _arguments() -> argparse.Namespace:
     names = tuple(arms(SCALES["1m"]))
     flags.add_argument("--arms", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     flags.add_argument("--seeds", nargs="+", type=int, metavar="N")
-    flags.add_argument(
-        "--preset", choices=("1m", "80k", "150m"), default="1m", help="150m: for a GPU"
-    )
+    flags.add_argument("--preset", choices=("1m", "80k", "150m"), default="1m", help="150m: for a GPU")
     flags.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda for 150m, else cpu")
     flags.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (svg, png, pdf)")
     flags.add_argument("--plot-bytes", type=Path, metavar="FILE", help="draw losses by bytes there")
