@@ -231,8 +231,8 @@ SCALES = {
         peer_batch_size=1,
         seeds=(1,),
     ),
-    # For a GPU. 159M parameters, of which 158M are in hidden matrices: of diloco's own preset of this size 65M are in the
-    # embedding and the head, and hardly any of them are of the 264 ids of text that is read byte by byte.
+    # For a GPU. 159M parameters, of which 158M are in hidden matrices: of diloco's own preset of this size 65M are in
+    # the embedding and the head, and hardly any of them are of the 264 ids of text that is read byte by byte.
     "150m": Scale(
         name="150m",
         preset="150m",
