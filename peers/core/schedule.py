@@ -12,9 +12,9 @@ at the epoch's end, training goes on at once for up to an epoch, and the average
 
 With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
 slow peer. A peer's position in the epoch is then its nominal local step: after each step one more or, if that is more,
-the elapsed share of the time times the steps of the epoch. So it never stands still, and no sample is trained on twice.
-Learning rates and overlap follow that position. While the commit before is still awaited, steps alone count: nothing
-could be handed over, so peers that have steps left train on.
+the elapsed share of the time times the steps of the epoch. So it never stands still. Learning rates and overlap follow
+that position. While the commit before is still awaited, steps alone count: nothing could be handed over, so peers that
+have steps left train on.
 How long the next epoch may last is said by each peer's core (epoch_time.py).
 """
 
