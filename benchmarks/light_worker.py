@@ -105,7 +105,8 @@ class LightWorker:
         step = self._nominal_step
         self._is_last = step >= self._settings["max_steps"]
         self._handed, self._tokens = self._tokens, 0
-        self._record("ready", epoch=self._epoch, step=step, tokens=self._handed)
+        weights = {"weights": self._out.tolist()} if self._settings.get("tells_weights") else {}
+        self._record("ready", epoch=self._epoch, step=step, tokens=self._handed, **weights)
         self._link.send(
             "ready",
             fragment=0,
@@ -134,7 +135,7 @@ class LightWorker:
             self._tokens += self._handed or 0
         self._weights, self._epoch = self._in + since, answer["epoch"]
         self._local_step, self._handed, self._is_ahead = max(answer["local_step"], done), None, False
-        anchor = {"anchor": self._in.tolist()} if self._settings.get("tells_anchor") else {}
+        anchor = {"anchor": self._in.tolist()} if self._settings.get("tells_weights") else {}
         self._record("epoch", **answer, **anchor)
         self._is_over = self._is_last
         if self._settings.get("checkpoints") and not self._is_over:
