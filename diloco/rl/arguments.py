@@ -18,6 +18,7 @@ from diloco.train.sharding import Precision
 
 # Generations per pass over the placeholder data set; the trainer makes as many passes as it needs.
 _GENERATIONS_PER_PASS = 64
+_LARGEST_RATIO = 4.0
 
 
 def batches_of(config: TrainConfig, num_ranks: int) -> tuple[int, int, int]:
@@ -93,7 +94,7 @@ def _activation_checkpointing(is_on: bool) -> dict[str, Any]:
 
 
 def _of_rollout(config: TrainConfig) -> dict[str, Any]:
-    """Arguments that depend on where completions are generated: whether TRL corrects for another sampler, and how."""
+    """Arguments that depend on where completions are generated."""
     match config.grpo.rollout:
         case "hf":
             # Some models' configurations switch the cache off, for training: without it this takes five times as long.
@@ -101,12 +102,8 @@ def _of_rollout(config: TrainConfig) -> dict[str, Any]:
         case "vllm":
             return {"use_vllm": True, "vllm_mode": "server"}
         case "peers":
-            # The policies may be several steps old: sequences as a whole would lie outside of any bound.
-            return {
-                "use_vllm": True,
-                "vllm_mode": "server",
-                "vllm_importance_sampling_mode": "token_truncate",
-            }
+            # Two-sided clipping of arXiv 2505.07291: what an old policy wrote and earned little by counts boundedly.
+            return {"use_vllm": True, "vllm_mode": "server", "delta": _LARGEST_RATIO}
 
 
 def placeholders(prompts_per_generation: int) -> Dataset:

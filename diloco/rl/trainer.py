@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor
@@ -36,8 +37,9 @@ class PeerTrainer(GRPOTrainer):
         compared: Callable[[Sequence[float]], None] | None = None,
         **arguments: Any,
     ) -> None:
-        """`compared` is called on the main rank with the mean absolute difference between the trainer's and the
-        sampler's log-probabilities of each row, in nats per token."""
+        """`compared`: the completions are other peers', by policies that may be some steps old. It is called on the main
+        rank with the mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in
+        nats per token."""
         super().__init__(**arguments)
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation
@@ -55,6 +57,10 @@ class PeerTrainer(GRPOTrainer):
             differences = self._differences(found)
             if self.accelerator.is_main_process:
                 self._compared(differences)
+            # The policy that the loss's ratio is clipped against is the one that sampled, however old it is. TRL has
+            # the trainer's own there and corrects by a weight beside it, so that nothing ends the way from an old one.
+            found["old_per_token_logps"] = found["sampling_per_token_logps"]
+            found["importance_sampling_ratio"] = torch.ones_like(found["sampling_per_token_logps"])
         return found
 
     def _differences(self, found: dict[str, Tensor | Any]) -> list[float]:

@@ -228,3 +228,37 @@ def test_generations_that_outlive_an_outer_step_are_refused_before_training(conf
     own = replace(config, grpo=replace(config.grpo, steps_per_generation=6), hv=HvConfig(local_steps=5))
     with pytest.raises(UserError, match="multiple of 3, say 6"):
         trained(own, tmp_path / "run")
+
+
+class Sender:
+    """In place of the link to a daemon: rollouts of constant log-probabilities, whatever the policy."""
+
+    def __init__(self, logprob: float) -> None:
+        self._logprob = logprob
+
+    def send(self, *_: object, **__: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def receive(self, _: str) -> dict[str, object]:
+        tokens = [[letter] * 8 for letter in b"abAB"]
+        scores = [[1.0], [1.0], [0.0], [0.0]]
+        group = {"tokens": tokens, "logprobs": [[self._logprob] * 8] * 4, "scores": scores}
+        rollouts = [{"peer_id": "", "example": example, "staleness": 8, **group} for example in (0, 1)]
+        return {"rollouts": rollouts, "uniform": [], "senders": {}}
+
+
+@pytest.mark.parametrize("logprob, learns", [(-5.5, True), (-20.0, False)])
+def test_what_has_become_much_more_probable_since_it_was_sampled_moves_nothing(
+    logprob, learns, config, tmp_path, monkeypatch
+):
+    """Under the clipped ratio to the policy that sampled, nor may it in the other direction: the ratio is above both
+    bounds. Every one of 259 tokens has about e^-5.5 under a new model."""
+
+    def opened(self, *_):
+        self.peer_rollouts = self.rollouts_by(Sender(logprob))
+
+    monkeypatch.setattr(Training, "open_peer_rollouts", opened)
+    own = replace(config, grpo=replace(config.grpo, rollout="peers"), total_steps=1)
+    (step,) = (record for record in trained(own, tmp_path / "run") if record["kind"] == "step")
+    assert (step["grad_norm"] > 0) == learns
