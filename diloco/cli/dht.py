@@ -23,7 +23,6 @@ def start(
     host_maddrs: Annotated[tuple[str, ...], address_list()] = DEFAULTS.host_maddrs,
     announce_maddrs: Annotated[tuple[str, ...], address_list()] = DEFAULTS.announce_maddrs,
     initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
-    discover: bool = False,
     run_id: Name = DEFAULTS.run_id,
     identity_path: Path | None = None,
     state_dir: Path | None = None,
@@ -45,8 +44,6 @@ def start(
         Addresses at which others reach this node, if they differ from --host-maddrs.
     initial_peers: tuple
         Members of a DHT to join; default: begin a new one.
-    discover: bool
-        Answer peers on the same network that look for this run with --discover, over UDP multicast.
     run_id: str
         Name of the run.
     identity_path: Path
@@ -73,7 +70,6 @@ def start(
         host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs,
         initial_peers=initial_peers,
-        discover=discover,
         identity_path=identity_path,
         state_dir=state_dir or default_state_dir(),
         admission=admission,

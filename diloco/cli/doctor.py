@@ -16,7 +16,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.machine_recipes import chosen
-from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, parse_worker
+from diloco.cli.peer import PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, parse_worker
 from diloco.doctor.findings import Finding, as_json, crashed, failed, run_check
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
@@ -52,7 +52,6 @@ def doctor(
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
     peers_here: PeersHereFlag = 1,
-    discover: DiscoverFlag = False,
     role: RoleFlag = "train",
     worker: WorkerFlag = None,
     as_json_: JsonFlag = False,
@@ -72,8 +71,6 @@ def doctor(
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int
         Number of peers on this machine, this one included; they share its cores and memory.
-    discover: bool
-        Instead of --initial-peers, find the run on the local network by UDP multicast.
     role: str
         `rollout`: check this machine for generating completions instead of training.
     worker: str
@@ -83,8 +80,6 @@ def doctor(
     timeout: float
         Seconds to wait for the swarm's first answer.
     """
-    from diloco.doctor.discover import check_discover
-
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     gpus = gpus_for_ranks(train, machine.num_gpus)
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
@@ -103,16 +98,11 @@ def doctor(
 
     for finding in _check_machine(train, ranks, machine):
         tell(finding)
-    hv = train.hv
-    if discover and not hv.initial_peers:
-        finding, answering = check_discover(hv)
-        tell(finding)
-        hv = replace(hv, initial_peers=answering)
-    code = _run_network_checks(hv, timeout, found, tell)
+    code = _run_network_checks(train.hv, timeout, found, tell)
     if as_json_:
         print(json.dumps(as_json(found)), flush=True)
     else:
-        _print_summary(found, asked=discover or bool(hv.initial_peers))
+        _print_summary(found, asked=bool(train.hv.initial_peers))
     return code or int(any(finding.verdict == "fail" for finding in found))
 
 

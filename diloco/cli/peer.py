@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from diloco.cli.discovery import with_discovered_peers
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError, print_note
 from diloco.launch.peer_workers import (
@@ -56,7 +55,6 @@ RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
 PeersHereFlag = Annotated[
     int, Parameter(name="--peers-here", group="Swarm", converter=whole, validator=at_least(1))
 ]
-DiscoverFlag = Annotated[bool, Parameter(name="--discover", group="Swarm")]
 RoleFlag = Annotated[Literal["train", "rollout"], Parameter(name="--role", group="GRPO")]
 WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
 
@@ -68,7 +66,6 @@ def peer(
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
     peers_here: PeersHereFlag = 1,
-    discover: DiscoverFlag = False,
     role: RoleFlag = "train",
     worker: WorkerFlag = None,
 ) -> int:
@@ -86,8 +83,6 @@ def peer(
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int
         Number of peers on this machine, this one included; they share its cores and memory.
-    discover: bool
-        Instead of --initial-peers, find the run on the local network by UDP multicast, and answer such requests.
     role: str
         `rollout`: do not train, but generate completions for the peers of the run that have --rollout peers.
     worker: str
@@ -103,7 +98,7 @@ def peer(
     if role == "rollout":
         from diloco.cli.rollout_peer import rollout_peer
 
-        return rollout_peer(with_discovered_peers(train, discover), _SOURCE.named, num_peers=peers_here)
+        return rollout_peer(train, _SOURCE.named, num_peers=peers_here)
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
     for note in notes_on_unused_flags(train, _SOURCE.named):
@@ -114,17 +109,13 @@ def peer(
     train = with_fitting_batch_size(choice.config, _SOURCE.named, num_ranks=ranks)
     if program and (note := note_on_ignored_flags(_SOURCE.named)):
         print_note(note)
-    train = with_discovered_peers(train, discover)
     is_first = not train.hv.initial_peers
     if not program:
         check_choices(train, machine, is_settled=is_first)
     # Settings that the user has not set come from the swarm, so only the others are checked.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
-    fields = {
-        **daemon_config(train, _SOURCE.named, has_own_worker=bool(program)),
-        "discover": discover,
-    }
+    fields = daemon_config(train, _SOURCE.named, has_own_worker=bool(program))
     # The other peers on this machine may already use their memory, so only this one is counted.
     one_peer = replace(machine, num_peers=1)
     check_memory_and_disk(train, one_peer, state_dir(), num_ranks=ranks, is_settled=is_first and not program)

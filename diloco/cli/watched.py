@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from diloco.cli.discovery import discovered
 from diloco.errors import UserError
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
@@ -23,8 +22,6 @@ class Watched:
 
     initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = ()
     """Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."""
-    discover: bool = False
-    """Find the run on this network, in place of --initial-peers, by asking over UDP multicast."""
     run_id: Name = HvConfig.run_id
     """Name of the run."""
     timeout: Seconds = 20.0
@@ -37,20 +34,17 @@ class Watched:
         """The swarm's secret, if one is given. Raises UserError, also if no swarm is named."""
         from peers.admission.secrets import load_secret
 
-        if not self.initial_peers and not self.discover:
+        if not self.initial_peers:
             raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
         return load_secret(self.swarm_secret_file, os.environ)
 
     @contextlib.asynccontextmanager
     async def observed(self, secret: SwarmSecret | None) -> AsyncIterator[Observer]:
         """Join the swarm's DHT, and wait until most peers have answered. Raises PeersError and UserError."""
-        # Not at the top: `--help` needs no event loop.
-        import asyncio
-
         from peers.monitor.observer import SETTLE_S, observing
 
-        # In a thread: asking takes seconds, in which the event loop has to notice a signal.
-        known = self.initial_peers or await asyncio.to_thread(discovered, HvConfig(run_id=self.run_id))
-        async with observing(self.run_id, known, timeout_s=self.timeout, secret=secret) as observer:
+        async with observing(
+            self.run_id, self.initial_peers, timeout_s=self.timeout, secret=secret
+        ) as observer:
             await observer.settled(SETTLE_S)
             yield observer

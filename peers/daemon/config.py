@@ -36,8 +36,6 @@ class DaemonConfig(NetworkSettings, AdmissionSettings):
     state_dir: str = ""
     hardware: str = ""
     """What the peer trains on, as shown to people."""
-    discover: bool = False
-    """Whether newcomers on the same network are told about this peer."""
     metrics_port: int | None = None
     """The loopback port on which Prometheus finds this peer's figures; 0 takes any free port, None serves none."""
     link_path: str | None = None

@@ -24,7 +24,6 @@ from peers.net.announced import announced
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity, check_run_id, load_or_create
-from peers.net.lan import answering
 from peers.net.paths.reachability import Reachability
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
@@ -44,8 +43,6 @@ class CoordinatorConfig:
     identity_path: Path | None = None
     initial_peers: tuple[str, ...] = ()
     """Members of the DHT to join; without any, the coordinator begins one."""
-    discover: bool = False
-    """Whether newcomers on the same network are told about this coordinator."""
     admission: bool | None = None
     """Whether peers need a token; by default, if this run already has an admission key."""
     allowlist_file: str | None = None
@@ -86,8 +83,6 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         await dht.transport.serve(protocol_of(run_id), registrar.handle)
         reachability = Reachability(run_id, identity, dht.transport, admission.gate)
         await reachability.start()
-        if config.discover:
-            await stack.enter_async_context(answering(run_id, await dht.maddrs()))
         await admission.announce(COORDINATOR_KEY(run_id))
         for line in lines_to_paste(
             await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id

@@ -19,7 +19,6 @@ from peers.daemon.link import listen, refuse
 from peers.errors import UserError
 from peers.net.dht.node import Dht
 from peers.net.identity import claim_slot, is_one_more
-from peers.net.lan import answering
 from peers.net.socket_directory import SocketDirectory
 from peers.protocol.reports import Phase
 
@@ -60,8 +59,6 @@ async def run_daemon(
                 announce_maddrs=config.announce_maddrs,
             )
             stack.push_async_callback(dht.close)
-            if config.discover:
-                await stack.enter_async_context(answering(config.run_id, await dht.maddrs()))
             admission = AdmissionService(config.run_id, identity, dht, config)
             await admission.enter()
         except UserError as error:

@@ -32,8 +32,6 @@ INSTALL = (
     "pip install --constraint constraints.txt --editable '.[dashboard,data]'",
 )
 DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001"
-DISCOVERABLE = "diloco dht start --discover"
-DISCOVERING = "diloco peer --discover"
 FIRST = "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100"
 SECOND = "diloco peer --initial-peers <maddr>"
 SLOW = (
@@ -226,13 +224,11 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
     known |= {GRPO_MODEL, GRPO, SLURM, PBS, RUN, SIMULATE}
     known |= {WATCH, DASHBOARD}
-    # These are run by test_admission.py, test_discover.py, test_doctor.py, test_recipes.py, test_rollout_peers.py, and
+    # These are run by test_admission.py, test_doctor.py, test_recipes.py, test_rollout_peers.py, and
     # those about pods by tests/pods.
     known |= {
         ROLLOUT_LEARNER,
         ROLLOUT_PEER,
-        DISCOVERABLE,
-        DISCOVERING,
         CLOSED_DHT,
         ADMITTED,
         BAN,

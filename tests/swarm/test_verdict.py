@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from benchmarks.chaos.coordinator import Coordinator
 from diloco.train.metrics import Metrics
 from diloco.train.progress import Progress
 from peers.monitor.observer import Observer, observing
-from peers.net.lan import found_here
+from peers.protocol.maddrs import parse_maddr
 from tests.support.false_clock import clock_off
 from tests.support.namespaces import hub, inside, why_not
 from tests.support.swarm import LightSwarm, wait_until
@@ -163,14 +164,13 @@ def test_a_slow_link_and_a_full_disk_are_named_within_ten_seconds(tmp_path, smal
         swarm = LinkedSwarm(
             tmp_path, [], RUN, numel=500_000, local_steps=20, max_steps=10**6, step_s=0.1, tells_loss=True
         )
-        swarm.extra = {"host_maddrs": ["/ip4/0.0.0.0/tcp/0"], "discover": True}
+        swarm.extra = {"host_maddrs": ["/ip4/0.0.0.0/tcp/0"]}
         swarm.namespaces = {0: lan.middle, 1: lan.spokes[0]}
         try:
             first = swarm.start(0)
             wait_until(lambda: first.address, "an address")
-            with inside(lan.spokes[0]):
-                swarm.initial_peers = found_here(RUN)
-            assert swarm.initial_peers[0].startswith(f"/ip4/{lan.addresses[lan.spokes[0]]}/tcp/")
+            there = replace(parse_maddr(first.address), kind="ip4", host=lan.addresses[lan.spokes[0]])
+            swarm.initial_peers = [str(there)]
             second = swarm.start(1)
             wait_until(lambda: second.epoch >= 2, "two epochs of the second peer")
             with inside(lan.middle):

@@ -9,7 +9,6 @@ from importlib import metadata
 import pytest
 
 from diloco.doctor import speed
-from diloco.doctor.discover import check_discover
 from diloco.doctor.findings import Finding, as_json, passed, run_check
 from diloco.doctor.gpu import Cuda, first_error_line, judge_gpus
 from diloco.doctor.nat import Observation, Port, judge_announcement, judge_nat, judge_port
@@ -112,25 +111,6 @@ def test_of_ranks_that_failed_the_first_error_is_told_and_not_torchruns_own():
     )
     assert first_error_line(log) == "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected"
     assert first_error_line(["NCCL INFO bootstrap\n", "killed\n"]) == "killed"
-
-
-def test_a_network_on_which_nobody_answers_is_a_fault_of_who_does_not_begin_the_run(monkeypatch):
-    monkeypatch.setattr("diloco.doctor.discover.found_here", lambda run_id: [])
-    finding, found = check_discover(HvConfig(run_id="pod"))
-    assert (finding.verdict, found) == ("fail", ())
-    assert "diloco dht start --discover --run-id pod" in finding.fix
-    assert check_discover(HvConfig(world_rank=0))[0].verdict == "pass"
-
-
-def test_who_answers_on_the_network_is_whom_the_doctor_asks(monkeypatch):
-    maddr = "/ip4/192.168.1.5/tcp/30001/p2p/12D3KooW"
-    monkeypatch.setattr("diloco.doctor.discover.found_here", lambda run_id: [maddr])
-    finding, found = check_discover(HvConfig())
-    assert (finding.verdict, finding.said, found) == (
-        "pass",
-        f"the run 'diloco' answers at {maddr}",
-        (maddr,),
-    )
 
 
 def test_packages_out_of_their_range_are_named_with_the_range():
