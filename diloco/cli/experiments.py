@@ -36,8 +36,6 @@ from diloco.cli.state_files import (
     SetStateFile,
     opened,
     opened_existing,
-    origin_of,
-    shown,
     state_file_of,
     typed,
 )
@@ -93,8 +91,8 @@ def run(
     Parameters
     ----------
     name: str
-        lr_sweep, multi_dataset, model_size, batch_grid, custom_advanced, a TOML file with [[pods]] and
-        [[experiments]], or a Python file with a function experiments().
+        lr_sweep, multi_dataset, model_size, batch_grid, custom_advanced, or a TOML file with [[pods]] and
+        [[experiments]].
     trainer: str
         grpo (reinforcement), or pretrain.
     model_id: str
@@ -148,7 +146,6 @@ def run(
     setup = replace(given.setup(), extras=of.extras)
     to_fetch = results_of(ledger, given, Path(name).stem)
     if not plan:
-        ledger.remember(runs.ORIGIN, origin_of(name))
         to_fetch.remember(ledger)
 
     async def rent(pods: Renters, setup: Setup, unfinished: set[str]) -> Mapping[str, Exception]:
@@ -188,7 +185,7 @@ def run(
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
         else:
-            print_results({shown(origin_of(name)): results}, of.result)
+            print_results(results, of.result)
         return all(result.ok for result in results)
 
     async def destroyed(pods: Renters) -> Mapping[str, Exception]:
@@ -216,19 +213,17 @@ def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
     return replace(found, pods=[replace(spec, **loose) for spec in found.pods])
 
 
-def print_results(by_set: Mapping[str, Sequence[Result]], figure_of: str) -> None:
-    """A table of the results by set, and below it what went wrong, whole."""
+def print_results(results: Sequence[Result], figure_of: str) -> None:
+    """A table of the results, and below it what went wrong, whole."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    results = [(name, result) for name, results in by_set.items() for result in results]
-    for column in ("set", "experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
+    for column in ("experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
         table.add_column(column, overflow="fold")
-    for name, result in results:
+    for result in results:
         add_plain_row(
             table,
-            name,
             result.name,
             result.pod,
             "done" if result.ok else f"failed: {result.trouble}",
@@ -237,50 +232,10 @@ def print_results(by_set: Mapping[str, Sequence[Result]], figure_of: str) -> Non
             "–" if result.figure is None else f"{result.figure:.4f}",
             f"{result.seconds:.0f}",
         )
-    Console().print(table if results else "no experiment has ended yet")
-    for _, result in results:
+    Console().print(table)
+    for result in results:
         if not result.ok:
             print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)
-
-
-@app.command
-def status(
-    *names: str, plot: Path | None = None, as_json: AsJson = False, state_file: SetStateFile = None
-) -> int:
-    """Show the results of all sets so far in one table, and plot them.
-
-    Parameters
-    ----------
-    names: str
-        The sets, as they were given to `run`; default: all that were ever run here. Or say --state-file.
-    plot: Path
-        File for a plot of the results of all these sets (png, svg, pdf).
-    """
-    from provisioning.experiments.runs import ORIGIN, all_recorded
-
-    if plot is not None:
-        from diloco.options.plot_file import check_plot_path
-
-        check_plot_path(plot)
-    files = [state_file] if state_file else [state_file_of(name) for name in names]
-    files = files or sorted(state_file_of("any").parent.glob("*.sqlite"))
-    by_set: dict[str, list[Result]] = {}
-    for file in files:
-        ledger = opened_existing(file)
-        # Files of earlier versions do not say whose they are.
-        by_set.setdefault(ledger.recall(ORIGIN) or file.stem, []).extend(all_recorded(ledger))
-        ledger.close()
-    if as_json:
-        found = [{"set": name, **asdict(result)} for name, results in by_set.items() for result in results]
-        print(json.dumps({"experiments": found}), flush=True)
-    else:
-        print_results({shown(name): results for name, results in by_set.items()}, "figure")
-    if plot is not None:
-        from diloco.launch.experiments_plot import draw_results
-
-        draw_results({shown(name): results for name, results in by_set.items()}, plot)
-        print(f"plot: {plot}", file=sys.stderr, flush=True)
-    return 0
 
 
 @app.command(name="list")

@@ -102,7 +102,6 @@ EXAMPLES = {
     "pods reconcile": "diloco pods reconcile --watch",
     "experiments run": "diloco experiments run --name first --provider lium",
     "experiments list": "diloco experiments list",
-    "experiments status": "diloco experiments status first",
     "experiments destroy": "diloco experiments destroy --name first",
     "peers ban": f"diloco peers ban 6N1QwMW {_MADDR}",
     "peers unban": f"diloco peers unban 6N1QwMW {_MADDR}",

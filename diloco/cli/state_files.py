@@ -91,34 +91,7 @@ def state_file_of(name: str) -> Path:
     from diloco.launch.swarm_config import state_dir
     from provisioning.experiments.sets import BUILT_IN
 
-    by_name = state_dir() / "experiments" / f"{Path(name).stem}.sqlite"
-    if name in BUILT_IN:
-        return by_name
-    origin = origin_of(name)
-    by_path = by_name.with_stem(f"{by_name.stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}")
-    # Earlier versions went by the name alone: their pods and results are not to be lost.
-    is_older = by_name.exists() and not by_path.exists() and by_name.stem not in BUILT_IN
-    return by_name if is_older and _written_origin(by_name) in ("", origin) else by_path
-
-
-def origin_of(name: str) -> str:
-    """The name of a built-in set, or the whole path of a file."""
-    from provisioning.experiments.sets import BUILT_IN
-
-    return name if name in BUILT_IN else str(Path(name).resolve())
-
-
-def shown(origin: str) -> str:
-    """The name of a set for people: its path from here, where it is below."""
-    path, here = Path(origin), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else origin
-
-
-def _written_origin(file: Path) -> str:
-    from provisioning.experiments.runs import ORIGIN
-
-    ledger = opened_existing(file)
-    try:
-        return ledger.recall(ORIGIN)
-    finally:
-        ledger.close()
+    stem = Path(name).stem
+    if name not in BUILT_IN:
+        stem += f"-{hashlib.sha256(str(Path(name).resolve()).encode()).hexdigest()[:8]}"
+    return state_dir() / "experiments" / f"{stem}.sqlite"

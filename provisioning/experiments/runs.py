@@ -30,8 +30,6 @@ _MAX_FAILED_POLLS = 30
 _MAX_NUMBER = 1 << 63
 _KEY = "experiment:"
 RUNS = "experiments"
-ORIGIN = "set"
-"""Key in the ledger: the built-in set, or the path of the file, whose pods and results it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Result:
     figure: float | None = None
     """Last value of the trainer's main metric; None: there is none."""
     metric: str = ""
-    """loss or reward; empty in results of earlier versions."""
+    """loss or reward; empty if the trainer was not run."""
     seconds: float = 0.0
 
 
@@ -73,12 +71,6 @@ def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
     """The recorded result of this experiment with exactly these values; None: there is none."""
     text = ledger.recall(_KEY + job_name(trainer, placed.config))
     return Result(**json.loads(text)) if text else None
-
-
-def all_recorded(ledger: Ledger) -> list[Result]:
-    """All recorded results, sorted by experiment name."""
-    found = [Result(**json.loads(text)) for text in ledger.recall_all(_KEY)]
-    return sorted(found, key=lambda result: result.name)
 
 
 def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> set[str]:

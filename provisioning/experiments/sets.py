@@ -1,11 +1,10 @@
-"""Sets of experiments: what is trained, with which values, on which pods. Five are built in; others come from files."""
+"""Sets of experiments: what is trained, with which values, on which pods. Five are built in; files define others."""
 
 from __future__ import annotations
 
 import re
-import runpy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,41 +141,16 @@ def built_in(name: str) -> ExperimentSet:
 
 
 def load(name: str) -> ExperimentSet:
-    """The built-in set of this name, or the set of a .toml or .py file. Raises UserError if it is invalid.
+    """The built-in set of this name, or the set of a TOML file. Raises UserError if it is invalid.
 
-    A TOML file has [[pods]] and [[experiments]]; an experiment without `pod` is assigned to the pods in turn. A Python
-    file has a function `experiments()` that returns an ExperimentSet, or a list of PodSpecs and a list of
-    ExperimentConfigs.
+    A TOML file has [[pods]] and [[experiments]]; an experiment without `pod` is assigned to the pods in turn.
     """
     if name in BUILT_IN:
         return built_in(name)
     path = Path(name)
-    if path.suffix == ".py":
-        return _of_python(path)
     if path.suffix == ".toml":
         return _of_toml(path)
-    raise UserError(f'"{name}" is not one of {", ".join(BUILT_IN)}, and not a .toml or .py file.')
-
-
-def _of_python(path: Path) -> ExperimentSet:
-    found = _called(path)
-    if isinstance(found, tuple) and len(found) == 2:
-        specs, configs = found
-        if _all_are(PodSpec, specs) and _all_are(ExperimentConfig, configs):
-            found = spread(path.stem, specs, configs)
-    if not isinstance(found, ExperimentSet):
-        raise UserError(
-            f"experiments() in {path} has to return an ExperimentSet, or PodSpecs and ExperimentConfigs."
-        )
-    # Dataclasses do not check the types of their fields.
-    specs_of([asdict(spec) for spec in found.pods], str(path))
-    for placed in found.experiments:
-        typed(ExperimentConfig, asdict(placed.config), f"{path}, experiment {placed.config.name}")
-    return _validated(found, str(path))
-
-
-def _all_are(kind: type, items: object) -> bool:
-    return isinstance(items, list | tuple) and all(isinstance(item, kind) for item in items)
+    raise UserError(f'"{name}" is not one of {", ".join(BUILT_IN)}, and not a .toml file.')
 
 
 def _of_toml(path: Path) -> ExperimentSet:
@@ -194,14 +168,3 @@ def _of_toml(path: Path) -> ExperimentSet:
         for pod, one in zip(pods, found.experiments, strict=True)
     ]
     return _validated(replace(found, experiments=placed), origin)
-
-
-def _called(path: Path) -> Any:
-    """What `experiments()` of a Python file returns; None: there is no such function. Raises UserError if it fails."""
-    try:
-        found = runpy.run_path(str(path)).get("experiments")
-        return found() if callable(found) else None
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"experiments() in {path} failed: {type(error).__name__}: {error}") from error

@@ -201,11 +201,6 @@ class Ledger:
         """The value stored under this key; "": there is none."""
         return next((str(value) for (value,) in self._read("SELECT value FROM meta WHERE key = ?", key)), "")
 
-    def recall_all(self, prefix: str) -> list[str]:
-        """All values stored under keys with this prefix."""
-        query = "SELECT value FROM meta WHERE substr(key, 1, ?) = ?"
-        return [str(value) for (value,) in self._read(query, len(prefix), prefix)]
-
     def _rows(self, condition: str, *values: Any) -> list[Row]:
         query = f"SELECT {', '.join(_COLUMNS)} FROM pods {condition} ORDER BY rowid"
         try:

@@ -52,11 +52,6 @@ def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(t
         )
         assert logs.code == 0 and "lr-sweep-0/lr-1e-06" in logs.stdout, logs.stderr
 
-        shown = run(*argv_of("diloco experiments status --json"))
-        assert [one["ok"] for one in json.loads(shown.stdout)["experiments"]].count(True) == 4
-        table = run(*argv_of("diloco experiments status lr_sweep"))
-        assert table.code == 0 and "lr-1e-06" in table.stdout and table.stderr.count("!!! lr-") == 4
-
         gone = run(*argv_of("diloco experiments destroy lr_sweep"))
         assert gone.code == 0, gone.stderr
         # What is done needs no pod any more, and stays done.

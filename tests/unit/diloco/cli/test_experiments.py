@@ -11,9 +11,7 @@ import pytest
 from diloco.cli import experiments
 from diloco.cli.app import exit_code
 from diloco.cli.state_files import state_file_of
-from diloco.errors import FAILED, USER_ERROR
-from diloco.launch.experiments_plot import draw_results
-from provisioning.experiments.runs import ORIGIN, Result
+from diloco.errors import FAILED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from tests.support.pods_driver import source_of
@@ -67,8 +65,6 @@ def test_pods_are_given_back_though_the_log_looks_like_markup(run, tmp_path, cap
     assert "[/data/nothing]" in said.out and "[/data/nothing] is not a file" in said.err
     assert list(pods_of(tmp_path).values()) == [[]]
     assert not (tmp_path / "state/diloco/local" / PODS).exists()
-    assert exit_code(["experiments", "status"]) == 0
-    assert "[/data/nothing]" in capsys.readouterr().out
 
 
 def test_pods_are_given_back_though_results_cannot_be_shown(run, tmp_path, monkeypatch):
@@ -90,48 +86,11 @@ def test_a_configuration_and_figures_of_no_known_form_fail_the_experiment_alone(
     assert list(pods_of(tmp_path).values()) == [[]]
 
 
-def test_the_results_of_all_sets_are_in_one_table_and_one_plot_that_name_the_sets(run, tmp_path, capsys):
+def test_the_results_are_in_a_table(run, tmp_path, capsys):
     (tmp_path / "python").write_text(TRAINED)
-    (tmp_path / "more.toml").write_text(SET.replace("first", "other"))
-    for name in ("set.toml", "more.toml"):
-        assert run(name, "--destroy") == FAILED
-    capsys.readouterr()
-    picture = tmp_path / "results.svg"
-    assert exit_code(["experiments", "status", "--plot", str(picture)]) == 0
-    told = capsys.readouterr()
-    rows = [line.split()[:2] for line in told.out.splitlines()]
-    assert ["set.toml", "first"] in rows and ["more.toml", "other"] in rows and "2.5000" in told.out
-    drawn = picture.read_text()
-    for text in ("set.toml", "more.toml", "first (failed)", "other (failed)", "loss", "2.5"):
-        assert f">{text}</text>" in drawn
-    assert exit_code(["experiments", "status", "set.toml", "--json"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["experiments"]
-    wanted = {"set": str(tmp_path / "set.toml"), "name": "first", "metric": "loss", "figure": 2.5}
-    assert wanted.items() <= result.items()
-
-
-def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for path, said in (("x.xyz", "not a supported format"), ("x.png", "no experiment has a result yet")):
-        assert exit_code(["experiments", "status", "--plot", str(tmp_path / path)]) == USER_ERROR
-        assert said in " ".join(capsys.readouterr().err.replace("│", "").split())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_each_metric_has_a_panel_and_what_is_no_number_no_bar(tmp_path):
-    def result(name: str, metric: str, figure: float | None) -> Result:
-        return Result(name=name, pod="p", job="j", ok=True, figure=figure, metric=metric)
-
-    results = [
-        result("a", "loss", 3.0),
-        result("b", "reward", 0.5),
-        result("c", "loss", float("nan")),
-        result("d", "loss", None),
-    ]
-    draw_results({"for $5 and $6": results}, tmp_path / "x.svg")
-    drawn = (tmp_path / "x.svg").read_text()
-    assert all(f">{text}</text>" in drawn for text in ("loss", "reward", "a", "b", "for $5 and $6"))
-    assert ">c</text>" not in drawn and ">d</text>" not in drawn
+    assert run("set.toml", "--destroy") == FAILED
+    told = capsys.readouterr().out
+    assert ["first", "one"] in [line.split()[:2] for line in told.splitlines()] and "2.5000" in told
 
 
 def test_sets_of_two_files_of_one_name_keep_their_pods_apart(run, tmp_path, monkeypatch):
@@ -145,22 +104,6 @@ def test_sets_of_two_files_of_one_name_keep_their_pods_apart(run, tmp_path, monk
     assert exit_code(["experiments", "destroy", "../a/sweep.toml"]) == 0
     assert sorted(pods_of(tmp_path).values()) == [[], ["b"]]
     assert exit_code(["experiments", "destroy", "../b/sweep.toml"]) == 0
-
-
-def test_a_state_file_of_an_earlier_version_is_kept_for_the_set_that_uses_it(run, tmp_path):
-    old = tmp_path / "state/diloco/experiments/set.sqlite"
-    assert run("set.toml", "--deploy-only", "--state-file", str(old)) == 0
-    ledger = Ledger(old)
-    ledger.remember(ORIGIN, "")
-    ledger.close()
-    assert run("set.toml", "--deploy-only") == 0
-    assert pods_of(tmp_path) == {"set.sqlite": ["one"]}
-    # It is that set's now, and no other's of the same file name.
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/set.toml").write_text(SET)
-    assert exit_code(["experiments", "destroy", "other/set.toml"]) == USER_ERROR
-    assert exit_code(["experiments", "destroy", "set.toml"]) == 0
-    assert pods_of(tmp_path) == {"set.sqlite": []}
 
 
 def test_a_built_in_set_and_a_file_of_its_name_are_two():

@@ -32,5 +32,5 @@ def test_brackets_in_untrusted_text_are_no_markup(text, monkeypatch, capsys):
     print_plan(Plan(create=(Creation(spec, offer),), keep=(), destroy=()), to_stderr=False)
     print_plan(Plan(create=(), keep=(), destroy=(Removal(ROW, text),)), to_stderr=False)
     print_status(Overview([Status(ROW, True, text)], {}))
-    print_results({"set": [Result(name="e", pod="p", job="j", ok=False, trouble=text)]}, "loss")
+    print_results([Result(name="e", pod="p", job="j", ok=False, trouble=text)], "loss")
     assert capsys.readouterr().out.count(text) == 6

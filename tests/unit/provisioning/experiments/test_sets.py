@@ -105,28 +105,6 @@ def test_a_set_of_ones_own_comes_from_toml(tmp_path):
         load(str(path))
 
 
-def test_a_set_of_ones_own_comes_from_a_python_function_with_loops(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from provisioning.experiments.sets import ExperimentConfig\nfrom provisioning.pods import PodSpec\n"
-        "def experiments():\n"
-        "    pods = [PodSpec(name=f'p{i}') for i in range(2)]\n"
-        "    return pods, [ExperimentConfig(name=f's{seed}', custom_args=('--seed', str(seed))) for seed in range(3)]\n"
-    )
-    found = load(str(path))
-    assert [(one.pod, one.config.custom_args) for one in found.experiments] == [
-        ("p0", ("--seed", "0")),
-        ("p1", ("--seed", "1")),
-        ("p0", ("--seed", "2")),
-    ]
-    path.write_text("def experiments():\n    return 7\n")
-    with pytest.raises(UserError, match=r"has to return"):
-        load(str(path))
-    path.write_text("def experiments():\n    raise RuntimeError('no luck')\n")
-    with pytest.raises(UserError, match=r"RuntimeError: no luck"):
-        load(str(path))
-
-
 def test_a_name_that_is_none_is_answered_with_those_there_are():
     with pytest.raises(UserError, match=r"lr_sweep, multi_dataset"):
         load("lr_swep")
@@ -157,6 +135,10 @@ WRONG_TOML = {
         f"{POD}[[experiments]]\ncustom_env = {{A = 1}}\n",
         "got `int` in `custom_env",
     ),
+    "a pod that is not there": (
+        f'{POD}[[experiments]]\nname = "a"\npod = "q"\n',
+        "a is assigned to q, which is not one of its pods",
+    ),
 }
 
 
@@ -166,21 +148,4 @@ def test_a_value_of_another_type_is_named(case, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=re.escape(said)):
-        load(str(path))
-
-
-def test_a_set_made_by_code_has_to_be_whole_too(tmp_path):
-    """An experiment on a pod that is not there would not be run, and nobody would be told."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from provisioning.experiments.sets import ExperimentConfig, ExperimentSet, Placed\n"
-        "from provisioning.pods.pod import PodSpec\n"
-        "def experiments():\n"
-        "    placed = [Placed(pod='p1', config=ExperimentConfig(name='a'))]\n"
-        "    return ExperimentSet(name='mine', pods=[PodSpec(name='p0')], experiments=placed)\n"
-    )
-    with pytest.raises(UserError, match=r"a is assigned to p1, which is not one of its pods"):
-        load(str(path))
-    path.write_text("def experiments():\n    return 3, 4\n")
-    with pytest.raises(UserError, match=r"has to return"):
         load(str(path))
