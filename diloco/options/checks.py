@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco.errors import print_note
 from diloco.options.common_names import closest_name
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.protocol.codecs import CODEC_NAMES
@@ -164,8 +163,6 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
         if not found and any(token.source == "cli" for token in tokens):
             raise ValueError("It has no value; leave it out, or check the variable that it comes from.")
         try:
-            if of_peers:
-                found = [_named_peer(text) for text in found]
             for text in found:
                 validate_maddr(text, peer_id=of_peers)
         except UserError as error:
@@ -173,16 +170,3 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
         return tuple(found)
 
     return convert
-
-
-def _named_peer(text: str) -> str:
-    """Complete an address that lacks the peer id, by asking the peer that answers at its host and port."""
-    from peers.net.libp2p.whois import with_peer_id
-    from peers.protocol.maddrs import is_maddr, maddr_of_host, parse_maddr
-
-    address = parse_maddr(text) if is_maddr(text) else maddr_of_host(text)
-    if address is None or address.peer_id is not None or not address.port:
-        return text
-    whole = str(with_peer_id(address))
-    print_note(f"the peer at {text} is {whole}; use this address to accept no other peer there")
-    return whole

@@ -34,25 +34,16 @@ class Maddr:
 
 def validate_maddr(text: str, *, peer_id: bool | None = None) -> None:
     """Raises UserError unless `text` is an address. `peer_id`: whether it must end in /p2p/…; None: either way."""
+    whole = f"copy the whole address that `diloco dht start` prints, like {_EXAMPLE}{_EXAMPLE_ID}"
+    if peer_id is True and not text.startswith("/"):
+        raise UserError(f"{text!r} is not an address; {whole}")
     maddr = parse_maddr(text)
     if peer_id is True and maddr.peer_id is None:
-        raise UserError(
-            f"{text} lacks the peer's id at its end; copy the whole address, like {_EXAMPLE}{_EXAMPLE_ID}"
-        )
+        raise UserError(f"{text} lacks the peer's id at its end; {whole}")
     if peer_id is False and maddr.peer_id is not None:
         raise UserError(f"{text} names a peer; an address to listen on or to announce looks like {_EXAMPLE}")
     if peer_id is True and maddr.port == 0:
         raise UserError(f"{text} has port 0, which nobody can dial; give the port the peer listens on")
-
-
-def maddr_of_host(text: str) -> Maddr | None:
-    """The address that `host:port` or `[host]:port` means; None for anything else."""
-    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s]+)):([0-9]{1,5})", text)
-    if match is None:
-        return None
-    six, host, port = match.groups()
-    kind = "ip6" if six else "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns"
-    return parse_maddr(f"/{kind}/{six or host}/tcp/{port}")
 
 
 @lru_cache(maxsize=4096)  # Every announcement of a peer contains the same addresses again.

@@ -81,7 +81,7 @@ def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):
             {"initial_peers": [DEAD_PEER]},
             rf"none of the initial peers answers \({DEAD_PEER}: connection refused\)",
         ),
-        ({"initial_peers": ["127.0.0.1:4001"]}, "is not an address like"),
+        ({"initial_peers": ["127.0.0.1:4001"]}, "is not an address; copy the whole address"),
         ({"initial_peers": ["/ip4/127.0.0.1/tcp/4001"]}, "lacks the peer's id"),
         ({"host_maddrs": ["/ip4/203.0.113.9/tcp/0"]}, "not an address of this machine"),
         ({"announce_maddrs": [DEAD_PEER]}, "names a peer"),

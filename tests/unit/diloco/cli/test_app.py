@@ -28,7 +28,7 @@ def text_of_box(stderr: str) -> str:
         ("[hw]\nlocal_steps = 3", 'Did you mean "hv.local_steps"?'),
         ("lr = 'fast'", "unable to convert"),
         ("[hv]\ncompression = 'uniform4bit'", "is not one of"),
-        ("[hv]\ninitial_peers = ['foo']", "is not an address like"),
+        ("[hv]\ninitial_peers = ['foo']", "is not an address"),
     ],
 )
 def test_wrong_toml_gets_a_box_that_names_the_file(toml, message, capsys, tmp_path):

@@ -54,6 +54,8 @@ def test_an_initial_peer_needs_an_id_and_a_port_and_a_listener_has_no_id():
     validate_maddr(f"/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID}", peer_id=True)
     with pytest.raises(UserError, match="lacks the peer's id"):
         validate_maddr("/ip4/127.0.0.1/tcp/1", peer_id=True)
+    with pytest.raises(UserError, match="copy the whole address that `diloco dht start` prints, like /ip4/"):
+        validate_maddr("127.0.0.1:30001", peer_id=True)
     with pytest.raises(UserError, match="port 0"):
         validate_maddr(f"/ip4/127.0.0.1/tcp/0/p2p/{PEER_ID}", peer_id=True)
     with pytest.raises(UserError, match="names a peer"):
