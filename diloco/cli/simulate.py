@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from diloco.sim.cost.scenario import Scenario
     from diloco.sim.cost.swarm import Progress
     from peers.core.schedule import Schedule
-    from provisioning.pods.pod import Offer
 
 app = App(name="simulate")
 
@@ -53,7 +52,7 @@ def simulate(
     """Estimate the utilisation, time, traffic and cost of a run without running it.
 
     Executes the protocol of real peers with a simulated clock and simulated links. Starts no processes, and uses no
-    network except to read a provider's offers (--from-offers).
+    network.
 
     Parameters
     ----------
@@ -70,8 +69,9 @@ def simulate(
         from diloco.options.plot_file import check_plot_path
 
         check_plot_path(plot)
-    specs, notes = _peer_specs(pods)
+    specs = _peer_specs(pods)
     scenario = _scenario(training, pods, failures, specs, epochs)
+    notes = []
     if scenario.schedule.local_steps != training.local_steps:
         notes.append(
             f"--local-steps {training.local_steps} is rounded up to {scenario.schedule.local_steps}, a multiple of "
@@ -96,18 +96,14 @@ def simulate(
     return 0
 
 
-def _peer_specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
-    """Each peer's machine and link, and notes on values that had to be assumed."""
+def _peer_specs(pods: Pods) -> list[PeerSpec]:
+    """Each peer's machine and link."""
     from diloco.sim.command import given_peers
 
-    lists = {"--peers-file": pods.peers_file, "--from-offers": pods.from_offers}
-    given = [flag for flag, value in lists.items() if value is not None]
-    if len(given) > 1:
-        raise UserError("--peers-file and --from-offers both list the peers; leave one out")
     for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
-        if given and len(values) > 1:
+        if pods.peers_file is not None and len(values) > 1:
             raise UserError(
-                f"{flag} takes only one value with {given[0]}: the default for listed peers that have none"
+                f"{flag} takes only one value with --peers-file: the default for listed peers that have none"
             )
     default = given_peers.PeerSpec(
         up=pods.bandwidth[0],
@@ -126,37 +122,8 @@ def _peer_specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
             raise UserError(f"{pods.peers_file} has {len(found)} peers; leave --peers {pods.peers} out")
         if len(found) > MAX_PEERS:
             raise UserError(f"{pods.peers_file} has {len(found)} peers; the maximum is {MAX_PEERS}")
-        return found, []
-    num_peers = pods.peers or 8
-    if pods.from_offers is not None:
-        return given_peers.from_offers(_offers(pods.from_offers), default, num_peers)
-    return given_peers.from_lists(default, num_peers, pods.bandwidth, pods.download), []
-
-
-def _offers(source: str) -> list[Offer]:
-    """The offers in the file, or of the provider, with this name."""
-    from diloco.sim.command.given_peers import read_offers
-
-    if Path(source).exists():
-        return read_offers(Path(source))
-    from diloco.cli.interrupts import run_interruptible
-    from diloco.cli.pods_flags import access
-    from provisioning.providers.backoff import repeated
-    from provisioning.providers.registry import open_provider
-
-    found: list[Offer] = []
-
-    async def ask() -> int:
-        provider = open_provider(source, access(None))
-        try:
-            await repeated(provider.check)
-            found.extend(await repeated(provider.offers))
-        finally:
-            await provider.close()
-        return 0
-
-    run_interruptible(ask())
-    return found
+        return found
+    return given_peers.from_lists(default, pods.peers or 8, pods.bandwidth, pods.download)
 
 
 def _scenario(

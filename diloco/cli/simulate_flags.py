@@ -13,12 +13,7 @@ from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
 from peers.protocol.limits import MAX_PEERS
-from provisioning.providers.registry import CLOUDS
 
-_FROM_OFFERS = (
-    f"Take the cheapest pods of a provider ({', '.join(CLOUDS)}), or of a file from "
-    "`diloco provision --offers --json`."
-)
 Switch = Annotated[bool, Parameter(negative="")]
 Positive = Parameter(validator=(finite, at_least(0)))
 Bandwidth = Annotated[
@@ -98,7 +93,6 @@ class Pods:
     """Dollars per hour of one peer."""
     peers_file: Path | None = None
     """TOML file with [[peers]]: bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, count."""
-    from_offers: Annotated[str | None, Parameter(help=_FROM_OFFERS)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

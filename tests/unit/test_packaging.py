@@ -84,7 +84,6 @@ def test_the_entry_point_is_a_function():
         ("provision --provider lambda --offers", "httpx", "pods"),
         ("provision --provider lium --offers", "lium", "pods"),
         ("experiments run lr_sweep --provider lium --plan", "httpx", "pods"),
-        ("simulate --params 1e9 --from-offers lium", "httpx", "pods"),
     ],
 )
 def test_a_command_whose_extra_is_missing_names_it(command, missing, extra, monkeypatch, tmp_path, capsys):

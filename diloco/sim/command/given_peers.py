@@ -1,22 +1,18 @@
-"""The peers of a simulation, from flags, from a TOML file, or from a provider's offers."""
+"""The peers of a simulation, from flags or from a TOML file."""
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.errors import UserError
 from diloco.sim.command.gpus import PEAK_FLOPS, peak_flops
 from diloco.sim.command.values import bits_per_s, count, seconds
 from peers.protocol.limits import MAX_PEERS
-
-if TYPE_CHECKING:
-    from provisioning.pods.pod import Offer
 
 LEAST_CORES = 0.1
 LEAST_FLOPS = 1e6
@@ -133,78 +129,4 @@ _TABLE: dict[str, tuple[str, Any]] = {
     "cores": ("cores", _from(LEAST_CORES, float)),
     "price": ("price", _from(0, float)),
     "step_time": ("step_s", seconds),
-}
-
-
-def from_offers(offers: Sequence[Offer], usual: PeerSpec, num_peers: int) -> tuple[list[PeerSpec], list[str]]:
-    """The cheapest offers for `num_peers` peers, and notes on assumed values. Raises UserError if there are too few."""
-    found: list[PeerSpec] = []
-    assumed: dict[str, str] = {}
-    for offer in sorted(offers, key=lambda offer: (offer.price_per_hour, offer.id)):
-        if (
-            offer.is_cpu
-            or not offer.gpu_count
-            or (usual.flops is None and peak_flops(offer.gpu_type) is None)
-        ):
-            continue
-        up, down = offer.upload_mbps, offer.download_mbps
-        if not up or not down:
-            assumed[offer.id] = f"{offer.id} does not say its bandwidth: {usual.up / 1e6:g} Mbit/s is assumed"
-        peer = replace(
-            usual,
-            up=up * 1e6 if up else usual.up,
-            down=down * 1e6 if down else usual.down,
-            gpu=offer.gpu_type,
-            gpus=offer.gpu_count,
-            price=offer.price_per_hour,
-        )
-        found += [peer] * min(offer.num_available, num_peers - len(found))
-        if len(found) == num_peers:
-            return found, list(assumed.values())
-    raise UserError(
-        f"only {len(found)} pods with GPUs whose speed is known are offered, not {num_peers}; "
-        "ask for fewer --peers, or say --flops"
-    )
-
-
-def read_offers(path: Path) -> list[Offer]:
-    """Offers as `diloco provision --offers --json` prints them. Raises UserError."""
-    try:
-        return [_offer_of(table) for table in json.loads(path.read_text(encoding="utf-8"))]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} does not hold offers as `diloco provision --offers --json` prints them: {error}"
-        ) from error
-
-
-def _offer_of(table: Mapping[str, Any]) -> Offer:
-    """An Offer from its JSON object. Raises ValueError, TypeError or AttributeError if that is invalid."""
-    from provisioning.pods.pod import Offer
-
-    names = {item.name for item in fields(Offer)}
-    offer = Offer(**{key: value for key, value in table.items() if key in names})
-    for name, is_right in _OF_AN_OFFER.items():
-        if not is_right(value := getattr(offer, name)):
-            raise ValueError(f"{name} cannot be {value!r:.80}")
-    return offer
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-_OF_AN_OFFER: dict[str, Callable[[Any], bool]] = {
-    "id": lambda value: isinstance(value, str),
-    "gpu_type": lambda value: isinstance(value, str),
-    "gpu_count": _is_count,
-    "num_available": _is_count,
-    "price_per_hour": _is_amount,
-    "upload_mbps": lambda value: value is None or _is_amount(value),
-    "download_mbps": lambda value: value is None or _is_amount(value),
 }

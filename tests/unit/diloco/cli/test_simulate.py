@@ -1,4 +1,4 @@
-"""`diloco simulate` as it is typed: quantities, peers from lists, files and offers, what it prints, what it refuses."""
+"""`diloco simulate` as it is typed: quantities, peers from lists and files, what it prints, what it refuses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 from diloco.cli.app import exit_code
 from diloco.cli.simulate import _default_num_epochs
 from diloco.errors import UserError
-from diloco.sim.command.given_peers import PeerSpec, from_lists, from_offers, from_toml, read_offers
+from diloco.sim.command.given_peers import PeerSpec, from_lists, from_toml
 from diloco.sim.command.gpus import peak_flops
 from diloco.sim.command.values import bits_per_s, count, seconds
 from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from peers.core.schedule import Schedule
-from provisioning.pods.pod import Offer
 
 USUAL = PeerSpec(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)
 SMALL = [
@@ -118,38 +117,6 @@ def test_a_peer_of_a_file_has_what_a_machine_can_have(line, tmp_path):
         from_toml(path, USUAL)
 
 
-def offer(name: str, price: float, **values: object) -> Offer:
-    named = {
-        "provider": "lium",
-        "gpu_type": "A100",
-        "gpu_count": 8,
-        "price_per_hour": price,
-        "num_available": 2,
-    }
-    return Offer(id=name, **{**named, **values})  # type: ignore[arg-type]
-
-
-def test_of_offers_the_cheapest_with_known_gpus_are_taken_as_often_as_they_are_there():
-    offers = [
-        offer("dear", 20.0, upload_mbps=900.0, download_mbps=950.0),
-        offer("cheap", 10.0, upload_mbps=100.0, download_mbps=200.0),
-        offer("strange", 1.0, gpu_type="Abacus"),
-        offer("processor", 1.0, is_cpu=True),
-    ]
-    peers, assumed = from_offers(offers, USUAL, 3)
-    assert [peer.price for peer in peers] == [10.0, 10.0, 20.0]
-    assert (peers[0].up, peers[0].down, peers[2].up) == (100e6, 200e6, 900e6)
-    assert assumed == []
-    with pytest.raises(UserError, match="only 4 pods"):
-        from_offers(offers, USUAL, 5)
-
-
-def test_an_offer_that_hides_its_bandwidth_is_assumed_to_have_the_usual_one_and_that_is_said():
-    peers, assumed = from_offers([offer("silent", 1.0)], USUAL, 2)
-    assert peers[0].up == USUAL.up
-    assert assumed == ["silent does not say its bandwidth: 500 Mbit/s is assumed"]
-
-
 def test_the_command_says_what_a_run_would_take(capsys):
     assert exit_code([*SMALL, "--price", "2", "--assumptions"]) == 0
     said = capsys.readouterr().out
@@ -191,41 +158,6 @@ def test_a_file_of_peers_that_is_not_there_or_wrong_is_named(tmp_path):
     (tmp_path / "peers.toml").write_text('[[peers]]\ngpus = "two"\n')
     with pytest.raises(UserError, match="peer 0, gpus: 'two' is not a whole number"):
         from_toml(tmp_path / "peers.toml", USUAL)
-
-
-def test_offers_are_read_from_a_file_and_priced(tmp_path, capsys):
-    path = tmp_path / "offers.json"
-    named = {"id": "a", "provider": "lium", "gpu_type": "H100", "gpu_count": 8, "price_per_hour": 16.0}
-    path.write_text(json.dumps([{**named, "upload_mbps": 500.0, "download_mbps": 500.0, "num_available": 3}]))
-    assert exit_code([*SMALL, "--from-offers", str(path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["figures"]["cost"] == pytest.approx(3 * 16.0 * told["figures"]["elapsed_s"] / 3600)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"price_per_hour": "16"},
-        {"price_per_hour": -1.0},
-        {"gpu_count": 1.5},
-        {"gpu_type": None},
-        {"num_available": "many"},
-        {"upload_mbps": "fast"},
-    ],
-)
-def test_a_file_of_offers_that_is_not_in_order_is_refused_by_name(wrong, tmp_path):
-    path = tmp_path / "offers.json"
-    named = {"id": "a", "provider": "lium", "gpu_type": "H100", "gpu_count": 8, "price_per_hour": 16.0}
-    path.write_text(json.dumps([{**named, **wrong}]))
-    with pytest.raises(UserError, match=f"offers.json does not hold offers.*{next(iter(wrong))}"):
-        read_offers(path)
-
-
-def test_an_offer_without_a_gpu_or_a_measured_bandwidth_divides_nothing_by_zero():
-    offers = [offer("empty", 1.0, gpu_count=0), offer("unmeasured", 2.0, upload_mbps=0.0, download_mbps=0.0)]
-    peers, assumed = from_offers(offers, USUAL, 1)
-    assert (peers[0].price, peers[0].up) == (2.0, USUAL.up)
-    assert assumed == ["unmeasured does not say its bandwidth: 500 Mbit/s is assumed"]
 
 
 def test_hundreds_of_peers_that_seldom_fail_are_simulated_for_a_few_epochs_only():
@@ -274,7 +206,6 @@ def test_a_plot_is_drawn_over_bandwidth(tmp_path, capsys):
         (["--gpu", "Abacus"], "Abacus"),
         (["--overlap", "20"], "--hv.overlap-steps 20"),
         (["--bandwidth", "1gbit,2gbit"], "2 values for 3 peers"),
-        (["--from-offers", "nobody"], "nobody"),
         (["--mfu", "nan"], "0.001 or more"),
         (["--bandwidth", ""], "no value"),
         (["--bandwidth"], "--bandwidth"),
