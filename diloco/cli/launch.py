@@ -50,13 +50,13 @@ def launch(
     """Start one training on several nodes, with diloco's trainer or any other script.
 
     With torchrun, run the command on each node with that node's rank. Environment variables: NPROC_PER_NODE (default
-    auto), BACKEND (nccl or gloo; default nccl, or gloo for a single node without GPUs), LOG_LEVEL (default WARNING),
-    and CONDA_ENV, an environment to use. The log is logs/distributed_training/latest_node<rank>.log.
+    auto), BACKEND (nccl or gloo; default nccl, or gloo for a single node without GPUs), and LOG_LEVEL (default
+    WARNING). The log is logs/distributed_training/latest_node<rank>.log.
 
     Parameters
     ----------
     config: Path
-        The trainer's flags, as TOML or YAML.
+        The trainer's flags, as TOML.
     num_nodes: int
         Number of nodes.
     node_rank: int
@@ -101,7 +101,7 @@ def launch(
             f"{here / LOGS} cannot be created: {error.strerror}; run this in a directory where logs can be written."
         ) from error
     job = LaunchJob(
-        config=node.config_as_toml(config, here / LOGS),
+        config=node.checked_config(config),
         program=words,
         config_flag=config_flag,
         more=more,
@@ -112,7 +112,7 @@ def launch(
         nproc_per_node=os.environ.get("NPROC_PER_NODE", "auto"),
         backend=os.environ.get("BACKEND", "auto"),
         log_level=os.environ.get("LOG_LEVEL", "WARNING"),
-        python=node.python_of(os.environ, venv),
+        python=node.python_of(venv),
     )
     if engine == "ray":
         from diloco.cli.launch_ray import OnPods, print_cluster_yaml, run_on_pods

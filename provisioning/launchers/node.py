@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from provisioning.errors import UserError
 from provisioning.launchers.job import LOGS, LaunchJob, default_interface, network_env, torchrun_argv
@@ -27,72 +26,29 @@ _PROBE = (
 )
 
 
-def python_of(environment: Mapping[str, str], venv: Path | None) -> str:
-    """The Python of --venv, else of CONDA_ENV (a name or a path), else this one. Raises UserError if it is missing."""
-    conda = environment.get("CONDA_ENV")
-    if venv is not None:
-        roots = [venv]
-    elif conda:
-        bases = [
-            environment.get("CONDA_ROOT"),
-            environment.get("CONDA_PREFIX"),
-            "~/miniconda3",
-            "~/anaconda3",
-        ]
-        roots = [Path(conda)] if "/" in conda else [Path(base) / "envs" / conda for base in bases if base]
-    else:
+def python_of(venv: Path | None) -> str:
+    """The Python of --venv, else this one. Raises UserError if it is missing."""
+    if venv is None:
         return sys.executable
-    for root in roots:
-        python = root.expanduser() / "bin" / "python"
-        if python.exists():
-            return str(python.absolute())
-    raise UserError(
-        f"There is no bin/python in {' or '.join(map(str, roots))}; name an existing environment."
-    )
+    python = venv.expanduser() / "bin" / "python"
+    if not python.exists():
+        raise UserError(f"There is no bin/python in {venv}; name an existing environment.")
+    return str(python.absolute())
 
 
-def config_as_toml(path: Path, directory: Path) -> Path:
-    """`path` if it is TOML; YAML is converted to a TOML file in `directory`. Raises UserError if it is neither."""
+def checked_config(path: Path) -> Path:
+    """The absolute path of a configuration. Raises UserError unless it is TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"The configuration {path} is not a text file: {error}.") from error
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"{path} is not YAML: {error}.") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{path} is not a mapping of flags to values.")
-        import tomli_w
-
-        target = directory / f"{path.stem}.toml"
-        try:
-            converted = tomli_w.dumps(_without_none(values))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{path} has a value that no flag can have: {error}.") from error
-        # Nodes that share the directory may write at the same time.
-        fresh = directory / f".{path.stem}.{socket.gethostname()}.{os.getpid()}"
-        fresh.write_text(converted, encoding="utf-8")
-        fresh.replace(target)
-        return target.absolute()
     try:
         tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {error}.") from error
     return path.absolute()
-
-
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in values.items()
-        if value is not None
-    }
 
 
 def checked(job: LaunchJob) -> tuple[LaunchJob, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from diloco.train.metrics_file import Tail
 from provisioning.launchers import node as this_node
@@ -60,7 +60,7 @@ def test_two_nodes_find_each_other_and_each_has_its_log(tmp_path, cpus):
 
 
 @pytest.mark.pods
-def test_our_own_trainer_runs_from_yaml_with_the_processes_asked_for(tmp_path, cpus, monkeypatch):
+def test_our_own_trainer_runs_with_the_processes_asked_for(tmp_path, cpus, monkeypatch):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     model = model_directory(tmp_path / "model")
     values = {
@@ -68,13 +68,11 @@ def test_our_own_trainer_runs_from_yaml_with_the_processes_asked_for(tmp_path, c
         **{"fake_data": True, "seq_length": 64, "total_batch_size": 4, "eval_tokens": 64, "max_steps": 2},
         **{
             "run_dir": str(tmp_path / "run"),
-            "text_column": None,
             "device": "cpu",
             "ckpt": {"path": "outputs"},
         },
     }
-    # JSON is YAML.
-    command = Command([*LAUNCH, str(config(tmp_path, json.dumps(values), "config.yaml"))], tmp_path / "node")
+    command = Command([*LAUNCH, str(config(tmp_path, tomli_w.dumps(values)))], tmp_path / "node")
     assert command.wait() == 0, command.stdout + command.stderr
     steps = [
         record["step"] for record in Tail(tmp_path / "run/metrics.jsonl").read() if record["kind"] == "step"
@@ -100,9 +98,8 @@ def test_a_single_node_without_gpus_trains_on_its_cpus_by_itself(tmp_path, monke
 
 WRONG = {
     "no such file": (["nowhere.toml"], {}, "cannot be read"),
-    "YAML that is none": (["bad.yaml"], {}, "is not YAML"),
+    "TOML that is none": (["bad.toml"], {}, "is not TOML"),
     "what is no text": (["binary.toml"], {}, "is not a text file"),
-    "YAML of what no flag can be": (["odd.yaml"], {}, "has a value that no flag can have"),
     "a place for logs that is none": (["../config.toml"], {}, "cannot be created"),
     "no GPUs": (["config.toml"], {"BACKEND": "nccl"}, "set BACKEND=gloo"),
     "no GPUs on one of several nodes": (
@@ -113,7 +110,7 @@ WRONG = {
     "unknown backend": (["config.toml"], {"BACKEND": "mpi"}, "neither nccl nor gloo"),
     "number of processes": (["config.toml"], {"NPROC_PER_NODE": "many"}, "neither auto nor a number"),
     "rank beyond the nodes": (["config.toml", "2", "2"], {}, "the last one is 1"),
-    "an environment that is not there": (["config.toml"], {"CONDA_ENV": "/nowhere/env"}, "no bin/python in"),
+    "an environment that is not there": (["config.toml", "--venv", "/nowhere/env"], {}, "no bin/python in"),
     "a script to submit and nobody to take it": (
         ["config.toml", "--engine", "pbs"],
         {},
@@ -126,8 +123,7 @@ WRONG = {
 def test_what_is_wrong_is_said_before_anything_starts(case, tmp_path, cpus, monkeypatch):
     words, env, said = WRONG[case]
     config(tmp_path)
-    config(tmp_path, "a: [", "bad.yaml")
-    config(tmp_path, "a: [null]", "odd.yaml")
+    config(tmp_path, "a: [", "bad.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/logs").write_text("")
