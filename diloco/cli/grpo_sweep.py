@@ -45,8 +45,8 @@ def grpo_sweep(
 ) -> int:
     """Train the same task with several seeds at once; with --average, as the peers of one swarm.
 
-    The trainer of instance i uses GPU 2i + 1, and starts a vLLM server on GPU 2i and port 8000 + i. All settings are
-    checked before the first instance starts.
+    The trainer of instance i uses GPU 2i + 1, and starts a vLLM server on GPU 2i. All settings are checked before the
+    first instance starts.
 
     Parameters
     ----------

@@ -1,9 +1,8 @@
-"""Plans a sweep: seed, GPUs, port, directories and flags of each instance. Pure, except for the checks."""
+"""Plans a sweep: seed, GPUs, directories and flags of each instance. Pure, except for the checks."""
 
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from diloco.train.devices import thread_settings
 from diloco.train.run_dir import METRICS, slug
 from peers.daemon.link import LINK_ENV
 
-FIRST_PORT = 8000
-_LAST_PORT = 65535
 _LARGEST_SEED = 2**48
 PER_INSTANCE_FIELDS = (
     "run_dir",
@@ -35,7 +32,6 @@ class Instance:
 
     number: int
     seed: int
-    port: int
     server_gpu: str | None
     trainer_gpu: str | None
     dataset: str
@@ -66,7 +62,6 @@ class Instance:
         """The flags that differ between instances."""
         own = {
             "--seed": str(seed),
-            "--vllm-port": str(self.port),
             "--run-suffix": self.suffix,
             "--run-dir": str(self.output_dir),
             "--ckpt.path": str(self.output_dir / "checkpoints"),
@@ -78,10 +73,7 @@ class Instance:
 def plan_instances(
     config: TrainConfig, *, num_instances: int, seeds: Sequence[int], gpus: Sequence[str]
 ) -> list[Instance]:
-    """Instance i has its server on GPU 2i and port 8000 + i, and its trainer on GPU 2i + 1. Raises UserError.
-
-    --vllm-port replaces 8000.
-    """
+    """Instance i has its server on GPU 2i and its trainer on GPU 2i + 1. Raises UserError."""
     if len(seeds) != num_instances or len(set(seeds)) != num_instances:
         raise UserError(
             f"--seeds {','.join(map(str, seeds))}: {num_instances} instances need as many different seeds"
@@ -96,17 +88,10 @@ def plan_instances(
             if len(gpus) >= 2
             else f"an instance needs two GPUs, but this machine has {len(gpus)}; --device cpu needs none"
         )
-    first = config.grpo.vllm_port or FIRST_PORT
-    if first + num_instances - 1 > _LAST_PORT:
-        raise UserError(
-            f"--vllm-port {first}: {num_instances} instances need as many consecutive ports, and the highest port is "
-            f"{_LAST_PORT}"
-        )
     return [
         Instance(
             number=number,
             seed=seed,
-            port=first + number,
             server_gpu=None if on_cpu else gpus[2 * number],
             trainer_gpu=None if on_cpu else gpus[2 * number + 1],
             dataset=slug(config.grpo.dataset),
@@ -132,14 +117,7 @@ def check_resources(
     *,
     min_free_bytes: int,
 ) -> None:
-    """Check ports, directories, disk space and the wandb key before anything is started. Raises UserError."""
-    if config.grpo.rollout == "vllm":
-        for instance in instances:
-            if not _is_free(instance.port):
-                raise UserError(
-                    f"port {instance.port}, for the server of {instance.name}, is in use; stop the process that "
-                    "listens there, or choose another first port with --vllm-port"
-                )
+    """Check directories, disk space and the wandb key before anything is started. Raises UserError."""
     for instance in instances:
         if (instance.output_dir / METRICS).exists() and config.ckpt.resume is None:
             raise UserError(
@@ -167,13 +145,3 @@ def trainer_environment(
         own["CUDA_VISIBLE_DEVICES"] = f"{instance.trainer_gpu},{instance.server_gpu}"
     kept = {name: value for name, value in environment.items() if name != LINK_ENV}
     return {**kept, **own}
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

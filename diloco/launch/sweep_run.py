@@ -37,7 +37,7 @@ class Sweep:
     rewards: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = {"seed", "grpo.vllm_port", *PER_INSTANCE_FIELDS}
+        own = {"seed", *PER_INSTANCE_FIELDS}
         self._environment = dict(os.environ)
         if self.average:
             # As in `diloco run`, the coordinator is on loopback and admits every peer.

@@ -238,10 +238,6 @@ class GrpoConfig:
         Parameter(alias="--rollout-url", consume_multiple=1, negative="", metavar="URL..."),
     ] = ()
     """URLs of running vLLM servers (http://host:port); default: this peer starts its own."""
-    vllm_port: Annotated[
-        int, Parameter(alias="--vllm-port", converter=whole, validator=(at_least(0), up_to(65535)))
-    ] = 0
-    """Port of this peer's own server, on loopback; 0: any free one."""
     vllm_python: str | None = None
     """The Python interpreter that has vLLM, if it is in another environment than this one."""
     vllm_gpu: str | None = None

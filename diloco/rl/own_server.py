@@ -141,8 +141,8 @@ class OwnServer:
         names = client.model_names()
         if self.command.model_name not in names:
             raise ServerLost(
-                f"another server has port {self.command.port}, which serves {', '.join(names)}; name another port "
-                "with --vllm-port"
+                f"another server has taken port {self.command.port}, which was free, and serves {', '.join(names)}; "
+                "the same command again takes another port"
             )
         client.try_out(self.command.model_name, timeout_s=max(deadline - time.monotonic(), 1.0))
 
@@ -159,17 +159,16 @@ def vllm_command(
     python: str | None,
     model: Path,
     dtype: str,
-    port: int,
     gpu: str | None,
     more: Sequence[str],
     log_path: Path,
     timeout_s: float,
     environment: Mapping[str, str],
 ) -> ServerCommand:
-    """The command line of a vLLM server on loopback. Raises UserError if that Python has no vLLM."""
+    """The command line of a vLLM server on a free port of loopback. Raises UserError if that Python has no vLLM."""
     program = python or sys.executable
     check_has_vllm(program, environment)
-    port, name = port or _free_port(), f"diloco-{secrets.token_hex(8)}"
+    port, name = _free_port(), f"diloco-{secrets.token_hex(8)}"
     argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
     # Loopback only: vLLM's development endpoints have no authentication.
     argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]

@@ -49,7 +49,6 @@ def opened_servers(
             python=grpo.vllm_python,
             model=served,
             dtype=str(dtype).removeprefix("torch."),
-            port=grpo.vllm_port,
             gpu=gpu,
             more=grpo.vllm_args,
             log_path=run_dir / "logs" / "vllm.log",

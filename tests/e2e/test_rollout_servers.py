@@ -213,7 +213,7 @@ def test_a_server_is_not_taken_for_another_one_at_its_port(directory, tmp_path):
     with serving(directory, tmp_path, name="first") as first:
         port = first.command.port
         second = OwnServer(command(directory, tmp_path / "second", port=port, name="second"))
-        with pytest.raises(UserError, match=f"another server has port {port}"):
+        with pytest.raises(UserError, match=f"another server has taken port {port}"):
             second.start()
 
 

@@ -46,7 +46,6 @@ def served(request, python, tmp_path_factory):
         python=python,
         model=bare,
         dtype="float32",
-        port=0,
         gpu=None,
         more=(),
         log_path=directory / "logs" / "vllm.log",

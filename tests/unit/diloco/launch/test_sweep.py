@@ -1,9 +1,8 @@
-"""How a sweep is laid out: no GPU, port or directory is shared, and what cannot be is said before anything starts."""
+"""How a sweep is laid out: no GPU or directory is shared, and what cannot be is said before anything starts."""
 
 from __future__ import annotations
 
 import os
-import socket
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,11 @@ EIGHT = [str(number) for number in range(8)]
 
 def test_four_instances_on_eight_gpus_share_nothing():
     plan = plan_instances(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)
-    assert [(one.server_gpu, one.trainer_gpu, one.port) for one in plan] == [
-        ("0", "1", 8000),
-        ("2", "3", 8001),
-        ("4", "5", 8002),
-        ("6", "7", 8003),
+    assert [(one.server_gpu, one.trainer_gpu) for one in plan] == [
+        ("0", "1"),
+        ("2", "3"),
+        ("4", "5"),
+        ("6", "7"),
     ]
     second = plan[1]
     assert second.output_dir == Path("outputs/trl_gsm8k_instance1_seed1337")
@@ -56,7 +55,7 @@ def test_the_seed_is_really_in_the_trainers_arguments():
     second = plan_instances(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)[1]
     flags = second.flags(seed=second.seed)
     told = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert told["--seed"] == "1337" and told["--vllm-port"] == "8001"
+    assert told["--seed"] == "1337"
     assert trainer_environment(second, {"A": "b", "OMP_NUM_THREADS": "3"}, num_instances=4) == {
         "A": "b",
         "OMP_NUM_THREADS": "3",
@@ -87,13 +86,6 @@ def test_what_cannot_be_is_said(instances, seeds, gpus, says):
         plan_instances(CONFIG, num_instances=instances, seeds=seeds, gpus=gpus)
 
 
-def test_there_are_no_ports_beyond_the_last():
-    config = replace(CONFIG, grpo=replace(CONFIG.grpo, vllm_port=65534))
-    assert plan_instances(config, num_instances=2, seeds=[1, 2], gpus=EIGHT)[1].port == 65535
-    with pytest.raises(UserError, match="3 instances need as many consecutive ports"):
-        plan_instances(config, num_instances=3, seeds=[1, 2, 3], gpus=EIGHT)
-
-
 def test_what_each_instance_has_of_its_own_is_said_to_have_no_effect():
     config = replace(CONFIG, run_dir="here", grpo=replace(CONFIG.grpo, rollout_url=("http://host:1",)))
     assert notes_on_overridden_flags(config, {"run_dir", "grpo.rollout_url", "ckpt.path"}) == [
@@ -119,20 +111,13 @@ def test_seeds_are_numbers_apart_by_commas():
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = replace(CONFIG, device="cpu", grpo=replace(CONFIG.grpo, vllm_port=port))
+    config = replace(CONFIG, device="cpu")
     return config, plan_instances(config, num_instances=1, seeds=[1], gpus=[])
 
 
-def test_a_taken_port_a_full_disk_an_old_run_and_a_missing_key_are_found_before_the_start(plan):
+def test_a_full_disk_an_old_run_and_a_missing_key_are_found_before_the_start(plan):
     config, instances = plan
     check_resources(instances, config, {}, min_free_bytes=0)
-    with socket.socket() as taken, pytest.raises(UserError, match="is in use"):
-        taken.bind(("127.0.0.1", instances[0].port))
-        taken.listen()
-        check_resources(instances, config, {}, min_free_bytes=0)
     with pytest.raises(UserError, match="are free on this disk"):
         check_resources(instances, config, {}, min_free_bytes=10**18)
     wandb = replace(config, metric_logger_type="wandb")
