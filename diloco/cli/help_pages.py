@@ -93,7 +93,6 @@ EXAMPLES = {
     "pods status": "diloco pods status",
     "pods logs": "diloco pods logs --follow",
     "pods ssh": "diloco pods ssh pod-0",
-    "pods ssh-key add": "diloco pods ssh-key add laptop",
     "pods cost": "diloco pods cost",
     "pods extend": "diloco pods extend pod-0 --hours 2",
     "pods fetch": "diloco pods fetch pod-0",

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -40,8 +37,6 @@ if TYPE_CHECKING:
     pass
 
 app = App(name="pods", help="Manage rented pods.")
-ssh_key = App(name="ssh-key", help="SSH keys at Lambda.")
-app.command(ssh_key)
 
 
 @app.command
@@ -327,32 +322,3 @@ def reconcile(
     except Busy:
         # There is one already.
         return 0
-
-
-@ssh_key.command
-def add(name: str, *, key_file: Path | None = None) -> int:
-    """Create a key pair at Lambda, and save the private key, readable by you alone.
-
-    Parameters
-    ----------
-    name: str
-        Name of the key at Lambda, and of its file below ~/.ssh.
-    key_file: Path
-        Another path for the file.
-    """
-    from provisioning.machines.keys import write_private
-    from provisioning.providers.lambda_cloud import LambdaProvider
-
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-        raise UserError(f'"{name}" is no name for a key: use letters, digits, dots, dashes and underscores.')
-    path = (key_file or Path("~/.ssh") / f"{name}.pem").expanduser()
-    if path.exists():
-        raise UserError(f"{path} exists already; name another --key-file, or remove it.")
-
-    async def work() -> int:
-        provider = LambdaProvider(os.environ, path)
-        write_private(path, (await provider.add_key(name)).encode())
-        print(f"the key {name} is at Lambda, its private half in {path}", flush=True)
-        return 0
-
-    return run(work())

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from provisioning.errors import UserError
 from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
 from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
 
@@ -77,15 +76,6 @@ class LambdaProvider(HttpCloud):
 
     async def delete(self, pod_id: str) -> None:
         await self._request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
-
-    async def add_key(self, name: str) -> str:
-        """Let Lambda create a key pair, and return the private key. Raises UserError if there is a key of this name."""
-        if name in [there for there, _ in await self._keys()]:
-            raise UserError(
-                f"Lambda has a key named {name} already, and shows its private key only once; choose another name."
-            )
-        answer = await self._request("POST", "/ssh-keys", {"name": name})
-        return self.parsed(lambda data: str(data["private_key"]), answer)
 
     async def _key_name(self, line: str) -> str:
         """The name of our public key at Lambda; it is uploaded if it is missing."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,7 +19,7 @@ from provisioning.providers.registry import Access
 from provisioning.renting.renter import Patience
 from provisioning.swarm.status import overview
 from tests.support.clouds import LoopbackLambda
-from tests.support.commands import Command, text_of_boxes, wait_until
+from tests.support.commands import wait_until
 from tests.support.fleets import TestFleet, command
 from tests.support.http_api import Fault
 from tests.support.lambda_api import LambdaApi
@@ -149,17 +147,3 @@ def test_an_instance_whose_time_is_over_is_given_back_by_us(fleet, api):
     fleet.settle()
     assert fleet.states == {}
     assert any("its time is over" in text for text in fleet.said)
-
-
-def test_a_key_made_there_is_saved_for_its_owner_alone(api, tmp_path, monkeypatch):
-    for name, value in {**api.environment, "HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    argv = [sys.executable, "-m", "diloco", "pods", "ssh-key", "add", "laptop"]
-    command = Command(argv, tmp_path / "command")
-    assert command.wait() == 0, command.stderr
-    path = tmp_path / ".ssh/laptop.pem"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert "PRIVATE KEY" in path.read_text() and path.read_text() not in command.stdout
-    assert [key["name"] for key in api.keys] == ["laptop"]
-    again = Command([*argv, "--key-file", str(tmp_path / "other.pem")], tmp_path / "again")
-    assert again.wait() == 2 and "choose another name" in " ".join(text_of_boxes(again.stderr))

@@ -82,17 +82,9 @@ class LambdaApi(HttpApi):
         return {"data": data}
 
     def _add_key(self, body: dict[str, Any]) -> dict[str, Any]:
-        made = dict(body)
-        private = {}
-        if "public_key" not in body:
-            import asyncssh
-
-            key = asyncssh.generate_private_key("ssh-ed25519")
-            made["public_key"] = key.export_public_key().decode().strip()
-            private = {"private_key": key.export_private_key().decode()}
-        made["id"] = uuid.uuid4().hex
+        made = {**body, "id": uuid.uuid4().hex}
         self.keys.append(made)
-        return {**made, **private}
+        return made
 
     def _launch(self, body: dict[str, Any]) -> Any:
         name = body["instance_type_name"]

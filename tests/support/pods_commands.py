@@ -16,7 +16,7 @@ STATUS, LOGS, DOWN = "diloco pods status", "diloco pods logs", "diloco pods down
 _FEATURES = features(PAGES["docs/tutorials/gpu-pods.md"]).values()
 OFFERS, PLAN, DEPLOY, EXTEND, STATUS_OF_FILE, *_MORE = _FEATURES
 SETS, SET_PLAN, SET_DEPLOY, SET_RUN, FETCH_LOGS, SET_DOWN, ALL_DOWN, *_MORE = _MORE
-LAMBDA_KEY, LAMBDA_OFFERS, LAMBDA_DEPLOY, WRITE_RAY, RAY_UP, ALEXNET = _MORE
+LAMBDA_OFFERS, LAMBDA_DEPLOY, WRITE_RAY, RAY_UP, ALEXNET = _MORE
 _LONG = {"hv.local-steps": 5, "max-steps": 1_000_000, "per-device-train-batch-size": None}
 ALL = frozenset({PROVISION, STATUS, LOGS, DOWN})
 

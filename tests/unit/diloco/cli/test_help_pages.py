@@ -79,7 +79,6 @@ def test_all_flags_of_a_peer_begin_with_the_swarm_and_the_training():
         (["status", "--help-all"], "status.txt"),
         (["dht", "--help"], "dht.txt"),
         (["pods", "ssh", "pod-0", "--help"], "pods_ssh.txt"),
-        (["pods", "ssh-key", "--help"], "pods_ssh-key.txt"),
         # What follows is somebody else's.
         (["provision", "--", "--help"], None),
         # No command: the parser says what was meant.
