@@ -2,7 +2,3 @@
 
 Start with sets.py, which says what is trained where. runs.py runs it; trainers.py makes the trainers' command lines.
 """
-
-from provisioning.experiments.sets import ExperimentConfig, ExperimentSet, Placed
-
-__all__ = ["ExperimentConfig", "ExperimentSet", "Placed"]

@@ -2,8 +2,3 @@
 
 Start with spec.py, PodSpec and how it is read from flags and files; pod.py has the data of the provider protocol.
 """
-
-from provisioning.pods.pod import Offer
-from provisioning.pods.spec import PodSpec
-
-__all__ = ["Offer", "PodSpec"]
