@@ -52,7 +52,7 @@ class LightWorker:
             np.frombuffer(memory, np.float32, numel)
             for memory in (link.memories[0].out, link.memories[0].inn)
         )
-        self._target = target_of(settings.get("target", rank), numel)
+        self._target = target_of(rank, numel)
         self._out[:] = initial_weights(numel) if settings.get("same_seed", True) else self._target
         link.send("offer", resume=None, local_step=0)
         start = link.receive("start")

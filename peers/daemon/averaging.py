@@ -28,7 +28,6 @@ from peers.protocol.certificates import Certificate, Plan, Work
 from peers.reduce.all_reduce import reduce_pseudo_gradients
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
-from peers.reduce.likeness import Likeness
 from peers.reduce.plan import ReducePlan, ReduceReport
 from peers.reduce.residuals import Residuals
 from peers.reduce.shares import reduce_plan_of
@@ -70,8 +69,6 @@ class WorkInHand:
         """The header of the state that the outer step makes of this average."""
         self.recording: Recording | None = None
         """A recording of this attempt, made while another peer downloads the state."""
-        self.parallel: tuple[int, ...] = ()
-        """World ranks whose pseudo-gradients in this attempt point in the same direction as this peer's."""
         self.contributors: list[int] = []
         """World ranks that contributed to the commit that contains this work."""
         self.parts: dict[str, Any] = dict.fromkeys(_PARTS, 0.0)
@@ -184,7 +181,6 @@ class Averaging:
         """By fragment, what a lossy codec has kept back."""
         self.commit_log = CommitLog()
         """Recent commits, for peers that are downloading the state."""
-        self.likeness = Likeness()
 
     async def announced(self, work: WorkInHand, state: OuterState) -> Work | None:
         """What this peer announces about its work. None where the work has failed because it is not finite."""
@@ -260,7 +256,7 @@ class Averaging:
         self.bandwidth.saw(report.bandwidth)
         work.sent_bytes += report.sent_bytes
         work.received_bytes += report.received_bytes
-        work.previewed, work.parallel = header, report.parallel
+        work.previewed = header
         return header
 
     async def commit(self, certificate: Certificate, work: WorkInHand, state: OuterState) -> None:
@@ -292,7 +288,6 @@ class Averaging:
             work.recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes)
         )
         work.contributors = [contributor.world_rank for contributor in contributors]
-        self.likeness.committed(work.parallel)
         work.lap("apply_s")
 
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:

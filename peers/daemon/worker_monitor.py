@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from peers.core.advice import Advice, advice_on
@@ -128,7 +128,6 @@ class WorkerMonitor:
         assert self.runtime is not None
         if outcome.world_rank in outcome.contributors:
             self.on_commit()
-            self._tell_of_likeness(outcome.world_rank, self.runtime.averaging.likeness.world_ranks)
         self._advise(self.runtime, outcome)
         self.show("leaving" if outcome.last else "training" if self.has_worker else "joining")
 
@@ -198,17 +197,6 @@ class WorkerMonitor:
             return f"epoch {outcome.epoch} was averaged without this peer, whose work goes into the next"
         loss = "" if self.journal.loss is None else f", loss {self.journal.loss:.4g}"
         return f"epoch {outcome.epoch} averaged by {number} peer{'' if number == 1 else 's'}{loss}"
-
-    def _tell_of_likeness(self, world_rank: int, alike: Sequence[int]) -> None:
-        # Of two such peers, only the one with the lower rank reports it.
-        others = [rank for rank in alike if rank > world_rank]
-        text = ""
-        if others:
-            of = f"peer{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-            text = f"sends nearly the same as {of}: do they train on the same data? Deal it out by world rank"
-            if not self.journal.troubles.get("data"):
-                log.warning("this peer %s", text)
-        self.is_in_trouble("data", text)
 
     def _advise(self, runtime: Runtime, outcome: EpochOutcome) -> None:
         usual = self._advice.epoch_ended(

@@ -131,12 +131,7 @@ def reduce_pseudo_gradients(
         except ProtocolError as error:
             raise RoundFailed(f"this peer {error}", plan.members) from error
     reduction.run(cancelled, timeout_s)
-    return ReduceReport(
-        reduction.sent_bytes,
-        reduction.received_bytes,
-        reduction.bandwidth(),
-        arithmetic.parallel(),
-    )
+    return ReduceReport(reduction.sent_bytes, reduction.received_bytes, reduction.bandwidth())
 
 
 class _Reduction:

@@ -14,7 +14,6 @@ from peers.protocol.rules import holds_all
 from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.commit_log import Recording
 from peers.reduce.kernels import Bytes, energy
-from peers.reduce.likeness import Samples
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan
 from peers.reduce.residuals import Residuals, contribution
 from peers.reduce.robust_sums import combine, rows_for
@@ -66,7 +65,6 @@ class Arithmetic:
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
         self._oversized: dict[int, Bytes] = {}
         """Finished chunks that are longer encoded than their values, by index."""
-        self._samples = Samples()
         share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
         count = len(plan.members)
         self._rows = rows_for(count, share) if holds_all(plan.rule, count) else None
@@ -100,9 +98,6 @@ class Arithmetic:
         The caller keeps the order: for each chunk members ascending, for each member chunks ascending.
         """
         part = self._plan.chunk(self._plan.me, index)
-        if index == 0:
-            values = scratch.values[: part.stop - part.start]
-            self._samples.take(member, self._codec.decode(payload, values))
         if self._rows is not None:
             row = self._rows[member, self._within_share(part)]
             row[:] = self._codec.decode(payload, scratch.values[: row.size])
@@ -181,10 +176,6 @@ class Arithmetic:
     def _within_share(self, part: slice) -> slice:
         start = self._plan.bounds[self._plan.me]
         return slice(part.start - start, part.stop - start)
-
-    def parallel(self) -> tuple[int, ...]:
-        """World ranks of the members whose pseudo-gradients are parallel to this peer's (likeness.py)."""
-        return tuple(self._plan.members[index] for index in self._samples.parallel_to(self._plan.me))
 
 
 def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:

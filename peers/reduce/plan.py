@@ -114,8 +114,6 @@ class ReduceReport:
     received_bytes: int
     bandwidth: float = 0.0
     """Peak bytes/s of this peer's link, the lower of both directions; 0: too short to tell."""
-    parallel: tuple[int, ...] = ()
-    """World ranks of members whose pseudo-gradients are parallel to this peer's (likeness.py)."""
 
 
 def equal_bounds(numel: int, num_members: int) -> tuple[int, ...]:

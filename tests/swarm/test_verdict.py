@@ -142,22 +142,6 @@ def test_whatever_goes_wrong_is_named_within_ten_seconds(light, coordinator):
     asyncio.run(watch())
 
 
-def test_two_peers_on_the_same_data_are_named_and_those_on_other_data_are_not(light):
-    light.galaxy_size = 3
-    light.worker["step_s"] = 0.02
-    for rank, target in ((0, 0), (1, 1), (2, 1)):
-        light.start(rank, target=target)
-    wait_until(lambda: light.peers[0].epoch >= 4, "four epochs")
-
-    async def watch() -> str:
-        async with observing(RUN, light.initial_peers, timeout_s=20) as observer:
-            await named(observer, "peer 1: sends nearly the same as peer 2: do they train on the same data?")
-            return said(observer)
-
-    told = asyncio.run(watch())
-    assert "peer 0: sends" not in told and "peer 2: sends" not in told
-
-
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_slow_link_and_a_full_disk_are_named_within_ten_seconds(tmp_path, small_disk):
     with hub(2) as lan:
