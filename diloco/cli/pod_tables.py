@@ -100,7 +100,7 @@ def print_status(seen: Overview) -> None:
     # Figures are never cut; what is too wide for the terminal goes on in the next line.
     for column in ("pod", "state", "machine"):
         table.add_column(column, overflow="fold")
-    for column in ("$/h", "$", "ends in", "epoch", "step", "tokens", "use"):
+    for column in ("$/h", "$", "ends in", "epoch", "step", "tokens"):
         table.add_column(column, no_wrap=True)
     table.add_column("peer", overflow="fold", min_width=8)
     for one in seen.pods:
@@ -116,7 +116,6 @@ def print_status(seen: Overview) -> None:
             "–" if one.progress is None else str(one.progress.epoch),
             "–" if one.progress is None else str(one.progress.step),
             "–" if one.progress is None else short_figure(one.progress.tokens),
-            str(one.use),
             one.peer,
         )
     Console().print(table if seen.pods else "there are no pods")
@@ -124,12 +123,6 @@ def print_status(seen: Overview) -> None:
         return
     rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
     print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
-    if (per_billion := seen.dollars_per_billion_tokens) is not None:
-        print(
-            f"{seen.dollars:.2f} $ spent on all pods of the state file so far; those that answer have trained "
-            f"{short_figure(seen.tokens)} tokens: {per_billion:.2f} $ per billion tokens",
-            flush=True,
-        )
 
 
 def print_offers(found: Sequence[Offer]) -> None:

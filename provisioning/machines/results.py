@@ -10,7 +10,6 @@ import re
 import secrets
 import shlex
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from provisioning.errors import MachineError, UserError
 from provisioning.machines.machine import Machine
-from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
+from provisioning.machines.paths import JOBS, pod_directory
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -31,8 +30,6 @@ _KINDS = {
     "model": ("runs/*/model", "experiments/*/model"),
 }
 DEFAULT, NOTHING = ("logs", "metrics", "model"), "none"
-_METRICS, _CONFIG = f"{PEER_RUN}/metrics.jsonl", f"{PEER_RUN}/config.toml"
-_LAST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -42,15 +39,12 @@ class Fetched:
     words: Sequence[str] = ()
     missing: Sequence[str] = ()
     """Words for which there was nothing on the pod."""
-    unfinished_at: str = ""
-    """The peer's last step, in words, if its metrics show that it had not finished; else empty."""
 
     def in_words(self, into: str) -> str:
         if not self.words:
             return f"it has no {' or '.join(self.missing)}" if self.missing else "nothing of it is fetched"
         lacks = f", no {' or '.join(self.missing)}" if self.missing else ""
-        said = f"its results are in {into}: {', '.join(self.words)}{lacks}"
-        return f"its peer had not finished ({self.unfinished_at}); {said}" if self.unfinished_at else said
+        return f"its results are in {into}: {', '.join(self.words)}{lacks}"
 
 
 def patterns_of(words: Sequence[str]) -> list[str]:
@@ -100,11 +94,10 @@ exit 0
         except OSError as error:
             raise UserError(f"its results cannot be stored in {into}: {error.strerror}.") from error
         await machine.fetch(directory, paths, here)
-        unfinished_at = _unfinished_at(here, paths)
         if is_url(into):
             await asyncio.to_thread(_put, here, into)
     found = [word for word in kinds if any(_is_one_of(path, patterns_of([word])) for path in paths)]
-    return Fetched(found, [word for word in kinds if word not in found], unfinished_at)
+    return Fetched(found, [word for word in kinds if word not in found])
 
 
 def is_url(place: str) -> bool:
@@ -181,32 +174,6 @@ def _is_one_of(path: str, patterns: Sequence[str]) -> bool:
         and all(map(fnmatch.fnmatchcase, parts, wanted))
         for pattern in patterns
     )
-
-
-def _unfinished_at(directory: Path, paths: Sequence[str]) -> str:
-    """See `Fetched.unfinished_at`. Reads the fetched metrics and configuration, and does not trust their form."""
-    if _METRICS not in paths:
-        return ""
-    records = _last_records(directory / _METRICS)
-    steps = [step for record in records if isinstance(step := record.get("step"), int)]
-    if not steps or any(record.get("event") == "finished" for record in records):
-        return ""
-    try:
-        config = tomllib.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
-    ends = [end for name in ("total_steps", "max_steps") if isinstance(end := config.get(name), int)]
-    return f"step {steps[-1]} of {min(ends)}" if ends else f"step {steps[-1]}"
-
-
-def _last_records(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(file.seek(0, 2) - _LAST_BYTES, 0))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    return [record_in(line) for line in lines]
 
 
 def record_in(line: str | bytes) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State, stray
-from provisioning.machines.use import UNKNOWN, Use, use_of
 from provisioning.pods.pod import Pod
 from provisioning.providers.registry import Access
 from provisioning.renting.reconcile import Observation, observe
@@ -32,7 +31,6 @@ class Status:
     peer: str
     """What its peer does, or why that is unknown, as text."""
     progress: PeerProgress | None = None
-    use: Use = UNKNOWN
     failure: str = ""
     """Why the provider says that the pod has failed for good; empty: it has not."""
     is_in_ledger: bool = True
@@ -60,8 +58,6 @@ class Status:
             "step": self.progress.step if self.progress else None,
             "tokens": self.progress.tokens if self.progress else None,
             "dollars": self.dollars,
-            "gpu_percent": self.use.gpu,
-            "cpu_percent": self.use.cpu,
         }
 
 
@@ -72,23 +68,6 @@ class Overview:
     pods: list[Status]
     silent: dict[str, str]
     """Providers and machines that did not answer, and why. They may have pods that are not in `pods`."""
-    dollars: float = 0.0
-    """Cost of all pods of the ledger so far, those that are gone included."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that these pods have trained."""
-        return sum(one.progress.tokens for one in self.pods if one.progress)
-
-    @property
-    def dollars_per_billion_tokens(self) -> float | None:
-        """Of the pods that answer: what others have trained is unknown, so their cost is left out, too."""
-        dollars = sum(one.dollars for one in self._answering)
-        return dollars / self.tokens * 1e9 if self.tokens else None
-
-    @property
-    def _answering(self) -> list[Status]:
-        return [one for one in self.pods if one.progress]
 
 
 async def overview(ledger: Ledger, access: Access) -> Overview:
@@ -103,7 +82,6 @@ async def overview(ledger: Ledger, access: Access) -> Overview:
     return Overview(
         [replace(one, dollars=dollars.get(one.row.label, 0.0)) for one in pods],
         failures | {name: why for one in found for name, why in one.silent.items()},
-        sum(dollars.values()),
     )
 
 
@@ -133,12 +111,10 @@ async def _of_row(renter: Renter, row: Row, pod: Pod | None, observation: Observ
         return Status(row, True, "is being given back" if row.state == State.DELETING else "–")
     try:
         machine = await asyncio.wait_for(renter.machine_of(row, pod), _LOOK_TIMEOUT_S)
-        peer, use = await asyncio.wait_for(
-            asyncio.gather(read_progress(machine, row.label), use_of(machine)), _LOOK_TIMEOUT_S
-        )
+        peer = await asyncio.wait_for(read_progress(machine, row.label), _LOOK_TIMEOUT_S)
     except (ProvisioningError, TimeoutError) as error:
         return Status(row, True, f"unknown: {_words(error)}", failure=pod.failure)
-    return Status(row, True, _activity(row, peer), peer, use)
+    return Status(row, True, _activity(row, peer), peer)
 
 
 def _unseen(row: Row, why: str) -> Status:

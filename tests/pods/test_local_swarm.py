@@ -88,8 +88,7 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
     ]
     assert all(one["epoch"] >= 1 for one in found)
     assert all(one["tokens"] > 0 and one["dollars"] == 0 for one in found)
-    assert all(0 < one["cpu_percent"] <= 100 for one in found)
-    assert "tokens: 0.00 $ per billion tokens" in run(argv_of(STATUS)).stdout
+    assert "3 pods may cost 0.00 $/h" in run(argv_of(STATUS)).stdout
     assert "averaged by 3 peers" in run(argv_of(LOGS)).stdout
     of_the_dht = run(argv_of(LOGS, "--job", "dht"))
     assert of_the_dht.code == 0 and "joined, 3 peers" in of_the_dht.stdout

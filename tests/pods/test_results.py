@@ -140,29 +140,6 @@ def test_a_path_below_the_pod_may_be_named(tmp_path: Path):
     assert files_in(tmp_path / "into") == ["checkpoints/model_step_5/a"]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "config", "said"),
-    [
-        ('{"step":339}\n{"kind":"epoch","step":340}\n{"ki', "total_steps = 1200", "step 340 of 1200"),
-        ('{"step":3}\n', "total_steps = 1200\nmax_steps = 5\n", "step 3 of 5"),
-        ('{"step":3}\n', "= no TOML", "step 3"),
-        ('{"step":60}\n{"kind":"event","event":"finished","step":60}\n', "total_steps = 60", ""),
-        ('[]\n{"step":"x"}\n\xff\n', "", ""),
-        ("", "", ""),
-    ],
-)
-def test_a_peer_that_had_not_finished_is_known_by_its_metrics(tmp_path: Path, metrics, config, said):
-    run = tmp_path / PODS / "label/runs/peer"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text(metrics, encoding="latin-1")
-    (run / "config.toml").write_text(config)
-    words = ["metrics", "model"]
-    fetched = asyncio.run(fetch_results(LocalMachine(tmp_path), "label", words, str(tmp_path / "into")))
-    assert fetched == Fetched(["metrics"], ["model"], said)
-    begins = f"its peer had not finished ({said}); " if said else ""
-    assert fetched.in_words("home") == f"{begins}its results are in home: metrics, no model"
-
-
 def test_results_go_to_any_url_that_fsspec_knows_and_one_that_takes_none_keeps_the_pod(tmp_path: Path):
     files = fsspec.filesystem("memory")
     fleet = TestFleet(tmp_path, lambda: LocalProvider(tmp_path / "local"), run_dir="nowhere://results")
