@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import struct
 
 import torch
@@ -17,42 +16,10 @@ from peers.protocol.states import State, WantChunk, WantState, state_protocol
 from peers.protocol.wire import encode
 from peers.state.header import STATE_CHUNK_NUMEL
 from tests.support.certified import begun, commit
+from tests.support.in_process import Network
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
 RUN = "run"
-
-
-class Network:
-    """Transports in one process, joined by socket pairs; counts what each peer sends."""
-
-    def __init__(self):
-        self.handlers, self.tasks = {}, []
-
-    def transport(self, peer_id):
-        return Endpoint(self, peer_id)
-
-    async def close(self):
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-class Endpoint:
-    def __init__(self, network, peer_id):
-        self.network, self.peer_id = network, peer_id
-
-    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
-        if (peer_id, protocol) not in self.network.handlers:
-            raise PeerUnreachable("nobody there")
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        handler = self.network.handlers[peer_id, protocol]
-        self.network.tasks.append(asyncio.create_task(handler(self.peer_id, theirs)))
-        return ours
-
-    async def serve(self, protocol, handler):
-        self.network.handlers[self.peer_id, protocol] = handler
 
 
 def committed_state(sizes=SIZES, commits=1):

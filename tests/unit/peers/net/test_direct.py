@@ -15,6 +15,7 @@ from peers.net.paths.acceptor import MAX_PER_PEER, MAX_PER_SOURCE, Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.greeting import Hello
 from peers.net.streams import StreamPool
+from tests.support.in_process import until
 from tests.support.keys import credentials
 
 PROTOCOL = "test/data"
@@ -176,13 +177,6 @@ def half_greetings(port, hellos, source):
             )
             sock.sendall(hello)
         yield
-
-
-async def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 def test_who_shows_the_certificate_of_another_keeps_him_out_of_nothing(tmp_path):

@@ -16,43 +16,11 @@ from peers.net.paths.paths import Paths
 from peers.net.streams import StreamPool
 from peers.protocol.records import Path
 from peers.timing import START_S
+from tests.support.in_process import Network
 from tests.support.keys import credentials
 
 DATA, BULK, CONTROL = "run/data", "run/state", "run/control"
 BIG = 64 << 20
-
-
-class Network:
-    """libp2p in one process, joined by socket pairs; what is in `cut` gets nothing through."""
-
-    def __init__(self):
-        self.handlers, self.cut, self.slow, self.opened = {}, set(), set(), []
-
-
-class Libp2p:
-    def __init__(self, network, peer_id):
-        self.network, self.peer_id = network, peer_id
-
-    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
-        pair = frozenset({self.peer_id, peer_id})
-        if pair in self.network.slow:
-            await asyncio.sleep(timeout_s)
-        if pair in self.network.cut | self.network.slow or (peer_id, protocol) not in self.network.handlers:
-            raise PeerUnreachable(f"libp2p has no way to {peer_id}")
-        self.network.opened.append(protocol)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        await self.network.handlers[peer_id, protocol](self.peer_id, theirs)
-        return ours
-
-    async def serve(self, protocol, handler):
-        self.network.handlers[self.peer_id, protocol] = handler
-
-    async def connected_peers(self):
-        everybody = {peer_id for peer_id, _ in self.network.handlers}
-        lost = self.network.cut | self.network.slow
-        return {peer_id for peer_id in everybody if frozenset({self.peer_id, peer_id}) not in lost}
 
 
 class StandIn:
@@ -77,7 +45,7 @@ class Peer:
         self.direct.listen("/ip4/127.0.0.1/tcp/0")
         endpoints[me.peer_id] = [f"/ip4/127.0.0.1/tcp/{self.direct.port}"]
         self.paths = Paths(
-            libp2p=Libp2p(network, me.peer_id),
+            libp2p=network.transport(me.peer_id),
             acceptor=self.acceptor,
             direct=self.direct if mode != "libp2p" else None,
             relay=relay,
@@ -105,6 +73,7 @@ async def pair(directory, mode="auto", relay=None):
         for peer in made:
             await peer.pool.close()
             await peer.direct.close()
+        await network.close()
 
 
 async def a_round(a, b, *, num_bytes=BIG, seconds=1.0, fails=False):
@@ -236,14 +205,14 @@ def test_a_third_peer_is_asked_only_where_libp2p_has_no_connection(tmp_path):
     async def scenario():
         relay = StandIn()
         async with pair(tmp_path, "libp2p", relay) as (network, a, b):
-            with pytest.raises(PeerUnreachable, match="libp2p has no way"):
+            with pytest.raises(PeerUnreachable, match="nobody there"):
                 await a.paths.open(b.peer_id, "run/unserved", timeout_s=5)
             assert not relay.num_asked
             network.cut.add(frozenset({a.peer_id, b.peer_id}))
             (await a.paths.open(b.peer_id, CONTROL, timeout_s=5)).close()
             assert a.paths.in_use == {b.peer_id: Path.RELAY}
             relay.works = False
-            with pytest.raises(PeerUnreachable, match="libp2p has no way"):
+            with pytest.raises(PeerUnreachable, match="nobody there"):
                 await a.paths.open(b.peer_id, CONTROL, timeout_s=5)
 
     run(scenario())

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import socket
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from msgspec.msgpack import Decoder
 
-from peers.errors import PeersError, PeerUnreachable
+from peers.errors import PeerUnreachable
 from peers.net import offers
 from peers.net.channel import Channel
 from peers.net.paths import relay as relay_module
@@ -20,62 +19,16 @@ from peers.net.paths.forwarding import Forwarder
 from peers.net.paths.relay import Relay
 from peers.net.paths.relay_service import RelayService
 from peers.protocol.relays import Go, Offer, Ready, Want, asking, delivering
+from tests.support.in_process import Network, until
 from tests.support.keys import credentials
 
 PROTOCOL = "test/through"
 
 
-class Network:
-    def __init__(self):
-        self.handlers, self.cut, self.tasks = {}, set(), set()
-
-    def spawn(self, coroutine):
-        task = asyncio.create_task(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def close(self):
-        for task in list(self.tasks):
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-class Libp2p:
-    """One member's; a handler's error closes its stream, as that of peers/net/libp2p/transport.py does."""
-
-    def __init__(self, network, peer_id):
-        self.network, self.peer_id = network, peer_id
-
-    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
-        if frozenset({self.peer_id, peer_id}) in self.network.cut:
-            raise PeerUnreachable("no path")
-        if (handler := self.network.handlers.get((peer_id, protocol))) is None:
-            raise PeerUnreachable("not served")
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-
-        async def handle():
-            try:
-                await handler(self.peer_id, theirs)
-            except (PeersError, OSError):
-                theirs.close()
-
-        self.network.spawn(handle())
-        return ours
-
-    async def serve(self, protocol, handler):
-        self.network.handlers[self.peer_id, protocol] = handler
-
-    async def connected_peers(self):
-        others = {peer_id for peer_id, _ in self.network.handlers} - {self.peer_id}
-        return {other for other in others if frozenset({self.peer_id, other}) not in self.network.cut}
-
-
 class Member:
     def __init__(self, me, network, peers):
         self.peer_id, self.streams = me.peer_id, asyncio.Queue()
-        self.libp2p = Libp2p(network, me.peer_id)
+        self.libp2p = network.transport(me.peer_id)
         self.acceptor = Acceptor(me, allows=lambda _: True)
         self.rates = {}
         legs = {
@@ -113,13 +66,6 @@ async def members(directory, names):
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 40))
-
-
-async def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def hang(_peer_id, sock):

@@ -15,6 +15,7 @@ from peers.net.states import transfer as state_transfer
 from peers.net.states.server import MAX_DOWNLOADS
 from peers.protocol.states import State, WantChunk, WantState, state_protocol
 from tests.support.certified import begun
+from tests.support.in_process import until
 from tests.support.state_network import (
     RUN,
     answer_with_header,
@@ -36,13 +37,6 @@ async def ask(network, joiner, head):
     channel = Channel(sock)
     await channel.send(WantState(head=head))
     return channel, sock
-
-
-async def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 def test_a_donor_that_says_nothing_at_all_delays_no_other():

@@ -7,39 +7,11 @@ import time
 
 import pytest
 
-from peers.errors import PeerUnreachable, RoundFailed
+from peers.errors import RoundFailed
 from peers.net import streams as streams_module
 from peers.net.streams import MAX_IDLE_PER_PEER, StreamPool
 from peers.reduce.frames import HEADER, NOBODY, Kind
-
-
-class Network:
-    """Transports in one process, joined by socket pairs."""
-
-    def __init__(self):
-        self.handlers = {}
-        self.num_opened = 0
-
-    def transport(self, peer_id):
-        return Endpoint(self, peer_id)
-
-
-class Endpoint:
-    def __init__(self, network, peer_id):
-        self.network, self.peer_id = network, peer_id
-
-    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
-        if (peer_id, protocol) not in self.network.handlers:
-            raise PeerUnreachable(f"nobody serves {protocol} at {peer_id}")
-        self.network.num_opened += 1
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        await self.network.handlers[peer_id, protocol](self.peer_id, theirs)
-        return ours
-
-    async def serve(self, protocol, handler):
-        self.network.handlers[self.peer_id, protocol] = handler
+from tests.support.in_process import Network, until
 
 
 @contextlib.asynccontextmanager
@@ -53,13 +25,7 @@ async def pools(*peer_ids):
     finally:
         for pool in made:
             await pool.close()
-
-
-async def until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
+        await network.close()
 
 
 async def connect_both(a, b, attempt):
@@ -100,7 +66,7 @@ def test_streams_are_joined_blocking_and_kept_across_rounds():
                 assert_joined(*streams)
                 a.give_back(streams[0])
                 b.give_back(streams[1])
-            assert network.num_opened == 2
+            assert len(network.opened) == 2
 
     run(scenario())
 
@@ -112,14 +78,14 @@ def test_streams_that_were_opened_ahead_are_those_of_the_next_round():
                 a.open_ahead("b")
                 b.open_ahead("a")
                 a.open_ahead("nobody")
-            await until(lambda: network.num_opened == 2 and not (a._opening or b._opening))
+            await until(lambda: len(network.opened) == 2 and not (a._opening or b._opening))
             for _ in range(2):
                 streams = await connect_both(a, b, os.urandom(16))
                 assert_joined(*streams)
                 a.give_back(streams[0])
                 b.give_back(streams[1])
                 a.open_ahead("b")
-            assert network.num_opened == 2
+            assert len(network.opened) == 2
 
     run(scenario())
 
@@ -130,9 +96,9 @@ def test_streams_that_break_between_rounds_are_opened_again_before_the_next():
             kept = await keep_streams(a, b)
             for sock in (*kept[0].send.values(), *kept[1].send.values()):
                 sock.shutdown(socket.SHUT_RDWR)
-            await until(lambda: network.num_opened == 4 and not (a._opening or b._opening))
+            await until(lambda: len(network.opened) == 4 and not (a._opening or b._opening))
             assert_joined(*await connect_both(a, b, os.urandom(16)))
-            assert network.num_opened == 4
+            assert len(network.opened) == 4
 
     run(scenario())
 
@@ -146,7 +112,7 @@ def test_a_discarded_round_is_followed_by_one_on_new_streams():
             b.discard(first[1])
             second = await connect_both(a, b, os.urandom(16))
             assert_joined(*second)
-            assert network.num_opened == 4
+            assert len(network.opened) == 4
             a.discard(second[0])
             b.discard(second[1])
 
@@ -371,7 +337,7 @@ def test_strangers_that_open_streams_and_say_nothing_give_way_to_those_who_take_
             assert len(b._idle) == 4 and "a" in b._idle
             for sock in silent[:3]:
                 assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), 5) == b""
-            assert network.num_opened == 2 + len(silent)
+            assert len(network.opened) == 2 + len(silent)
             for sock in silent:
                 sock.close()
 
