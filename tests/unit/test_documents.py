@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -104,10 +103,6 @@ def test_each_message_that_troubleshooting_quotes_is_one_of_ours(quoted):
     assert any(_flat(quoted) in text for text in _texts()), quoted
 
 
-def test_troubleshooting_quotes_each_message_once():
-    assert len(QUOTED) == len(set(QUOTED)) > 30
-
-
 @cache
 def _texts() -> frozenset[str]:
     """All texts of the code; what is put into them is an ellipsis."""
@@ -132,35 +127,6 @@ def test_python_in_the_documents_compiles():
         for block in blocks_of(text):
             if block.language == "python":
                 compile(block.text, name, "exec")
-
-
-def test_the_picture_is_well_formed_says_what_it_shows_and_follows_the_dark():
-    svg = ElementTree.parse(ROOT / "docs/architecture.svg").getroot()
-    space = "{http://www.w3.org/2000/svg}"
-    assert svg.find(f"{space}title") is not None and svg.find(f"{space}desc") is not None
-    style = svg.findtext(f"{space}style") or ""
-    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
-    colored = re.compile(r"^\s*([\w.]+) \{.*(?:fill|stroke): #", re.MULTILINE)
-    assert set(colored.findall(light)) == set(colored.findall(dark))
-    width, height = (float(number) for number in svg.attrib["viewBox"].split()[2:])
-    for rectangle in svg.iter(f"{space}rect"):
-        x, y, w, h = (float(rectangle.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert x + w <= width and y + h <= height
-
-
-ENTRIES = re.findall(r"^\| ([\w -]+) \| .+ \| \[(.+)\]\((.+)\) \|$", PAGES["docs/glossary.md"], re.MULTILINE)
-
-
-@pytest.mark.parametrize(("word", "name", "path"), ENTRIES, ids=[word for word, _, _ in ENTRIES])
-def test_each_word_of_the_glossary_is_in_the_file_that_it_leads_to(word, name, path):
-    text = name + (ROOT / "docs" / path).read_text(encoding="utf-8")
-    assert Path(path).name == name
-    assert re.search(rf"\b{re.escape(word)}", text.replace("_", " "), re.IGNORECASE)
-
-
-def test_no_row_of_the_glossary_goes_unread():
-    rows = [line for line in PAGES["docs/glossary.md"].splitlines() if line.startswith("| ")]
-    assert len(ENTRIES) == len(rows) - 1 == len({word for word, _, _ in ENTRIES})
 
 
 def test_no_page_is_left_out_of_the_index():

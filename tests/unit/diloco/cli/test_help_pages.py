@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from diloco.cli.app import COMMANDS, exit_code, make_app
+from diloco.cli.app import exit_code, make_app
 from diloco.cli.command_info import arguments_of, commands_of
-from diloco.cli.help_pages import EXAMPLES, MAIN_FLAGS, pages
+from diloco.cli.help_pages import EXAMPLES, pages
 from diloco.options.help import PAGES_DIR, requested_page
 from diloco.options.trainer import parse_train_config
 from tests.support.documents import MADDR
@@ -41,30 +41,6 @@ def test_doctor_takes_every_flag_of_the_peer_that_it_stands_in_for():
     commands = {" ".join(words): command for words, command in commands_of(make_app())}
     peer, doctor = ({one.names for one in arguments_of(commands[name])} for name in ("peer", "doctor"))
     assert peer <= doctor
-
-
-def test_the_first_page_groups_the_verbs_by_what_they_are_for():
-    text = page("diloco.txt")
-    places = [text.index(f"{group}:") for group in COMMANDS]
-    assert places == sorted(places)
-    assert all(f"\n  {command.words} " in text for section in COMMANDS.values() for command in section)
-
-
-@pytest.mark.parametrize("command", MAIN_FLAGS)
-def test_a_page_with_the_flags_that_matter_fits_a_screen_and_names_the_other(command):
-    text = page(f"{command.replace(' ', '_')}.txt")
-    assert len(text.splitlines()) <= 50
-    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("Usage: "))
-    assert len(MAIN_FLAGS[command]) <= 14
-    assert f"`diloco {command} --help-all` lists all " in text
-
-
-def test_all_flags_of_a_peer_begin_with_the_swarm_and_the_training():
-    text = page("peer.all.txt")
-    assert [line for line in text.splitlines() if line.endswith(":") and line[0] != " "] == [
-        *("Example:", "Swarm:", "Training:", "Checkpoints:", "GRPO:")
-    ]
-    assert "--hv.averaging-timeout" in text and "--hv.averaging-timeout" not in page("peer.txt")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from diloco.launch.live import PeerRow, caption_of, row_cells, show, table_of
 from diloco.launch.phase_file import write_phase
-from diloco.train.metrics_file import PeerFigures, Tail, figure, line_of, size
+from diloco.train.metrics_file import PeerFigures, Tail, line_of
 from peers.protocol.reports import Phase
 
 STEP = {"kind": "step", "step": 7, "epoch": 1, "loss": 2.34567, "tokens_per_s": 12345.6, "tokens": 100}
@@ -49,18 +49,6 @@ def test_a_file_that_starts_over_is_read_from_its_start(tmp_path):
     assert tail.read() == [{"b": 1}]
 
 
-def test_figures_are_short():
-    assert [figure(value) for value in (0, 950, 12_345, 4_500_000, 2e9)] == [
-        "0",
-        "950",
-        "12.3k",
-        "4.5M",
-        "2G",
-    ]
-    assert size(1_000_000) == "1MB"
-    assert figure(None) == size("x") == "–"
-
-
 def test_a_row_shows_epoch_step_loss_speed_peers_bytes_and_time():
     figures = PeerFigures("peer 0")
     assert set(row_cells(figures)) == {"–"}
@@ -75,15 +63,6 @@ def test_records_with_nulls_are_shown_as_dashes():
     assert line_of({"kind": "step", "step": 1, "loss": None}) is not None
 
 
-def test_the_table_names_every_peer(tmp_path):
-    peers = [PeerRow("peer 0", tmp_path), PeerRow("peer 1", tmp_path, "restarting")]
-    console = Console(width=140, record=True, file=None, quiet=False)
-    with console.capture() as captured:
-        console.print(table_of(peers, [PeerFigures("peer 0"), PeerFigures("peer 1")]))
-    assert "peer 0" in captured.get()
-    assert "restarting" in captured.get()
-
-
 def test_the_table_is_readable_on_80_columns(tmp_path):
     console = Console(width=80)
     figures = PeerFigures("this peer")
@@ -93,12 +72,6 @@ def test_the_table_is_readable_on_80_columns(tmp_path):
         console.print(table_of([PeerRow("this peer", tmp_path, phase=phase)], [figures]))
     words = captured.get().split()
     assert {"sent", "receiving", "25%", "88000", "2.346", "12.3k", "8.4MB", "0.26"} <= set(words)
-
-
-def test_the_caption_tells_the_last_evaluation():
-    later = [{**EVALUATION, "step": step, "bits_per_byte": 8 - step / 100} for step in (100, 50, 200)]
-    assert caption_of([], elapsed_s=61.9) == "1:01"
-    assert caption_of([EVALUATION, *later], elapsed_s=5) == "0:05, 6.000 bits per byte at step 200"
 
 
 def test_records_of_a_life_before_are_not_shown_again(tmp_path, capsys):
