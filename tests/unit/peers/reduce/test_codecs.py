@@ -20,6 +20,7 @@ from peers.reduce.frames import HEADER
 from peers.reduce.plan import CHUNK_NUMEL
 from tests.support.coding import coded, decode, encode
 from tests.support.commands import ROOT
+from tests.support.exhaustive import exhaustive_but
 
 CODECS = {name: codec_named(name) for name in codec_names()} | {"topk results": result_codec_named("topk")}
 WITH_SCALES = [name for name in CODECS if name not in ("fp32", "fp16", "bf16")]
@@ -158,7 +159,7 @@ def test_what_is_lost_is_smaller_than_what_was_there(values, name):
         assert norm(values.double() - decoded.double()) <= norm(values) * (1 + 1e-6) + tiny
 
 
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", exhaustive_but((0, 1, 129, 4095, 4097, CHUNK_NUMEL), SIZES))
 @pytest.mark.parametrize("name", CODECS)
 def test_chunks_of_every_size_make_the_round_trip(name, numel):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
