@@ -90,15 +90,6 @@ def test_only_the_newest_of_a_peers_own_checkpoints_are_kept(tmp_path, monkeypat
     assert (path / "model_step_1" / "diloco_rank_0").is_dir()
 
 
-def test_nothing_half_written_is_resumed_from(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
-    ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=2)
-    train(tiny_config(tmp_path, ckpt=ckpt, max_steps=4), tmp_path / "first")
-    (tmp_path / "checkpoints" / "model_step_4" / "complete.json").unlink()
-    config = tiny_config(tmp_path, ckpt=replace(ckpt, resume="auto"), max_steps=4)
-    assert of_kind("step", train(config, tmp_path / "second"), "step") == [(3,), (4,)]
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_the_metrics_say_so(tmp_path, monkeypatch):
     monkeypatch.delenv(LINK_ENV, raising=False)
     ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=2)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import light_swarm
-from benchmarks.light_swarm import DEADLINE_S, LightPeer, children_of, wait_until
+from benchmarks.light_swarm import DEADLINE_S, LightPeer, wait_until
 from tests.support.light_edges import edges
 from tests.support.lying_core import lie
 from tests.support.poison import Lie, poison
 
-__all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "check_well", "children_of", "wait_until"]
+__all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "check_well", "wait_until"]
 
 
 def check_well(peers: Iterable[LightPeer]) -> None:

@@ -65,27 +65,6 @@ def test_while_a_killed_worker_starts_again_the_others_go_on_and_it_begins_where
     light.check_none_is_missed()
 
 
-def test_no_process_outlives_a_killed_daemon(swarm):
-    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
-    peer = light.start_all(1)[0]
-    wait_until(lambda: peer.epoch >= 1, "epoch 1")
-    from tests.support.swarm import children_of
-
-    children = [pid for pid, _ in children_of(peer.process.pid)]
-    assert len(children) >= 2
-    peer.kill()
-    wait_until(lambda: not any(is_running(pid) for pid in children), "the end of its p2pd and worker")
-
-
-def is_running(pid: int) -> bool:
-    from pathlib import Path
-
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.exhaustive
 def test_a_frozen_peer_is_left_out_and_catches_up_when_it_thaws(swarm):
     light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
@@ -153,28 +132,6 @@ def test_who_is_slow_to_answer_a_newcomer_is_waited_for_and_no_second_run_begins
         lambda: newcomer.epochs and newcomer.epochs[-1]["contributors"] == [0, 1], "an epoch of both peers"
     )
     light.check_digests()
-
-
-def test_a_taken_world_rank_is_refused(swarm):
-    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
-    first = light.start_all(1)[0]
-    wait_until(lambda: first.epoch >= 1, "epoch 1")
-    light.directory = light.directory / "other"
-    light.directory.mkdir()
-    second = light.start(0)
-    second.process.join(90)
-    assert second.process.exitcode == 1 and "world rank 0 is taken by the live peer" in second.error
-    assert first.process.is_alive()
-
-
-def test_a_manifest_that_contradicts_the_swarm_is_refused_with_the_difference(swarm):
-    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
-    first = light.start_all(1)[0]
-    wait_until(lambda: first.epoch >= 1, "epoch 1")
-    light.manifest, light.extra = {"hv.local_steps": 7}, {"named": ["hv.local_steps"]}
-    second = light.start(1)
-    second.process.join(90)
-    assert "hv.local_steps: here 7, in the swarm 5" in second.error
 
 
 @pytest.mark.parametrize("lie", exhaustive_but(("not finite",), ["not finite", "longer than announced"]))
