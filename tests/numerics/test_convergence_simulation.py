@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.convergence.run import run_job
-from benchmarks.convergence.settings import DATA_PARALLEL, FP32, MUON, Job, Scale, arms
+from benchmarks.convergence.settings import DATA_PARALLEL, MUON, Job, Scale, arms
 from benchmarks.convergence.store import Store
 from benchmarks.convergence.swarm import LocalSwarm
 from diloco.data.batches import SampleSource, open_data
@@ -62,19 +62,6 @@ def trained(job: Job) -> LocalSwarm:
     return swarm
 
 
-def test_peers_end_on_the_anchor_and_every_fragment_counts_every_token(scale):
-    for name in (FP32, "streaming", "one-epoch delay"):
-        swarm = trained(job_of(scale, name))
-        fragments = swarm.schedule.num_fragments
-        # The last epoch averages a fragment, and the end each of the others once more.
-        assert swarm.epoch == scale.total_steps * fragments // scale.local_steps + fragments - 1
-        assert swarm.committed_tokens == fragments * scale.tokens
-        for replica in swarm.replicas:
-            for piece in replica.weights.pieces:
-                there = swarm.state.anchor[piece.fragment][piece.start : piece.start + piece.local.numel()]
-                assert torch.equal(piece.local.reshape(-1), there)
-
-
 def test_a_slow_peer_is_in_every_fourth_commit_with_all_its_work_and_in_the_last(scale):
     scale = replace(scale, total_steps=40)
     swarm = LocalSwarm(job_of(scale, SLOW), source_of(scale))
@@ -88,13 +75,6 @@ def test_a_slow_peer_is_in_every_fourth_commit_with_all_its_work_and_in_the_last
     for replica in swarm.replicas:
         replica.weights.put()
         assert torch.equal(replica.weights.out[0], swarm.state.anchor[0])
-
-
-def test_a_delay_of_no_steps_and_one_fragment_is_classic_diloco(scale):
-    classic, delayed = trained(job_of(scale, FP32)), trained(job_of(scale, "one-epoch delay"))
-    same = trained(replace(job_of(scale, FP32), arm=replace(arms(scale)["one-epoch delay"], overlap_steps=0)))
-    assert torch.equal(classic.state.anchor[0], same.state.anchor[0])
-    assert not torch.equal(classic.state.anchor[0], delayed.state.anchor[0])
 
 
 @pytest.mark.parametrize("name", [DATA_PARALLEL, MUON, "topk", "streaming mixed", "one-epoch delay", SLOW])

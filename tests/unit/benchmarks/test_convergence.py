@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.convergence.settings import DATA_PARALLEL, DATA_PARALLEL_MUON, FP32, MUON, SCALES, Job, arms
+from benchmarks.convergence.settings import DATA_PARALLEL, FP32, SCALES, Job, arms
 from benchmarks.convergence.store import Outcome
 from benchmarks.convergence.summary import (
     curves,
@@ -75,37 +75,6 @@ def test_a_run_is_named_by_what_it_computes():
         replace(job, scale=replace(SCALE, total_steps=10)),
     ]
     assert len({job.key, *(other.key for other in others)}) == 5
-
-
-def test_a_run_is_named_by_how_much_its_residuals_forget(monkeypatch):
-    job = Job(scale=SCALE, arm=ARMS["topk"], seed=1, inner_lr=1e-3, outer_lr=1.0)
-    key = job.key
-    monkeypatch.setattr("peers.core.defaults._SPARSE_DECAY", 0.9)
-    assert job.key != key
-
-
-def test_only_plain_averages_and_data_parallel_do_not_take_the_tuned_outer_rate():
-    rates = Rates(1e-3, 2e-3, 0.4, 0.7)
-    jobs = {name: rates.job(SCALE, arm, 1) for name, arm in ARMS.items()}
-    alone = {DATA_PARALLEL, DATA_PARALLEL_MUON}
-    others = {*alone, "topk", "muon topk", "plain average", "muon plain average"}
-    assert {name for name, job in jobs.items() if job.outer_lr != 0.4} == others
-    assert {name for name, job in jobs.items() if job.inner_lr != 2e-3} == alone
-    assert {name for name, job in jobs.items() if job.outer_momentum != 0.7} == others
-
-
-def test_every_way_of_averaging_is_an_arm_with_both_optimizers():
-    streaming = [(a.overlap_steps, a.mixing) for name, a in ARMS.items() if name.startswith("streaming")]
-    assert streaming == [(5, None), (5, 0.5), (1, None), (1, 0.5)]
-    late = [(arm.slowness, arm.corrected) for arm in ARMS.values() if arm.slowness > 1]
-    assert sorted(late) == sorted(2 * [(n, corrected) for n in (2, 3, 4) for corrected in (False, True)])
-    adamw, muon = ([arm for arm in ARMS.values() if arm.optimizer == o] for o in ("adamw", "muon"))
-    ways = [
-        [replace(arm, name="", optimizer="adamw", reference="", target=None) for arm in arms]
-        for arms in (adamw, muon)
-    ]
-    assert ways[0] == ways[1]
-    assert {arm.reference for arm in muon} == {FP32, MUON, DATA_PARALLEL}
 
 
 def test_differences_are_paired_by_seed():
