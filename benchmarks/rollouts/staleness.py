@@ -1,9 +1,9 @@
 """What is learned from policies that are exactly so many steps old: `python -m benchmarks.rollouts --staleness`.
 
 One process per case and seed, since asynchronous processes keep no age. The trainer is the product's own, with
-`--rollout peers` and its loss (a ratio to the policy that sampled, clipped); what takes the daemon's place generates by the weights
-of exactly so many optimizer steps ago, or by the first ones until there were so many. Gain is the rise of the mean
-reward on held-out prompts, per million tokens trained on, prompts included.
+`--rollout peers` and its loss (a ratio to the policy that sampled, clipped); what takes the daemon's place generates by
+the weights of exactly so many optimizer steps ago, or by the first ones until there were so many. Gain is the rise of
+the mean reward on held-out prompts, per million tokens trained on, prompts included.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class PeerTrainer(GRPOTrainer):
         compared: Callable[[Sequence[float]], None] | None = None,
         **arguments: Any,
     ) -> None:
-        """`compared`: the completions are other peers', by policies that may be some steps old. It is called on the main
-        rank with the mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in
-        nats per token."""
+        """`compared`: completions are other peers', by policies that may be old. Called on the main rank
+        with the mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in nats
+        per token."""
         super().__init__(**arguments)
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation

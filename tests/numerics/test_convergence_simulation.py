@@ -1,4 +1,4 @@
-"""What benchmarks.convergence simulates in one process, against algebra, torch, and its own interruption."""
+"""What benchmarks.convergence simulates in one process, against torch, and its own interruption."""
 
 from __future__ import annotations
 
