@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from diloco.launch.run_facts import disagreements, facts_of, waited_s
 from diloco.options.flags import TrainConfig
 from diloco.train.metrics_file import Record, Tail, size
 from diloco.train.run_dir import METRICS
-from peers.core.defaults import SHARE_OF_EPOCH, overlap_steps_for
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.monitor.verdict import Verdict, verdict_of
 
@@ -37,8 +35,6 @@ class Summary:
     """Fraction of the time for which training was blocked, by rounds and by waiting for other peers."""
     waited_share: float
     """The part of `blocked_share` spent waiting for the last peer to be ready."""
-    overlap_advice: int | None
-    """Overlap steps that would hide a typical round, if that is worthwhile and known to be harmless."""
     verdict: Verdict
     lost: Sequence[str]
     """Sentences on the peers that were lost, and when."""
@@ -83,8 +79,6 @@ def summarise(
     whole_s = duration_s * len(records_of)
     blocked_share = sum(blocked) / whole_s if blocked and whole_s > 0 else None
     waited_share = sum(waited) / whole_s if blocked_share is not None else 0.0
-    rounds = [seconds - waiting for seconds, waiting in zip(blocked, waited, strict=True)]
-    rounds_share = 0.0 if overlaps else (blocked_share or 0.0) - waited_share
     return Summary(
         results=Rewards.of(records, completions_per_step)
         if completions_per_step
@@ -98,7 +92,6 @@ def summarise(
         ),
         blocked_share=blocked_share,
         waited_share=waited_share,
-        overlap_advice=_overlap_advice(records, rounds, rounds_share, tokens_per_step),
         verdict=verdict_of(
             facts_of(records_of, tokens_per_step=tokens_per_step, compression=compression, overlaps=overlaps)
         ),
@@ -220,15 +213,6 @@ def _epochs_text(summary: Summary) -> str:
     return f"{summary.num_epochs} epochs, {summary.num_full_epochs} of them by all {summary.num_peers} peers"
 
 
-def _overlap_advice(
-    records: Sequence[Record], rounds: Sequence[float], share: float, tokens_per_step: int
-) -> int | None:
-    rates = [float(r["tokens_per_s"]) for r in records if r.get("kind") == "step" and r.get("tokens_per_s")]
-    if share < SHARE_OF_EPOCH or not rates or not tokens_per_step:
-        return None
-    return overlap_steps_for(statistics.median(rounds), tokens_per_step / statistics.median(rates))
-
-
 def _blocked_lines(summary: Summary) -> list[str]:
     if summary.blocked_share is None:
         return []
@@ -238,8 +222,6 @@ def _blocked_lines(summary: Summary) -> list[str]:
         line += f": {rounds_share:.1%} for averaging, {summary.waited_share:.1%} waiting for the slowest peer"
     else:
         line += ", for averaging"
-    if summary.overlap_advice:
-        line += f"; --hv.overlap-steps {summary.overlap_advice} would hide the rounds"
     return [line]
 
 

@@ -23,8 +23,6 @@ _SPARSE_DECAY = 0.95
 _DECAYS_IN_STEPS = 30
 _OUTER_MOMENTUM = 0.9
 _SPARSE, _MUON = "topk", "muon"
-_LAYERS_PER_FRAGMENT = 3
-_HARMLESS_OVERLAP_STEPS = 5
 SHARE_OF_EPOCH = 0.05
 """The share of an epoch that a round which training waits for may take."""
 
@@ -99,51 +97,6 @@ def residual_decay_for(compression: str, local_steps: int) -> float:
     return _SPARSE_DECAY ** min(1.0, local_steps / _DECAYS_IN_STEPS) if compression == _SPARSE else 1.0
 
 
-def fragments_for(num_layers: int) -> int:
-    """How many fragments a model of so many decoder layers streams in: three layers each.
-
-    Streaming DiLoCo, arXiv 2501.18512, section 4: fragments of three layers strided through the depth were the best
-    trade of peak bandwidth for loss, up to 4B parameters. Strided and sequential order differed little.
-    """
-    if num_layers < 1:
-        raise ValueError(f"a model has at least one layer, not {num_layers}")
-    return max(1, -(-num_layers // _LAYERS_PER_FRAGMENT))
-
-
-def overlap_steps_for(round_s: float, step_s: float) -> int | None:
-    """The fewest steps τ that hide a round of this length, or None if that is more than is known to be harmless.
-
-    Streaming DiLoCo, arXiv 2501.18512, section 4: up to τ = 5 costs less than 0.2 % of the loss (1B parameters,
-    H = 100). For more, the one-epoch delay of eager updates (arXiv 2502.12996) is what was published, at a higher
-    cost; whoever wants it asks for it.
-    """
-    if not (round_s >= 0 and step_s > 0):
-        raise ValueError(f"a round lasts {round_s} s and a step {step_s} s, which no clock shows")
-    steps = math.ceil(round_s / step_s)
-    return steps if steps <= _HARMLESS_OVERLAP_STEPS else None
-
-
-def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers: int = 2) -> str:
-    """The least lossy codec whose blocking round takes at most 5 % of an epoch on this link, else `topk`.
-
-    A reduce-scatter and an all-gather move 2 (n - 1) / n times the values in each direction. What the codecs cost:
-    int8 was enough for a 10B run over the internet (INTELLECT-1, arXiv 2412.01152, section 2); 4-bit outer gradients
-    cost nothing measurable from 35M to 4B parameters (Streaming DiLoCo, arXiv 2501.18512, section 4); 2 bits by
-    statistical quantization little (MuLoCo, arXiv 2505.23725, with error feedback); 1 bit about 4 % after 80 averagings
-    of 80 thousand parameters with Muon, where top-k cost 20 % (three seeds each); top-k of 1 to 3 % with 2-bit values
-    matched or beat dense DiLoCo at 512M (SparseLoCo, arXiv 2508.15706), but changes the outer optimizer, so it comes
-    last.
-    """
-    if numel < 1 or bits_per_s <= 0 or epoch_s <= 0 or num_peers < 1:
-        raise ValueError("values, bandwidth, epoch and peers must be positive")
-    budget_bits = bits_per_s * epoch_s * SHARE_OF_EPOCH
-    values = 2 * (num_peers - 1) / num_peers * numel
-    for codec, bits in BITS_BY_CODEC.items():
-        if values * bits <= budget_bits:
-            return codec
-    return _SPARSE
-
-
 def lighter_compression(codec: str, factor: float) -> str | None:
     """The least lossy codec whose bytes are at most `factor` times those of `codec`, else the smallest; None if `codec`
     is the smallest already, or is unknown."""
@@ -151,11 +104,6 @@ def lighter_compression(codec: str, factor: float) -> str | None:
     lighter = [name for name, bits in BITS_BY_CODEC.items() if bits < most]
     enough = (name for name in lighter if BITS_BY_CODEC[name] <= factor * most)
     return next(enough, lighter[-1] if lighter else None)
-
-
-def is_lossier(codec: str, other: str) -> bool:
-    """Whether a codec sends fewer bits than another one."""
-    return BITS_BY_CODEC[codec] < BITS_BY_CODEC[other]
 
 
 def _by_peers(table: tuple[tuple[int, float], ...], num_peers: int) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from peers.core import events
-from peers.core.advice import num_layers_of
 from peers.daemon.agreement import Agreement
 from peers.daemon.beginning import offered_state
 from peers.daemon.rollout_service import RolloutService
@@ -73,7 +72,6 @@ class WorkerHost:
         if self._layout is not None and self._layout.digest != layout.digest:
             raise UserError("the worker came back with another model than before; start the peer anew")
         self._layout = layout
-        self.monitor.num_layers = num_layers_of(slot.name for part in layout.fragments for slot in part)
         runtime.core.timing.set_sizes(
             fragment_bytes=_FLOAT_BYTES * max(layout.sizes), state_bytes=2 * _FLOAT_BYTES * sum(layout.sizes)
         )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from peers.core.advice import Advice, advice_on
 from peers.core.schedule import Schedule
 from peers.daemon.agreement import Agreement
 from peers.daemon.averaging import WorkInHand
@@ -43,13 +42,10 @@ class WorkerMonitor:
         """Seconds per step; 0: not known."""
         self.tokens_per_s = 0.0
         self.has_worker = False
-        self.num_layers = 0
-        """Of the worker's model."""
         self.journal, self.activity = Journal(), Activity()
         self.on_progress: Callable[[], None] = lambda: None
         self.on_commit: Callable[[], None] = lambda: None
         """Called after a commit that contains this worker's work."""
-        self._advice = Advice()
 
     # What others ask
 
@@ -125,10 +121,8 @@ class WorkerMonitor:
         self.is_in_trouble("worker", "")
         if self._agreement.manifest.get(WORKER) == OWN_WORKER:
             log.info("%s", self._epoch_in_words(outcome))
-        assert self.runtime is not None
         if outcome.world_rank in outcome.contributors:
             self.on_commit()
-        self._advise(self.runtime, outcome)
         self.show("leaving" if outcome.last else "training" if self.has_worker else "joining")
 
     def progressed(self, progress: Mapping[str, Any]) -> int:
@@ -197,25 +191,6 @@ class WorkerMonitor:
             return f"epoch {outcome.epoch} was averaged without this peer, whose work goes into the next"
         loss = "" if self.journal.loss is None else f", loss {self.journal.loss:.4g}"
         return f"epoch {outcome.epoch} averaged by {number} peer{'' if number == 1 else 's'}{loss}"
-
-    def _advise(self, runtime: Runtime, outcome: EpochOutcome) -> None:
-        usual = self._advice.epoch_ended(
-            time.monotonic(),
-            round_s=outcome.round_s,
-            bytes_per_s=outcome.bandwidth,
-            num_peers=len(outcome.contributors),
-        )
-        if usual is None or runtime.state is None:
-            return
-        text = advice_on(
-            usual,
-            self._schedule,
-            codec=str(self._agreement.manifest.get("hv.compression") or "fp32"),
-            sizes=runtime.state.sizes,
-            num_layers=self.num_layers,
-        )
-        if text:
-            log.info("%s", text)
 
 
 def _step_s_in(message: Mapping[str, Any]) -> float:

@@ -25,7 +25,6 @@ def swarm_facts(
             for peer_id, state in states.items()
             if shown[peer_id].announcement.world_rank != NO_RANK
         ],
-        has_lost_coordinator=observations.has_lost_coordinator,
         differs_at=differs_at,
     )
 

@@ -99,8 +99,6 @@ class Observations:
 
     def __init__(self) -> None:
         self.peers: dict[str, Observation] = {}
-        self.has_lost_coordinator = False
-        """There was a stream, and it has broken."""
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     def announced(self, announcement: Announcement, now: float) -> None:

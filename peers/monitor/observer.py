@@ -17,7 +17,6 @@ from typing import Any
 from msgspec.msgpack import Decoder
 
 from peers.admission import bans
-from peers.admission.rank_request import coordinators
 from peers.admission.secrets import SwarmSecret
 from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
@@ -33,7 +32,7 @@ from peers.net.socket_directory import SocketDirectory
 from peers.protocol import reports
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.certificates import Certificate
-from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.refusal import Refusal, unless_refused
 from peers.protocol.reports import Report
 from peers.protocol.signatures import verify_signature
@@ -55,7 +54,6 @@ ENOUGH_MISSES = 2
 MAX_STREAMS = 256
 """Peers that are asked; of a larger swarm, the others are shown as they announce themselves."""
 MAX_DIALLED = 32
-MAX_COORDINATORS = 4
 _FIRST: Decoder[Nonce | Report | reports.Busy] = Decoder(Nonce | Report | reports.Busy)
 _REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
 
@@ -102,10 +100,7 @@ class Observer:
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._following: dict[str, asyncio.Task[None]] = {}
         self._unasked: set[str] = set()
-        self._coordinators: dict[str, CoordinatorRecord] = {}
-        self._num_unanswered = 0
         self._looking: asyncio.Task[None] | None = None
-        self._watching_coordinator: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._one_looks, self._looked_at = asyncio.Lock(), 0.0
         self._news = asyncio.Event()
@@ -115,11 +110,9 @@ class Observer:
         await self._look()
         self._looking = asyncio.create_task(self._look_forever())
         self._watching = asyncio.create_task(self._dht.fail_with_p2pd())
-        self._watching_coordinator = asyncio.create_task(self._watch_coordinator())
 
     async def close(self) -> None:
-        own = (self._looking, self._watching, self._watching_coordinator)
-        await cancelled(task for task in (*own, *self._following.values()) if task)
+        await cancelled(task for task in (self._looking, self._watching, *self._following.values()) if task)
 
     async def settled(self, timeout_s: float) -> None:
         """Until every known peer has answered or proved unreachable. Peers that are there by then are not reported as
@@ -166,26 +159,6 @@ class Observer:
                     await self._look()
                 except PeersError as error:
                     log.debug("no look into the DHT: %s", error)
-
-    async def _watch_coordinator(self) -> None:
-        """Whether the coordinator still answers: its record outlives it by half a minute."""
-        while True:
-            with contextlib.suppress(PeersError):
-                await self._look_for_coordinator()
-            await asyncio.sleep(LOOK_INTERVAL_S)
-
-    async def _look_for_coordinator(self) -> None:
-        found = await coordinators(self._dht, self._run_id, self._gate)
-        for record in found[:MAX_COORDINATORS]:
-            if len(self._coordinators) < MAX_COORDINATORS:
-                self._coordinators[record.peer_id] = record
-        pings = [
-            self._dht.ping(peer_id, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs)
-            for peer_id, record in self._coordinators.items()
-        ]
-        answers = await asyncio.gather(*pings)
-        self._num_unanswered = 0 if any(answers) or not answers else self._num_unanswered + 1
-        self._observations.has_lost_coordinator = self._num_unanswered >= ENOUGH_MISSES
 
     async def _look(self) -> None:
         found = await announced(

@@ -80,7 +80,6 @@ class PeerFacts:
 @dataclass(frozen=True, kw_only=True)
 class SwarmFacts:
     peers: Sequence[PeerFacts] = ()
-    has_lost_coordinator: bool = False
     differs_at: int | None = None
     """The first epoch after which peers held different anchors."""
 
@@ -182,14 +181,6 @@ def _clocks(swarm: SwarmFacts) -> Iterator[str]:
             )
 
 
-def _coordinator(swarm: SwarmFacts) -> Iterator[str]:
-    if swarm.has_lost_coordinator:
-        yield (
-            "the coordinator is gone: training continues, and peers can join with the address of any peer; start it "
-            "again with the same command"
-        )
-
-
 def _slow_peers(swarm: SwarmFacts) -> Iterator[str]:
     timed = [peer for peer in _there(swarm) if peer.step_s > 0]
     for peer in timed:
@@ -255,7 +246,6 @@ _WARNINGS: tuple[Callable[[SwarmFacts], Iterator[str]], ...] = (
     _losses,
     _rewards,
     _failing_rounds,
-    _coordinator,
 )
 
 

@@ -3,11 +3,8 @@
 import pytest
 
 from peers.core.defaults import (
-    compression_for,
-    fragments_for,
     outer_lr_for,
     outer_momentum_for,
-    overlap_steps_for,
     residual_decay_for,
 )
 
@@ -54,33 +51,10 @@ def test_only_top_k_forgets_and_by_the_step_where_epochs_are_short():
     assert residual_decay_for("topk", 6) ** 5 == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize(("num_layers", "expected"), [(1, 1), (3, 1), (4, 2), (12, 4), (22, 8)])
-def test_a_fragment_has_three_layers(num_layers, expected):
-    assert fragments_for(num_layers) == expected
-
-
-def test_overlap_hides_the_round_up_to_five_steps():
-    assert [overlap_steps_for(s, 1.0) for s in (0.0, 0.2, 1.0, 4.1)] == [0, 1, 1, 5]
-    assert overlap_steps_for(5.1, 1.0) is None
-
-
-def test_a_slower_link_gets_a_denser_codec():
-    numel, epoch_s = 150_000_000, 600.0
-    codecs = [
-        compression_for(numel, mbps * 1e6, epoch_s, num_peers=4) for mbps in (10_000, 100, 40, 10, 5, 0.01)
-    ]
-    assert codecs == ["fp32", "int8", "int4", "1bit", "topk", "topk"]
-    assert compression_for(numel, 1.0, epoch_s, num_peers=1) == "fp32"
-
-
 def test_nonsense_is_refused():
     for call in (
         lambda: outer_lr_for(0, 30),
         lambda: outer_lr_for(2, 0),
-        lambda: fragments_for(0),
-        lambda: overlap_steps_for(1.0, 0.0),
-        lambda: overlap_steps_for(float("nan"), 1.0),
-        lambda: compression_for(1, 0.0, 1.0),
     ):
         with pytest.raises(ValueError):
             call()
