@@ -102,7 +102,7 @@ def _of_rollout(config: TrainConfig) -> dict[str, Any]:
         case "vllm":
             return {"use_vllm": True, "vllm_mode": "server"}
         case "peers":
-            # Two-sided clipping of arXiv 2505.07291: what an old policy wrote and earned little by counts boundedly.
+            # Two-sided clipping (arXiv 2505.07291) also bounds the ratio of tokens with a negative advantage.
             return {"use_vllm": True, "vllm_mode": "server", "delta": _LARGEST_RATIO}
 
 

@@ -37,9 +37,9 @@ class PeerTrainer(GRPOTrainer):
         compared: Callable[[Sequence[float]], None] | None = None,
         **arguments: Any,
     ) -> None:
-        """`compared`: completions are other peers', by policies that may be old. Called on the main rank
-        with the mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in nats
-        per token."""
+        """`compared`: completions are other peers', by policies that may be old. It is called on the main rank with the
+        mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in nats per
+        token."""
         super().__init__(**arguments)
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation
@@ -57,8 +57,8 @@ class PeerTrainer(GRPOTrainer):
             differences = self._differences(found)
             if self.accelerator.is_main_process:
                 self._compared(differences)
-            # The policy that the loss's ratio is clipped against is the one that sampled, however old it is. TRL has
-            # the trainer's own there and corrects by a weight beside it, so that nothing ends the way from an old one.
+            # Clip the ratio to the policy that sampled. TRL clips the ratio to the trainer's own policy, which is 1 in
+            # the first step, and multiplies by a truncated weight: an old batch could move the policy without limit.
             found["old_per_token_logps"] = found["sampling_per_token_logps"]
             found["importance_sampling_ratio"] = torch.ones_like(found["sampling_per_token_logps"])
         return found
