@@ -19,6 +19,7 @@ from diloco.train.sharding import Precision
 # Generations per pass over the placeholder data set; the trainer makes as many passes as it needs.
 _GENERATIONS_PER_PASS = 64
 _LARGEST_RATIO = 4.0
+"""Of a token with a negative advantage: above it, the token moves nothing."""
 
 
 def batches_of(config: TrainConfig, num_ranks: int) -> tuple[int, int, int]:
@@ -102,7 +103,7 @@ def _of_rollout(config: TrainConfig) -> dict[str, Any]:
         case "vllm":
             return {"use_vllm": True, "vllm_mode": "server"}
         case "peers":
-            # Two-sided clipping (arXiv 2505.07291) also bounds the ratio of tokens with a negative advantage.
+            # Two-sided clipping: arXiv 2505.07291.
             return {"use_vllm": True, "vllm_mode": "server", "delta": _LARGEST_RATIO}
 
 

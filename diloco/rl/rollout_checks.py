@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 _LOGP_LIMIT = 0.5
-"""Nats per token. Further apart, most tokens' ratios are clipped, and little is learned from them."""
+"""Nats per token. Further apart, most tokens whose probability has risen are clipped, and teach nothing."""
 _LOGP_FACTOR = 3.0
 """Times the median of the other rollout peers: where weights change fast, honest peers' old policies differ too."""
 _REWARD_TOLERANCE = 1e-3

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 Rows = Callable[[], list[dict[str, Any]]]
 RewardFunction = Callable[..., list[float]]
 
+_LEAST_LOGPROB = -50.0
+"""Of a sampled token. A lower claim is false, and its ratio could overflow, which clipping turns into NaN gradients."""
+
 
 class PeerTrainer(GRPOTrainer):
     """A GRPOTrainer with a placeholder data set: `rows` returns the prompts of the next generation on all ranks.
@@ -59,7 +62,7 @@ class PeerTrainer(GRPOTrainer):
                 self._compared(differences)
             # Clip the ratio to the policy that sampled. TRL clips the ratio to the trainer's own policy, which is 1 in
             # the first step, and multiplies by a truncated weight: an old batch could move the policy without limit.
-            found["old_per_token_logps"] = found["sampling_per_token_logps"]
+            found["old_per_token_logps"] = found["sampling_per_token_logps"].clamp(min=_LEAST_LOGPROB)
             found["importance_sampling_ratio"] = torch.ones_like(found["sampling_per_token_logps"])
         return found
 

@@ -85,7 +85,7 @@ async def _one(renters: Renters, python: str, row: Row | None, placed: Placed, t
         renters.say(placed.pod, f"{placed.config.name} is done already")
         return known
     if row is None:
-        return _failed(placed, trainer, "its pod does not exist or is not set up")
+        return known or _failed(placed, trainer, "its pod does not exist or is not set up")
     try:
         result = await _trained(renters, python, row, placed, trainer)
     except ProvisioningError as error:

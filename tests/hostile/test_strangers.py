@@ -19,6 +19,7 @@ from peers.net.channel import Channel
 from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
 from peers.protocol.mesh import Carried, Manifest, WantManifest
 from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote
+from peers.protocol.refusal import Why
 from peers.reduce.frames import HEADER, Kind
 from peers.reduce.plan import ATTEMPT_BYTES
 from peers.reduce.shares import bounds_of
@@ -47,6 +48,62 @@ def enemy(light: LightSwarm, tmp_path: Path) -> Iterator[Callable[..., Hostile]]
             return stack.enter_context(Hostile(tmp_path, light.initial_peers, RUN_ID, **claims))
 
         yield make
+
+
+def test_random_bytes_on_every_protocol_disturb_nobody(light, enemy):
+    hostile = enemy()
+    protocols = [f"diloco/{RUN_ID}/{name}" for name in ("mesh", "data", "state")]
+
+    async def attack() -> None:
+        for seed in range(3):
+            await asyncio.gather(
+                *(hostile.babble(peer, protocol, seed) for peer in hostile.honest for protocol in protocols)
+            )
+
+    hostile.call(attack())
+    light.goes_on()
+
+
+MALFORMED: list[dict[str, Any]] = [
+    {},
+    {"type": ["list"]},
+    {"type": {"a": 1}},
+    {"type": "refused", "why": Why.BANNED},
+    {"type": "announced", "record": 3},
+    {"type": "announced", "record": b"\xc1" * 100},
+    {"type": "announced", "record": b"\xc1" * 100_000},
+    {"type": "join", "fragment": 0},
+    {"type": "propose"},
+    {"type": "propose", "plan": [[1]] * 10_000},
+    {"type": "propose", "plan": b"\xc1" * 1000},
+    {"type": "status", "incarnation": -1, "sequence": math.nan},
+    {"type": "vote", "head": "a", "attempt": 1 << 62},
+    {"type": "certificates", "head": "f" * 64, "certificates": [0] * 33},
+    {"type": "abort", "head": "", "attempt": 0, "reason": "x" * 9999},
+    {"type": "bans", "signed": b"x" * 100_000},
+    {"type": "manifest", "fields": {"hv.local_steps": [[]] * 1000}},
+    {"type": "manifest", "fields": {"hv.outer_lr": math.nan}},
+    {"type": "manifest", "fields": "x" * 500_000},
+]
+
+
+def test_malformed_messages_cost_their_sender_the_channel_and_nobody_else_anything(light, enemy):
+    hostile = enemy()
+
+    async def attack() -> None:
+        for peer_id in list(hostile.honest):
+            for message in MALFORMED:
+                channel = await hostile.meet(peer_id)
+                with contextlib.suppress(PeersError):
+                    await channel.send(message, 5.0)
+            sock = await hostile.stream(peer_id, f"diloco/{RUN_ID}/mesh")
+            with sock:
+                await asyncio.get_running_loop().sock_sendall(
+                    sock, struct.pack("<I", 0xFFFF_FFFF) + b"x" * 1000
+                )
+
+    hostile.call(attack())
+    light.goes_on()
 
 
 def test_a_flood_of_messages_slows_nobody_down(light, enemy):

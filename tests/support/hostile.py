@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from peers.errors import PeersError
+from peers.errors import PeersError, PeerUnreachable
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
@@ -129,6 +130,15 @@ class Hostile:
         """In the DHT, where newcomers find it."""
         blob = replace(self.announcement(), maddrs=tuple(await self.dht.maddrs())).encode(self.identity)
         await self.dht.store(PEERS_KEY(self.run_id), self.identity.peer_id, blob, ttl_s=30.0)
+
+    async def babble(self, peer_id: str, protocol: str, seed: int, num_bytes: int = 4096) -> None:
+        """Random bytes on a stream of this protocol, which then stays open for a moment of silence."""
+        with contextlib.suppress(PeerUnreachable, OSError, TimeoutError):
+            sock = await self.stream(peer_id, protocol)
+            with sock:
+                await self._loop.sock_sendall(sock, random.Random(seed).randbytes(num_bytes))
+                async with asyncio.timeout(0.2):
+                    await self._loop.sock_recv(sock, 1 << 16)
 
     async def _enter(self) -> None:
         self.identity = load_or_create(self._directory / "hostile.key")

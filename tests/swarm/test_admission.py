@@ -182,7 +182,7 @@ def test_a_stranger_is_refused_everywhere_at_once_and_logged_once(run, light, tm
     light.goes_on()
 
 
-@pytest.mark.parametrize("is_admitted", exhaustive_but((True,), [False, True]))
+@pytest.mark.parametrize("is_admitted", exhaustive_but((False,), [False, True]))
 def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_path, is_admitted):
     """DILOCO_FLOOD_SECONDS=60 makes it a minute."""
     seconds = float(os.environ.get("DILOCO_FLOOD_SECONDS", "2"))

@@ -110,18 +110,18 @@ def test_the_report_tells_how_many_epochs_hold_everybodys_work():
 
 
 def test_the_report_tells_how_long_trainings_stood_still_and_what_would_shorten_it():
-    def records(blocked_s, tokens_per_s):
-        steps = [{**step(n, 4.0), "tokens_per_s": tokens_per_s} for n in range(10)]
+    def records(blocked_s):
+        steps = [step(n, 4.0) for n in range(10)]
         return {"peer 0": [*steps, {**epoch(1, "aa"), "blocked_s": blocked_s}]}
 
-    # The records span 31 s; a step of 1000 tokens takes one second.
+    # The records span 31 s.
     assert "stood still             0.3% of the time, for averaging\n" in report_text(
-        summarise(records(0.1, 1000.0), tokens_per_step=1000), {}
+        summarise(records(0.1), tokens_per_step=1000), {}
     )
-    overlapped = report_text(summarise(records(9.0, 1000.0), tokens_per_step=1000, overlaps=True), {})
+    overlapped = report_text(summarise(records(9.0), tokens_per_step=1000, overlaps=True), {})
     assert "averaging takes 29% of the time: try more --hv.local-steps\n" in overlapped
     assert "--hv.overlap-steps" not in overlapped
-    text = report_text(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
+    text = report_text(summarise(records(9.0), tokens_per_step=1000), {})
     assert text.startswith(
         "verdict                 averaging takes 29% of the time: try more --hv.local-steps"
     )
@@ -167,7 +167,7 @@ def test_the_report_names_peers_that_were_lost_and_when_they_were_back():
 
 
 def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
-    steps = [{**step(n, 4.0), "tokens_per_s": 1000.0} for n in range(10)]
+    steps = [step(n, 4.0) for n in range(10)]
     late = {**epoch(1, "aa"), "blocked_s": 6.2, "wait_s": 6.1, "round_s": 0.1}
     text = report_text(summarise({"peer 0": [*steps, late]}, tokens_per_step=1000), {})
     # The records span 31 s.
@@ -179,7 +179,7 @@ def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
     # With overlap the wait took place while the training went on: what it stood still for was the round.
     slow = {**epoch(1, "aa"), "blocked_s": 3.0, "wait_s": 6.0, "round_s": 9.0}
     text = report_text(summarise({"peer 0": [*steps, slow]}, tokens_per_step=1000), {})
-    assert "stood still             9.7% of the time, for averaging; --hv.overlap-steps 3 would hide" in text
+    assert "stood still             9.7% of the time, for averaging\n" in text
 
 
 def test_a_plot_that_cannot_be_written_is_a_note_and_the_report_has_no_plot(tmp_path, capsys):
