@@ -46,7 +46,7 @@ def has_epochs(number: int) -> Moment:
     """Every metrics.jsonl of the command speaks of so many epochs."""
 
     def moment(command: Command) -> bool:
-        found = [path.read_text() for path in command.directory.rglob("metrics.jsonl")]
+        found = [path.read_text() for path in command.files("metrics.jsonl")]
         return bool(found) and all(text.count('"kind": "epoch"') >= number for text in found)
 
     return moment

@@ -62,7 +62,7 @@ def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp
 def test_under_torchrun_the_daemons_end_is_told_in_its_own_words(start, model):
     flags = training_flags(model, per_device_train_batch_size=2, **{"hv.world-rank": 0})
     command = start(*TORCHRUN, *TRAINER, *flags, "--hv.host-maddrs", LOOPBACK[1])
-    logs = wait_until(lambda: list(command.directory.rglob("metrics.jsonl")), "metrics", command=command)
+    logs = wait_until(lambda: command.files("metrics.jsonl"), "metrics", command=command)
     wait_until(lambda: '"kind": "step"' in logs[0].read_text(), "a step", command=command)
     (pid,) = (pid for pid, argv in command.processes().items() if "/p2pd " in argv)
     os.kill(pid, signal.SIGKILL)

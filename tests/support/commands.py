@@ -98,6 +98,10 @@ class Command:
                 start_new_session=True,
             )
 
+    def files(self, name: str) -> list[Path]:
+        """Those of this name below the directory. rglob would fail where a directory goes while it looks."""
+        return [Path(parent, name) for parent, _, names in os.walk(self.directory) if name in names]
+
     @property
     def stdout(self) -> str:
         return (self.directory / "stdout").read_text(errors="replace")
