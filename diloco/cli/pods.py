@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
@@ -32,9 +32,6 @@ from diloco.cli.state_files import opened_existing, say_if_empty, tell_other_sta
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
-
-if TYPE_CHECKING:
-    pass
 
 app = App(name="pods", help="Manage rented pods.")
 
