@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from peers.protocol.certificates import Certificate
 from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 
 MAX_OWN = 256
 """Certificates of its own chain that a peer keeps. A peer that was away for longer rejoins as a newcomer."""
+RECENT_COMMITS = 16
+"""Faults in so many commits show that more are to be expected."""
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
 """Certificates of other chains that a peer keeps; beyond these limits the oldest are dropped."""
@@ -84,6 +87,15 @@ class Chain:
     def recent_heads(self, count: int) -> frozenset[str]:
         """The last `count` heads of this peer's chain before the newest."""
         return frozenset(list(self._own)[-1 - count : -1])
+
+    @property
+    def is_faultless(self) -> bool:
+        """Whether each of the last commits contains every member of the roster before it, at the first attempt."""
+        recent = list(self._own.values())[-1 - RECENT_COMMITS :]
+        return all(
+            commit.plan.attempt == 0 and parent.plan.roster_set <= commit.plan.signer_set
+            for parent, commit in pairwise(recent)
+        )
 
     def path_back(self, head: str) -> list[Certificate]:
         """The known certificates that lead to `head`, oldest first, without those of this peer's chain."""

@@ -26,9 +26,10 @@ FIRST_GRACE_S = START_S
 LEAST_GRACE_SHARE = 0.1
 """The least grace as a share of an epoch: training steps vary by that much."""
 PATIENCE, PATIENCE_BEATS = 1.25, 1.0
-"""A commit is late after this many usual waits and this many heartbeats more. A busy machine alone delays one by less
-than a heartbeat, and a run without faults is to be the same, bit for bit, each time. A worker that idles for longer
-has lost its time, and training meanwhile costs little: the average is merged that many steps later."""
+"""A commit is late after this many usual waits. A worker that idles for longer has lost its time, and training
+meanwhile costs little: the average is merged that many steps later. Without faults lately, a commit is late only this
+many heartbeats after that: a busy machine alone delays one by less, and a run without faults is to be the same, bit for
+bit, each time."""
 DEVIATIONS = 6.0
 """The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4
@@ -62,6 +63,8 @@ class Timing:
     num_peers: int = 1
     round_trip_s: float = 0.0
     """The median over the roster."""
+    is_faultless: bool = True
+    """The last commits contain the whole roster, at the first attempt (Chain.is_faultless)."""
     _waited_s: float = 0.0
     """How long the last commit waited from quorum to proposal."""
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
@@ -176,7 +179,8 @@ class Timing:
             return self.usual_round_s
         if len(self._waits) < ENOUGH_ROUNDS:
             return self.first_round_s
-        return PATIENCE * statistics.median(self._waits) + PATIENCE_BEATS * self.beat_s
+        spare_s = PATIENCE_BEATS * self.beat_s if self.is_faultless else 0.0
+        return PATIENCE * statistics.median(self._waits) + spare_s
 
     def answered(self, seconds: float) -> None:
         """A commit contains the worker's work, `seconds` after it was handed over."""

@@ -67,7 +67,7 @@ class Runtime(CoreLoop):
         self._beginning: Beginning | None = None
         self._reducing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
-        self._expected: tuple[str, set[str]] = "", set()
+        self._expected: tuple[str, frozenset[str]] = "", frozenset()
         """A head, and the peers on it to which streams were opened ahead of its round."""
 
     # What the worker asks for
@@ -169,15 +169,17 @@ class Runtime(CoreLoop):
             self._stop_fetching()
 
     def _expect_others(self) -> None:
-        """Open streams to peers that are new on this head: opening takes round trips, which a round would wait for."""
+        """Open streams to peers that are new on this head, or back: opening takes round trips, for which a round would
+        wait."""
         core = self.core
         if core.phase != "training":
             return
-        if self._expected[0] != core.head:
-            self._expected = core.head, set()
-        for peer_id in core.swarm.live_at(core.head).keys() - self._expected[1]:
-            self._expected[1].add(peer_id)
-            self.averaging.pool.open_ahead(peer_id)
+        known = self._expected[1] if self._expected[0] == core.head else frozenset[str]()
+        here = core.swarm.live_at(core.head).keys()
+        if here != known:
+            self._expected = core.head, frozenset(here)
+            for peer_id in here - known:
+                self.averaging.pool.open_ahead(peer_id)
 
     # Reductions and commits
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from peers.core import events
 from peers.core.peer import Peer
@@ -23,7 +24,7 @@ from peers.daemon.runtime import Runtime
 from peers.errors import PeersError, StateUnavailable
 from peers.net.identity import load_or_create
 from peers.net.streams import StreamPool
-from peers.protocol.messages import Ask, Message
+from peers.protocol.messages import Ask, Message, Status
 from peers.protocol.signatures import verify_signature
 from peers.state.handover import Memories
 from peers.state.outer_optimizer import OuterOptimizer
@@ -190,6 +191,28 @@ def test_weights_that_are_not_finite_are_the_end_of_their_worker_and_its_next_li
             outcome = await runtime.average(work_in(mine, step=2))
             assert (outcome.epoch, outcome.contributors) == (1, [0]) and not task.done()
             assert torch.isfinite(mine.inn[0]).all()
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_a_stream_to_a_peer_that_was_lost_and_is_back_is_open_before_the_round(tmp_path, monkeypatch):
+    async def scenario(runtime: Runtime) -> None:
+        opened: list[str] = []
+        monkeypatch.setattr(runtime.averaging.pool, "open_ahead", opened.append)
+        async with running(runtime):
+            await runtime.begin_worker(memories().inn, offered())
+            here = Status(incarnation=1, sequence=1, world_rank=1, phase="training", head=runtime.core.head)
+            for event in (
+                events.Received("other", here),
+                events.Disconnected("other"),
+                events.Received("other", replace(here, sequence=2)),
+                events.Received("other", replace(here, sequence=3)),
+            ):
+                runtime.post(event)
+            while (status := runtime.core.swarm.status("other")) is None or status.sequence < 3:
+                await asyncio.sleep(0)
+        assert opened == ["other", "other"]
 
     with a_runtime(tmp_path) as runtime:
         asyncio.run(scenario(runtime))
