@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from peers.core.chain import MAX_OWN, Chain, Fork, adoptable_prefix, prefers_theirs
+from peers.core.chain import MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix, prefers_theirs
 from tests.unit.peers.core.made import chain_of, commit, genesis, members
 
 GENESIS = genesis("abcde")
@@ -178,6 +178,15 @@ def test_commits_that_a_member_is_not_in_are_counted_back_to_its_last():
     way += chain_of(way[-1], "abc", 3)
     kept = chain(*way)
     assert {name: kept.num_absent(name) for name in "abde"} == {"a": 0, "b": 0, "d": 3, "e": 3}
+
+
+def test_a_commit_without_a_member_or_at_a_later_attempt_is_a_fault_until_it_is_long_ago():
+    well = [GENESIS, *chain_of(GENESIS, "abcde", 3)]
+    assert chain(*well).is_faultless
+    for faulty in (commit(well[-1], "abcd"), commit(well[-1], "abcde", attempt=1)):
+        after = chain_of(faulty, "abcde", RECENT_COMMITS)
+        assert not chain(*well, faulty, *after[:-1]).is_faultless
+        assert chain(*well, faulty, *after).is_faultless
 
 
 def test_what_is_added_twice_is_kept_once_and_what_others_send_is_bounded():

@@ -12,6 +12,8 @@ from peers.core.timing import (
     FETCH_S,
     FIRST_GRACE_S,
     LEAST_ROUND_S,
+    PATIENCE,
+    PATIENCE_BEATS,
     REGAIN,
     ROUND_TRIPS,
     SILENT_BEATS,
@@ -148,6 +150,16 @@ def test_who_was_left_out_by_little_is_waited_for_a_little_longer_next_time():
     for _ in range(16):
         timing.gathered(before, before, complete=False)
     assert before < timing.grace_s(20.0) <= 2 * before
+
+
+def test_a_worker_is_patient_while_nothing_is_wrong_and_less_where_faults_are_about():
+    timing = learned()
+    for _ in range(ENOUGH_ROUNDS):
+        timing.answered(4.0)
+    assert timing.patience_s(is_troubled=False) == PATIENCE * 4.0 + PATIENCE_BEATS * timing.beat_s
+    timing.is_faultless = False
+    assert timing.patience_s(is_troubled=False) == PATIENCE * 4.0
+    assert timing.patience_s(is_troubled=True) == timing.usual_round_s
 
 
 def test_pauses_between_failures_double_up_to_the_time_of_silence():
