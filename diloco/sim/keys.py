@@ -24,21 +24,18 @@ class VirtualKeys:
         return Signature(public_key=self.peer_id.encode(), signature=_mac(self._secret, payload))
 
 
+@dataclass(frozen=True)
 class KeyRing:
     """All keys of one simulation."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._secrets: dict[str, bytes] = {}
+    seed: int
 
     def keys_of(self, peer_id: str) -> VirtualKeys:
         """The keys of this peer, the same at every call: a peer keeps its key when it restarts."""
-        secret = self._secrets.setdefault(peer_id, _mac(b"ring", f"{self._seed} {peer_id}".encode()))
-        return VirtualKeys(peer_id, secret)
+        return VirtualKeys(peer_id, _mac(b"ring", f"{self.seed} {peer_id}".encode()))
 
     def verify(self, peer_id: str, payload: bytes, signature: Signature) -> bool:
-        secret = self._secrets.get(peer_id)
-        return secret is not None and hmac.compare_digest(_mac(secret, payload), signature.signature)
+        return hmac.compare_digest(self.keys_of(peer_id).sign(payload).signature, signature.signature)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class Network:
         """Messages that could not be decoded; honest peers send none."""
         self.on_channel: Callable[[str, str, bool], None] = lambda one, other, is_open: None
         """Called when the channel between two peers opens, and when it breaks."""
+        self.tamper: Callable[[str, str, Message], Message | None] = lambda sender, receiver, message: message
+        """What arrives instead of a message; None: nothing."""
         self._clock, self._rng, self._encodes = clock, rng, encodes
         self._ports: dict[str, Port] = {}
         self._cut: set[tuple[str, str]] = set()
@@ -130,9 +132,11 @@ class Network:
         quality, rng = self.quality, self._rng
         if quality.loss and rng.random() < quality.loss:
             return
-        self._deliver_after(sender, receiver, message)
+        if (arrives := self.tamper(sender, receiver, message)) is None:
+            return
+        self._deliver_after(sender, receiver, arrives)
         if quality.duplication and rng.random() < quality.duplication:
-            self._deliver_after(sender, receiver, message)
+            self._deliver_after(sender, receiver, arrives)
 
     def _deliver_after(self, sender: str, receiver: str, message: Message) -> None:
         quality, rng, pair = self.quality, self._rng, (sender, receiver)

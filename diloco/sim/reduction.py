@@ -99,7 +99,7 @@ class Reductions:
         are_joined = self._joined.issuperset(_pairs(plan.signers))
         open_s = min(PROMPT_S if are_joined else OPEN_S, timeout_s)
         self._after(open_s, lambda: self._give_up_opening(attempt, part))
-        self._after(timeout_s, lambda: self._fail(attempt, part, "too slow", self._unheard_by(attempt, part)))
+        self._after(timeout_s, lambda: self._time_out(attempt, part))
         if gone := frozenset(
             p for p in plan.signers if p in attempt.parts and attempt.parts[p].state == "over"
         ):
@@ -203,6 +203,10 @@ class Reductions:
         if not attempt.is_flowing:
             self._fail(attempt, part, "not all began in time", self._unheard_by(attempt, part))
 
+    def _time_out(self, attempt: Attempt, part: Part) -> None:
+        suspects = self._unheard_by(attempt, part) or self._slower_than(attempt, part)
+        self._fail(attempt, part, "too slow", suspects)
+
     def _fail_soon(self, attempt: Attempt, part: Part, suspects: Suspects) -> None:
         after_s = self._rng.uniform(*NOTICE_S)
         # Cancel the scheduled success, which might come before the failure.
@@ -237,6 +241,11 @@ class Reductions:
             return own
         cut = sorted({p for other in attempt.parts.values() for p in self._unlinked_to(attempt, other)})
         return frozenset({self._rng.choice(cut)}) if cut else frozenset()
+
+    def _slower_than(self, attempt: Attempt, part: Part) -> Suspects:
+        """The slowest member, if it is slower than this one."""
+        slowest = max((other.member for other in attempt.parts.values()), key=lambda member: member.slowness)
+        return frozenset({slowest.peer_id}) if slowest.slowness > part.member.slowness else frozenset()
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:
         self._clock.after(seconds, event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import permutations
+from itertools import combinations
 
 from diloco.sim.clock import Clock
 from diloco.sim.download import Downloads
@@ -28,8 +28,12 @@ VANISHED_S = (5.0, 30.0)
 """How long the others take to notice that a peer's machine is gone."""
 
 
-def peer_id_of(rank: int) -> str:
-    return f"p{rank}"
+Named = int | str
+"""A peer by its rank; or by its peer id, where that is another than `peer_id_of` its rank."""
+
+
+def peer_id_of(peer: Named) -> str:
+    return peer if isinstance(peer, str) else f"p{peer}"
 
 
 def settings_for(num_founders: int, **changes: object) -> Settings:
@@ -50,6 +54,8 @@ class VirtualSwarm:
     `liars`: by rank, the function that makes the machine. Every method that lets time pass raises InvariantViolated.
     """
 
+    peer_type = VirtualPeer
+
     def __init__(
         self,
         num_peers: int,
@@ -63,12 +69,13 @@ class VirtualSwarm:
         saves: bool = False,
         traced: bool = False,
         encodes: bool = True,
+        rng: random.Random | None = None,
     ) -> None:
         self.seed, self.num_peers, self.saves = seed, num_peers, saves
         self.machines = {peer_id_of(rank): make for rank, make in (liars or {}).items()}
         """By peer id: the functions that make the liars' machines."""
         self.liars = frozenset(self.machines)
-        self.disks = {peer_id_of(rank): Disk() for rank in range(num_peers)}
+        self.disks: dict[str, Disk] = {}
         self.offers: dict[str, State] = {}
         """By peer id: the state it offers, if not the common initial one."""
         self.slowness: dict[str, float] = {}
@@ -78,14 +85,16 @@ class VirtualSwarm:
             settings or settings_for(num_peers),
             durations or Durations(),
             quality,
+            rng or random.Random(seed),
             traced=traced,
             encodes=encodes,
         )
         self._incarnations = 0
         self._cuts: dict[Pair, int] = {}
         """By (sender, receiver): how many faults keep this direction cut."""
-        self.world.truth.outages.begin(permutations(self.disks, 2), 0.0)
         self.world.network.on_channel = self._on_channel
+        for rank in range(num_peers):
+            self._add(peer_id_of(rank))
         if starts:
             for rank in range(num_peers):
                 self.start(rank)
@@ -95,11 +104,12 @@ class VirtualSwarm:
         settings: Settings,
         durations: Durations,
         quality: Quality | None,
+        rng: random.Random,
         *,
         traced: bool,
         encodes: bool,
     ) -> World:
-        clock, rng, ring, truth = Clock(), random.Random(self.seed), KeyRing(self.seed), Truth()
+        clock, ring, truth = Clock(), KeyRing(self.seed), Truth()
         network = Network(clock, rng, quality, encodes=encodes)
         return World(
             clock=clock,
@@ -133,7 +143,12 @@ class VirtualSwarm:
 
     # Processes
 
-    def start(self, rank: int) -> None:
+    def _add(self, peer_id: str) -> None:
+        """Before its first process starts, nobody hears this peer, and it hears nobody."""
+        self.disks[peer_id] = Disk()
+        self.world.truth.outages.begin(self._pairs_of(peer_id), self.now)
+
+    def start(self, rank: Named) -> None:
         """Start a process of this peer, unless it runs."""
         peer_id = peer_id_of(rank)
         if peer_id in self.live:
@@ -141,7 +156,7 @@ class VirtualSwarm:
         self._incarnations += 1
         disk = self.disks[peer_id]
         offered = disk.checkpoint or self.offers.get(peer_id) or initial_state("seed")
-        peer = VirtualPeer(self.world, peer_id, disk, offered, is_honest=peer_id not in self.liars)
+        peer = self.peer_type(self.world, peer_id, disk, offered, is_honest=peer_id not in self.liars)
         peer.slowness = self.slowness.get(peer_id, 1.0)
         peer.saves = self.saves
         self._note(peer_id, "starts")
@@ -164,19 +179,23 @@ class VirtualSwarm:
         )
 
     def honest_machine(self, peer: VirtualPeer, incarnation: int) -> Peer:
-        world, rank = self.world, int(peer.peer_id.removeprefix("p"))
+        world = self.world
         return Peer(
             keys=world.ring.keys_of(peer.peer_id),
             verify=world.ring.verify,
             settings=world.settings,
             incarnation=incarnation,
-            # Every other peer has no rank, and claims one.
-            world_rank=-1 if rank % 2 else rank,
+            world_rank=self.world_rank_of(peer.peer_id),
             pledges=peer.disk.pledges,
             now=self.now,
         )
 
-    def kill(self, rank: int, *, vanishes: bool = False) -> None:
+    def world_rank_of(self, peer_id: str) -> int:
+        """The one that it is given: every other peer is given none, and claims one."""
+        rank = int(peer_id.removeprefix("p"))
+        return -1 if rank % 2 else rank
+
+    def kill(self, rank: Named, *, vanishes: bool = False) -> None:
         """Kill the daemon and the worker of this peer. `vanishes`: with their machine, so that channels do not break at
         once. May be repeated."""
         peer_id, notice_s = peer_id_of(rank), VANISHED_S if vanishes else NOTICE_S
@@ -188,7 +207,7 @@ class VirtualSwarm:
         peer.kill()
         self.world.truth.drops(peer_id, self.now)
 
-    def freeze(self, rank: int, seconds: float) -> None:
+    def freeze(self, rank: Named, seconds: float) -> None:
         """Stop its daemon for so long; its worker continues."""
         peer_id = peer_id_of(rank)
         peer = self.live.get(peer_id)
@@ -207,7 +226,7 @@ class VirtualSwarm:
 
         self.world.clock.after(seconds, thaw)
 
-    def slow_down(self, rank: int, factor: float) -> None:
+    def slow_down(self, rank: Named, factor: float) -> None:
         """Make it train, reduce and write its state `factor` times as slowly; 1: at normal speed."""
         peer_id = peer_id_of(rank)
         self.slowness[peer_id] = factor
@@ -217,7 +236,7 @@ class VirtualSwarm:
                 peer.worker.step_s = self.world.durations.step_s * factor
             self._note(peer_id, f"takes {factor:.1f} times as long from now on")
 
-    def leave(self, rank: int, ends_after_s: float = 1.0) -> None:
+    def leave(self, rank: Named, ends_after_s: float = 1.0) -> None:
         """Ask it to leave: it announces that, and ends."""
         if (peer := self.live.get(peer_id_of(rank))) is not None:
             self._note(peer.peer_id, "leaves")
@@ -225,14 +244,14 @@ class VirtualSwarm:
             peer.leave()
             self.world.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
 
-    def finish(self, rank: int) -> None:
+    def finish(self, rank: Named) -> None:
         """End its training with this epoch: the peer leaves with the commit that contains this work."""
         if (peer := self.live.get(peer_id_of(rank))) is not None and peer.worker is not None:
             self._note(peer.peer_id, "is to end with its next commit")
             self.world.truth.left_until[peer.peer_id] = math.inf
             peer.worker.ends_after_this = True
 
-    def crash_worker(self, rank: int, back_after_s: float) -> None:
+    def crash_worker(self, rank: Named, back_after_s: float) -> None:
         peer = self.live.get(peer_id_of(rank))
         if peer is None or peer.worker is None:
             return
@@ -249,7 +268,7 @@ class VirtualSwarm:
 
     # Links
 
-    def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
+    def cut(self, one: Named, other: Named, *, one_way: bool = False) -> None:
         """Cut the link in both directions; `one_way`: from `one` to `other` only."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] = self._cuts.get((sender, receiver), 0) + 1
@@ -258,7 +277,7 @@ class VirtualSwarm:
         self._note(peer_id_of(one), f"is cut off from {peer_id_of(other)}{', one way' if one_way else ''}")
         self.world.reductions.links_changed()
 
-    def heal(self, one: int, other: int, *, one_way: bool = False) -> None:
+    def heal(self, one: Named, other: Named, *, one_way: bool = False) -> None:
         """End one cut."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] -= 1
@@ -268,11 +287,11 @@ class VirtualSwarm:
         self._note(peer_id_of(one), f"is linked to {peer_id_of(other)} again")
         self.world.reductions.links_changed()
 
-    def partition(self, *sides: Iterable[int]) -> None:
+    def partition(self, *sides: Iterable[Named]) -> None:
         for one, other in _across(sides):
             self.cut(one, other)
 
-    def heal_partition(self, *sides: Iterable[int]) -> None:
+    def heal_partition(self, *sides: Iterable[Named]) -> None:
         for one, other in _across(sides):
             self.heal(one, other)
 
@@ -285,7 +304,7 @@ class VirtualSwarm:
 
     @property
     def honest(self) -> list[VirtualPeer]:
-        return [peer for peer in self.peers.values() if peer.is_honest]
+        return [peer for peer in self.live.values() if peer.is_honest]
 
     def state(self, rank: int) -> State:
         state = self.peers[rank].state
@@ -296,7 +315,7 @@ class VirtualSwarm:
         return {rank: peer.machine.epoch for rank, peer in self.peers.items()}
 
     def heads(self) -> set[str]:
-        return {peer.machine.head for peer in self.peers.values()}
+        return {peer.machine.head for peer in self.live.values()}
 
     def contributors(self, head: str) -> set[int]:
         plan = self.world.truth.certificates[head].plan
@@ -309,7 +328,7 @@ class VirtualSwarm:
     def trace(self) -> list[str]:
         return self.world.trace.lines
 
-    def _directions(self, one: int, other: int, one_way: bool) -> Sequence[Pair]:
+    def _directions(self, one: Named, other: Named, one_way: bool) -> Sequence[Pair]:
         there = (peer_id_of(one), peer_id_of(other))
         return [there] if one_way else [there, there[::-1]]
 
@@ -326,7 +345,7 @@ class VirtualSwarm:
             self.world.trace.add(peer_id, f"** {text}")
 
 
-def _across(sides: Sequence[Iterable[int]]) -> list[tuple[int, int]]:
-    """All pairs of ranks on different sides, each once."""
+def _across(sides: Sequence[Iterable[Named]]) -> list[tuple[Named, Named]]:
+    """All pairs of peers on different sides, each once."""
     known = [tuple(side) for side in sides]
-    return [(a, b) for one, other in permutations(known, 2) for a in one for b in other if a < b]
+    return [(a, b) for one, other in combinations(known, 2) for a in one for b in other]

@@ -81,6 +81,14 @@ def test_bad_links_lose_double_and_reorder():
     assert sorted(heads) == [f"{number:064x}" for number in range(100)] != heads
 
 
+def test_a_message_may_be_replaced_or_kept_from_one_receiver():
+    links = Links()
+    links.network.tamper = lambda sender, receiver, message: ask(7) if receiver == "b" else None
+    links.network.broadcast("a", ask(1))
+    links.clock.advance(5.0)
+    assert [port.heard for port in links.ports] == [[], [("a", ask(7))], []]
+
+
 def test_a_link_cut_both_ways_is_told_to_both_ends_and_opens_again():
     links = Links()
     links.network.cut("a", "b")

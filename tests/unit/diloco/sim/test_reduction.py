@@ -101,6 +101,14 @@ def test_all_members_get_the_result_once_all_have_begun():
     assert world.outcomes() == [["done"], ["done"], ["done"]]
 
 
+def test_who_is_so_slow_that_the_time_runs_out_is_suspected_by_the_others():
+    world = World()
+    world.peers["b"].slowness = 100.0
+    world.begin(*NAMES)
+    world.at(TIMEOUT_S + 1)
+    assert world.outcomes() == [[{"b"}], [set()], [{"b"}]]
+
+
 def test_who_does_not_begin_is_suspected_by_all_others():
     world = World()
     world.begin("a", "b")

@@ -45,40 +45,12 @@ def leader_of(swarm: VirtualSwarm, attempt: int = 0) -> int:
     return int(peer.machine.round.leader_of(attempt)[1:])
 
 
-@pytest.mark.parametrize("num_peers", [1, 2, 5])
-def test_peers_that_start_together_train_together(num_peers):
-    swarm = VirtualSwarm(num_peers)
-    swarm.run(10 * EPOCH_S)
-    together(swarm, within_s=3 * EPOCH_S)
-    assert min(swarm.epochs().values()) >= 10
-    head = min(swarm.heads(), key=lambda head: swarm.world.truth.states[head].epoch)
-    assert swarm.contributors(head) == swarm.roster(head) == set(range(num_peers))
-
-
 def test_founders_that_offer_different_states_begin_from_one_of_them():
     swarm = VirtualSwarm(3, starts=False)
     for rank in range(3):
         swarm.offers[peer_id_of(rank)] = initial_state(f"of {rank}")
         swarm.start(rank)
     together(swarm)
-
-
-def test_who_comes_while_founders_still_wait_is_one_of_them_and_the_others_begin_without_whom_never_comes():
-    swarm = VirtualSwarm(3, settings=settings_for(4))
-    swarm.run(10.0)
-    assert swarm.heads() == {""}
-    together(swarm, within_s=30.0)
-
-
-def test_a_late_joiner_gets_the_state_and_is_in_the_next_commits():
-    swarm = VirtualSwarm(3, settings=settings_for(2), starts=False)
-    swarm.start(0)
-    swarm.start(1)
-    in_epoch(swarm, 3)
-    swarm.start(2)
-    together(swarm, within_s=4 * EPOCH_S)
-    head = swarm.state(2).head
-    assert swarm.contributors(head) == swarm.roster(head) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -101,49 +73,6 @@ def test_a_member_that_dies_while_it_reduces_costs_the_others_nothing_they_have_
     together(swarm, within_s=6 * EPOCH_S)
     swarm.start(member)
     together(swarm, within_s=6 * EPOCH_S)
-
-
-def test_the_smaller_side_of_a_partition_comes_over_to_the_larger_one():
-    swarm = VirtualSwarm(5)
-    in_epoch(swarm, 3)
-    swarm.partition({0, 1, 2}, {3, 4})
-    swarm.run(5 * EPOCH_S)
-    larger = swarm.state(0).head
-    assert swarm.state(3).epoch < swarm.state(0).epoch or not swarm.state(0).leads_to(swarm.state(3))
-    swarm.heal_partition({0, 1, 2}, {3, 4})
-    together(swarm)
-    assert swarm.world.truth.states[larger].leads_to(swarm.state(3))
-
-
-def test_of_two_peers_one_dies_and_the_other_goes_on():
-    swarm = VirtualSwarm(2)
-    in_epoch(swarm, 3)
-    swarm.kill(1)
-    together(swarm, within_s=6 * EPOCH_S)
-    assert swarm.contributors(swarm.state(0).head) == {0}
-    swarm.start(1)
-    together(swarm, within_s=6 * EPOCH_S)
-    assert swarm.contributors(swarm.state(0).head) == {0, 1}
-
-
-def test_both_sides_of_a_broken_link_go_on_and_come_together():
-    swarm = VirtualSwarm(2)
-    in_epoch(swarm, 3)
-    swarm.cut(0, 1)
-    swarm.run(5 * EPOCH_S)
-    assert min(swarm.epochs().values()) > 4 and len(swarm.heads()) == 2
-    swarm.heal(0, 1)
-    together(swarm)
-
-
-def test_two_of_four_that_lose_each_other_go_on_with_a_third():
-    swarm = VirtualSwarm(4)
-    in_epoch(swarm, 3)
-    swarm.cut(0, 1)
-    swarm.run(8 * EPOCH_S)
-    assert max(swarm.epochs().values()) > 5
-    swarm.heal(0, 1)
-    together(swarm)
 
 
 def test_the_work_of_a_slow_peer_comes_into_later_commits():
@@ -178,13 +107,6 @@ def test_a_worker_that_crashes_takes_only_what_it_has_not_handed_over():
     handed = peer.in_hand.pieces
     together(swarm)
     assert handed <= swarm.state(1).pieces
-
-
-def test_wrong_digests_of_one_member_are_found_and_not_adopted():
-    swarm = VirtualSwarm(4)
-    in_epoch(swarm, 3)
-    swarm.peers[2].garbles = True
-    together(swarm, within_s=8 * EPOCH_S)
 
 
 def test_a_withheld_certificate_is_asked_for():
@@ -236,11 +158,3 @@ def test_who_was_away_for_longer_than_certificates_are_kept_takes_what_the_other
     together(swarm)
     together(swarm)
     assert swarm.contributors(swarm.state(0).head) == {0, 1, 2}
-
-
-def test_who_leaves_is_taken_off_the_roster():
-    swarm = VirtualSwarm(3)
-    in_epoch(swarm, 3)
-    swarm.leave(2)
-    together(swarm)
-    assert swarm.roster(swarm.state(0).head) == {0, 1}

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from diloco.sim.keys import KeyRing
+from diloco.sim.values import digest
 from peers.core.peer import Peer
 from peers.core.plans import Entry, plan_of
 from peers.core.settings import Settings
-from peers.protocol.certificates import Body, Certificate, Member, Plan, Signature, Work
+from peers.protocol.certificates import Body, Certificate, Member, Plan, Work
 from peers.protocol.messages import Offer, Status, Vote
 
 MANIFEST = "f" * 64
 SETTINGS = Settings(manifest=MANIFEST, steps_per_epoch=10, galaxy_size=3)
 
 
-def digest(*parts: object) -> str:
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
+def with_settings(**changes) -> Settings:
+    return dataclasses.replace(SETTINGS, **changes)
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Signs by naming itself and what is signed: nobody forges in these tests unless a test says so."""
-
-    peer_id: str
-
-    def sign(self, payload: bytes) -> Signature:
-        return Signature(
-            public_key=self.peer_id.encode(),
-            signature=hashlib.sha256(self.peer_id.encode() + payload).digest(),
-        )
-
-
-def verify(peer_id: str, payload: bytes, signature: Signature) -> bool:
-    return signature == Keys(peer_id).sign(payload)
+RING = KeyRing(seed=0)
+Keys, verify = RING.keys_of, RING.verify
+"""As in a Swarm (swarm.py)."""
 
 
 def work(

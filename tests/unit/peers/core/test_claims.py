@@ -8,7 +8,7 @@ from peers.core import effects
 from peers.core.plans import MAX_CLAIMED_RANK, claim_of
 from tests.unit.peers.core.driven import Driven
 from tests.unit.peers.core.made import OFFER, commit, genesis, status
-from tests.unit.peers.core.pump import Pump
+from tests.unit.peers.core.swarm import Swarm
 
 GENESIS = genesis("abc")
 """Of ranks 0, 1 and 2."""
@@ -75,20 +75,20 @@ def test_a_claim_that_a_certificate_gives_to_another_is_given_up_before_anything
 
 
 def test_who_was_taken_off_and_comes_back_does_not_keep_a_rank_that_is_another_peers_by_now():
-    pump = Pump("abc", train_s=2.0)
-    assert pump.reach(2, 60)
-    lost = next(name for name in "abc" if pump[name].peer.world_rank == 1)
+    swarm = Swarm("abc", train_s=2.0)
+    assert swarm.reach(2, 60)
+    lost = next(name for name in "abc" if swarm[name].machine.world_rank == 1)
     others = [name for name in "abc" if name != lost]
-    pump.disconnect(*(lost + other for other in others))
-    pump[lost].trains = False
-    assert pump.run(
-        200, lambda: lost not in {m.peer_id for m in pump[others[0]].peer.certificate.plan.roster}
+    swarm.partition(lost, others)
+    swarm[lost].hang()
+    assert swarm.run_until(
+        lambda: lost not in {m.peer_id for m in swarm[others[0]].machine.certificate.plan.roster}, 200
     )
-    pump.start("d")
-    assert pump.run(60, lambda: pump["d"].peer.world_rank == 1 and pump["d"].peer.head)
-    pump.mend()
-    assert pump.run(200, lambda: len(pump.heads()) == 1 and pump[lost].peer.world_rank != 1)
-    ranks = [node.peer.world_rank for node in pump.up]
+    swarm.start("d")
+    assert swarm.run_until(lambda: swarm["d"].machine.world_rank == 1 and swarm["d"].machine.head, 60)
+    swarm.heal_partition(lost, others)
+    assert swarm.run_until(lambda: len(swarm.heads()) == 1 and swarm[lost].machine.world_rank != 1, 200)
+    ranks = [node.machine.world_rank for node in swarm.live.values()]
     assert len(set(ranks)) == 4
 
 

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
-from peers.core import effects, events
+from peers.core import effects
 from peers.core.chain import MAX_OWN
 from peers.core.peer import MAX_PLEDGES
 from peers.protocol.certificates import Body, Certificate, Plan
@@ -19,41 +19,38 @@ from peers.protocol.messages import Abort, Certificates, Decline, Message, Propo
 from tests.support.exhaustive import exhaustive_but
 from tests.unit.peers.core.driven import Driven
 from tests.unit.peers.core.made import Keys, commit, digest, genesis, vote_of, work
-from tests.unit.peers.core.pump import Node, Pump, with_settings
+from tests.unit.peers.core.swarm import Node, Swarm, founded
 from tests.unit.peers.core.test_round_hostile import led_by_another, plan_at, reduced
-from tests.unit.peers.core.test_rounds import commits, founded
 
 Tamper = Callable[[str, str, Message], Message | None]
 
 
-def assert_they_go_on(pump: Pump, honest: str, *, epochs: int, seconds: float) -> None:
+def assert_they_go_on(swarm: Swarm, honest: str, *, epochs: int, seconds: float) -> None:
     """So many in so long, all of them on one chain, and none of their commits is lost."""
-    before = min(pump[name].peer.epoch for name in honest)
-    pump.run(seconds)
-    reached = [pump[name].peer.epoch for name in honest]
+    before = min(swarm[name].machine.epoch for name in honest)
+    swarm.run(seconds)
+    reached = [swarm[name].machine.epoch for name in honest]
     assert min(reached) >= before + epochs
     assert max(reached) - min(reached) <= 1
-    forks = [tell.text for name in honest for tell in pump[name].effects(effects.Tell) if tell.kind == "fork"]
-    assert forks == []
-    assert pump.signed_twice() == {}
+    assert not any(swarm[name].forks for name in honest)
 
 
-def say_for_ever(pump: Pump, sender: str, status_for: Callable[[Node], Status]) -> None:
+def say_for_ever(swarm: Swarm, sender: str, status_for: Callable[[Node], Status]) -> None:
     """A stranger's statuses, to each of those who are there now."""
     sequence = count(1)
 
     def beat() -> None:
-        for node in pump.up:
-            if node.peer.round is not None:
-                pump.say(sender, node.name, replace(status_for(node), sequence=next(sequence)))
-        pump.after(0.2, beat)
+        for node in swarm.live.values():
+            if node.machine.round is not None:
+                swarm.say(sender, node.peer_id, replace(status_for(node), sequence=next(sequence)))
+        swarm.at(swarm.now + 0.2, beat)
 
     beat()
 
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_one_that_declines_and_names_others_each_time(names):
-    pump, liar, turn = founded(names), names[-1], count()
+    swarm, liar, turn = founded(names), names[-1], count()
 
     def tamper(sender: str, to: str, message: Message) -> Message | None:
         if sender == liar and isinstance(message, Vote):
@@ -69,36 +66,36 @@ def test_one_that_declines_and_names_others_each_time(names):
             )
         return None if sender == liar and isinstance(message, Propose) else message
 
-    pump.tamper = tamper
-    assert_they_go_on(pump, names[:-1], epochs=25, seconds=300)
+    swarm.tamper = tamper
+    assert_they_go_on(swarm, names[:-1], epochs=25, seconds=300)
 
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcd",), ["abcd", "abcde"]))
 @pytest.mark.parametrize("declines", [False, True])
 def test_a_leader_that_says_it_has_lost_everybody_else(names, declines):
-    pump, liar, honest = founded(names), names[-1], names[:-1]
+    swarm, liar, honest = founded(names), names[-1], names[:-1]
 
     def tamper(sender: str, to: str, message: Message) -> Message | None:
         if sender == liar and isinstance(message, Propose):
             plan = message.plan
             lost = tuple(name for name in honest if name != to)
             abort = Abort(head=plan.parent, attempt=plan.attempt, reason="lost them", lost=lost)
-            pump.after(0.05, lambda: pump.say(liar, to, abort))
+            swarm.at(swarm.now + 0.05, lambda: swarm.say(liar, to, abort))
         if declines and sender == liar and isinstance(message, Vote):
             return Decline(head=message.head, attempt=message.attempt, reason="no")
         return message
 
-    pump.tamper = tamper
-    assert_they_go_on(pump, honest, epochs=55, seconds=600)
+    swarm.tamper = tamper
+    assert_they_go_on(swarm, honest, epochs=55, seconds=600)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "ready"])
 def test_a_stranger_that_tells_each_member_another_world_rank(phase):
-    pump = founded("abcd")
+    swarm = founded("abcd")
 
     def status_for(node: Node) -> Status:
-        peer, round_ = node.peer, node.peer.round
-        leads = round_.leader_of(round_.attempt) == node.name
+        peer, round_ = node.machine, node.machine.round
+        leads = round_.leader_of(round_.attempt) == node.peer_id
         mine = work(based_on=peer.epoch) if phase == "ready" else None
         return Status(
             incarnation=1,
@@ -110,97 +107,81 @@ def test_a_stranger_that_tells_each_member_another_world_rank(phase):
             work=mine,
         )
 
-    say_for_ever(pump, "z", status_for)
-    pump.run(30)
-    pump.start("n")
+    say_for_ever(swarm, "z", status_for)
+    swarm.run(30)
+    swarm.start("n")
     # The stranger's first attempt on each head fails where it says that it is ready.
-    assert_they_go_on(pump, "abcd", epochs=20, seconds=300)
-    taken_in = ["n" in c.plan.signers for c in committed(pump["a"])]
+    assert_they_go_on(swarm, "abcd", epochs=20, seconds=300)
+    taken_in = ["n" in c.plan.signers for c in committed(swarm["a"])]
     assert sum(taken_in) >= 10
 
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcd",), ["abcd", "abcde"]))
 def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
-    liar = names[-1]
-
-    class Slowed(Pump):
-        is_slow = False
-
-        def _perhaps_reduced(self, plan: Plan) -> None:
-            self.reduce_s = 15.0 if self.is_slow and liar in plan.signers else 1.0
-            super()._perhaps_reduced(plan)
-
-        def _reduce_failed(self, node: Node, plan: Plan) -> None:
-            if node.reducing == plan:
-                node.reducing = None
-                suspects = frozenset({liar}) & plan.signer_set - {node.name}
-                self.feed(node.name, events.ReduceFailed(plan.digest, "too slow", suspects))
-
-    pump = Slowed(names, settings=with_settings(galaxy_size=len(names)))
-    assert pump.reach(2, 100)
+    swarm, liar = founded(names), names[-1]
+    swarm.world.reductions.reduce_s = (1.0, 1.0)
 
     def tamper(sender: str, to: str, message: Message) -> Message:
         if to == liar and isinstance(message, Propose):
             vote = vote_of(liar, Body(plan=message.plan, anchor=digest("made"), momentum=digest("up")))
-            pump.after(0.02, lambda: pump.say(liar, sender, vote))
+            swarm.at(swarm.now + 0.02, lambda: swarm.say(liar, sender, vote))
         return message
 
-    pump.tamper, pump.is_slow = tamper, True
-    assert_they_go_on(pump, names[:-1], epochs=18, seconds=300)
+    swarm.tamper, swarm[liar].slowness = tamper, 15.0
+    assert_they_go_on(swarm, names[:-1], epochs=18, seconds=300)
 
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_an_owner_of_a_share_that_sends_other_bits_to_just_as_many_as_make_a_tie(names):
-    pump, liar = founded(names), names[-1]
+    swarm, liar = founded(names), names[-1]
 
-    def digests(name: str, plan: Plan) -> tuple[str, str]:
+    def garbles(name: str, plan: Plan) -> bool:
         victims = [signer for signer in plan.signers if signer != liar][: max(1, len(plan.signers) // 2 - 1)]
-        is_odd = liar in plan.signers and name in (*victims, liar)
-        return digest("odd" if is_odd else "anchor", plan.digest), digest("momentum", plan.digest)
+        return liar in plan.signers and name in (*victims, liar)
 
-    pump.digests = digests
-    assert_they_go_on(pump, names[:-1], epochs=8, seconds=300)
+    swarm.garbles = garbles
+    assert_they_go_on(swarm, names[:-1], epochs=8, seconds=300)
 
 
 def test_one_that_votes_as_late_as_it_may_does_so_no_later_each_time():
-    pump, liar = founded("abcde"), "e"
+    swarm, liar = founded("abcde"), "e"
 
     def tamper(sender: str, to: str, message: Message) -> Message | None:
         if sender != liar or not isinstance(message, Vote):
             return message
 
         def later() -> None:
-            lead = pump[to].peer.round._lead
+            lead = swarm[to].machine.round._lead
             if lead is None or lead.plan.digest != message.plan:
                 return
-            if len(lead.votes) < len(lead.plan.signers) - 1 or pump.now < lead.deadline - 0.6:
-                pump.after(0.1, later)
+            if len(lead.votes) < len(lead.plan.signers) - 1 or swarm.now < lead.deadline - 0.6:
+                swarm.at(swarm.now + 0.1, later)
             else:
-                pump.say(liar, to, message)
+                swarm.say(liar, to, message)
 
-        pump.after(0.2, later)
+        swarm.at(swarm.now + 0.2, later)
         return None
 
-    pump.tamper = tamper
-    assert_they_go_on(pump, "abcd", epochs=30, seconds=300)
-    assert_they_go_on(pump, "abcd", epochs=30, seconds=300)
+    swarm.tamper = tamper
+    assert_they_go_on(swarm, "abcd", epochs=30, seconds=300)
+    assert_they_go_on(swarm, "abcd", epochs=30, seconds=300)
 
 
 @pytest.mark.parametrize("who", ["a stranger", "a member"])
 def test_one_that_says_it_trains_and_is_never_ready_is_not_waited_for_longer_and_longer(who):
-    pump = founded("abcde")
-    usual = epochs_in(pump, 300)
+    swarm = founded("abcde")
+    usual = epochs_in(swarm, 300)
     if who == "a stranger":
         say_for_ever(
-            pump,
+            swarm,
             "z",
             lambda node: Status(
                 incarnation=1,
                 sequence=0,
                 world_rank=-1,
                 phase="training",
-                head=node.peer.head,
-                epoch=node.peer.epoch,
+                head=node.machine.head,
+                epoch=node.machine.epoch,
             ),
         )
     else:
@@ -210,9 +191,9 @@ def test_one_that_says_it_trains_and_is_never_ready_is_not_waited_for_longer_and
                 return replace(message, phase="training", work=None)
             return None if sender == "e" and isinstance(message, Propose) else message
 
-        pump.tamper = tamper
-    pump.run(300)
-    assert epochs_in(pump, 300) >= 0.75 * usual
+        swarm.tamper = tamper
+    swarm.run(300)
+    assert epochs_in(swarm, 300) >= 0.75 * usual
 
 
 @pytest.mark.parametrize("is_preferred", [True, False])
@@ -239,25 +220,25 @@ def test_a_commit_that_is_here_waits_for_no_state_that_is_held_back(is_preferred
 
 def test_what_strangers_have_signed_on_this_peers_head_is_not_even_checked():
     checked: list[str] = []
-    pump = founded("abc")
-    verify = pump["a"].peer._verify
+    swarm = founded("abc")
+    verify = swarm["a"].machine._verify
 
     def counted(peer_id: str, payload: bytes, signature: object) -> bool:
         checked.append(peer_id)
         return verify(peer_id, payload, signature)
 
-    pump["a"].peer._verify = counted
-    head = pump["a"].peer.certificate
+    swarm["a"].machine._verify = counted
+    head = swarm["a"].machine.certificate
     sybils = [f"z{n}" for n in range(200)]
     for signers in (sybils, [*sybils, "b"]):
         crowd = commit(head, signers)
-        pump.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
+        swarm.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
     assert checked == []
     # One that names a majority falsely is found out by their signatures, before the crowd's are looked at.
     crowd = commit(head, [*sybils, "a", "b"])
     forged = tuple(Keys("z").sign(b"") if p in "ab" else s for p, s in signatures(crowd))
     crowd = Certificate(body=crowd.body, signatures=forged)
-    pump.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
+    swarm.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
     assert len(checked) == 1
 
 
@@ -269,35 +250,32 @@ def committed(node: Node) -> list[Certificate]:
     return [apply.certificate for apply in node.effects(effects.Apply)]
 
 
-def epochs_in(pump: Pump, seconds: float) -> int:
-    before = len(commits(pump["a"]))
-    pump.run(seconds)
-    return len(commits(pump["a"])) - before
+def epochs_in(swarm: Swarm, seconds: float) -> int:
+    before = len(swarm["a"].commits)
+    swarm.run(seconds)
+    return len(swarm["a"].commits) - before
 
 
 def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
     """Of four, one was cut off and made commits of its own; one spoils every attempt of the other three."""
-    pump, liar = founded("abcd"), "d"
-    pump.tamper = lambda sender, to, message: (
+    swarm, liar = founded("abcd"), "d"
+    swarm.tamper = lambda sender, to, message: (
         None if sender == liar and isinstance(message, Vote | Propose) else message
     )
-    pump.disconnect("ab", "ac", "ad")
-    pump.run(60)
-    alone, together = pump["a"].peer.epoch, pump["b"].peer.epoch
+    swarm.partition("a", "bcd")
+    swarm.run(60)
+    alone, together = swarm["a"].machine.epoch, swarm["b"].machine.epoch
     assert alone > together + 2
-    pump.mend()
-    assert pump.run(120, lambda: min(pump[name].peer.epoch for name in "abc") >= together + 3)
-    assert [tell.fields for tell in pump["a"].effects(effects.Tell) if tell.kind == "fork"] == [
-        {"commits": alone - together}
-    ]
-    assert not any(tell.kind == "fork" for name in "bc" for tell in pump[name].effects(effects.Tell))
-    assert pump.signed_twice() == {}
+    swarm.heal_partition("a", "bcd")
+    assert swarm.run_until(lambda: min(swarm[name].machine.epoch for name in "abc") >= together + 3, 120)
+    assert [tell.fields for tell in swarm["a"].forks] == [{"commits": alone - together}]
+    assert not swarm["b"].forks + swarm["c"].forks
 
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
     """What each member's reduction makes of it: another one is suspected, by the word of this one."""
-    pump, liar, turn = founded(names), names[-1], count()
+    swarm, liar, turn = founded(names), names[-1], count()
 
     def reduces(name: str, plan: Plan) -> tuple[str, frozenset[str], frozenset[str]] | None:
         if liar not in plan.signers or name == liar:
@@ -306,25 +284,23 @@ def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
         named = others[next(turn) % len(others)] if others else liar
         return "took too long", frozenset({named}), frozenset({liar}) if others else frozenset()
 
-    pump.reduces = reduces
-    assert_they_go_on(pump, names[:-1], epochs=25, seconds=400)
+    swarm.reduces = reduces
+    assert_they_go_on(swarm, names[:-1], epochs=25, seconds=400)
 
 
 @pytest.mark.parametrize("seconds", [60, 75, 90, 120, 180])
 def test_two_sides_do_not_change_places_while_one_spoils_every_attempt(seconds):
     """Two of five went on alone; to the other two, who have left the fifth out, they seem to be as many."""
-    pump, liar = founded("abcde"), "d"
-    pump.tamper = lambda sender, to, message: (
+    swarm, liar = founded("abcde"), "d"
+    swarm.tamper = lambda sender, to, message: (
         None if sender == liar and isinstance(message, Vote | Propose) else message
     )
-    pump.disconnect("ab", "ac", "ad", "eb", "ec", "ed")
-    pump.run(seconds)
-    pump.mend()
-    together = pump["b"].peer.epoch
-    assert pump.run(120, lambda: min(pump[name].peer.epoch for name in "abce") >= together + 3)
-    forks = {name: sum(tell.kind == "fork" for tell in pump[name].effects(effects.Tell)) for name in "abce"}
-    assert max(forks.values()) <= 1
-    assert pump.signed_twice() == {}
+    swarm.partition("ae", "bcd")
+    swarm.run(seconds)
+    swarm.heal_partition("ae", "bcd")
+    together = swarm["b"].machine.epoch
+    assert swarm.run_until(lambda: min(swarm[name].machine.epoch for name in "abce") >= together + 3, 120)
+    assert max(len(swarm[name].forks) for name in "abce") <= 1
 
 
 def test_nobody_goes_back_from_what_most_have_signed_though_one_of_them_says_that_it_stands_before_it():
@@ -349,30 +325,28 @@ def test_nobody_goes_back_from_what_most_have_signed_though_one_of_them_says_tha
 
 
 def test_where_others_stood_before_a_link_broke_sends_nobody_back():
-    pump = founded("abcde")
-    pump.disconnect(*(one + other for one in "ae" for other in "bcd"))
-    pump.run(75)
-    gone_on, before = pump["b"].peer.epoch, len(pump["a"].done)
-    pump.mend()
+    swarm = founded("abcde")
+    swarm.partition("ae", "bcd")
+    swarm.run(75)
+    gone_on, before = swarm["b"].machine.epoch, len(swarm["a"].done)
     # Channels stand again a moment before anybody has said where it is.
-    for other in "bcd":
-        pump.feed("a", events.Connected(other))
-    pump.run(60)
-    fetched = [effect for _, effect in pump["a"].done[before:] if isinstance(effect, effects.Fetch)]
+    swarm.heal_partition("ae", "bcd")
+    swarm.run(60)
+    fetched = [effect for _, effect in swarm["a"].done[before:] if isinstance(effect, effects.Fetch)]
     assert fetched and all(effect.path[-1].plan.epoch >= gone_on for effect in fetched)
 
 
 def test_a_pledge_is_kept_for_every_head_that_a_peer_may_go_back_to():
-    pump = founded("abcd")
-    pump.run(6)
+    swarm = founded("abcd")
+    swarm.run(6)
     for name in "bcd":
-        pump[name].trains = False
-    pump.run(20)
-    head = pump["b"].peer.head
-    pump.disconnect("ab", "ac", "ad")
-    pump.run(400)
-    assert pump["a"].peer.epoch > pump["b"].peer.epoch + 64
+        swarm[name].hang()
+    swarm.run(20)
+    head = swarm["b"].machine.head
+    swarm.partition("a", "bcd")
+    swarm.run(400)
+    assert swarm["a"].machine.epoch > swarm["b"].machine.epoch + 64
     assert MAX_PLEDGES > MAX_OWN
-    pump.mend()
-    pump.run(20)
-    assert pump["a"].peer.head == head
+    swarm.heal_partition("a", "bcd")
+    swarm.run(20)
+    assert swarm["a"].machine.head == head

@@ -9,10 +9,9 @@ from peers.core.round import Stage
 from peers.protocol.certificates import Body, Certificate
 from peers.protocol.messages import Abort, Ask, Certificates, Propose, Status, Vote
 from tests.unit.peers.core.driven import Driven
-from tests.unit.peers.core.made import Keys, commit, digest, genesis, work
-from tests.unit.peers.core.pump import Pump, with_settings
+from tests.unit.peers.core.made import Keys, commit, digest, genesis, with_settings, work
+from tests.unit.peers.core.swarm import founded
 from tests.unit.peers.core.test_round_hostile import led_by_another, plan_at, reduced
-from tests.unit.peers.core.test_rounds import founded
 
 GENESIS = genesis("abc")
 
@@ -141,24 +140,21 @@ def test_work_that_is_handed_over_on_an_anchor_that_has_gone_is_rebased_and_the_
 
 
 def test_late_work_says_since_when_it_is_in_no_commit_until_it_is_in_one():
-    pump = founded("abc")
-    pump.run(1)
-    pump["c"].trains = False
-    pump.run(100)
-    pump["c"].trains = True
-    epoch = pump["c"].peer.worker.epoch
-    pump.feed("c", events.WorkReady(work(10)))
-    assert pump["c"].answers[-1] in ("rebase", "keep")
-    pump.run(60)
+    swarm = founded("abc")
+    swarm["c"].train_in(100.0)
+    epoch = swarm["c"].machine.worker.epoch
+    assert swarm.run_until(lambda: swarm["c"].answers[-1] in ("rebase", "keep"), 120)
+    swarm["c"].train_in(5.0)
+    swarm.run(60)
     first = next(
         apply.certificate
-        for apply in pump["c"].effects(effects.Apply)
+        for apply in swarm["c"].effects(effects.Apply)
         if apply.certificate.plan.epoch > epoch + 1 and "c" in apply.certificate.plan.signers
     )
     based_on = {c.peer_id: c.work.based_on for c in first.plan.contributors}
     assert based_on["c"] == epoch
     assert based_on["a"] == first.plan.epoch - 1
-    newest = pump["c"].peer.certificate
+    newest = swarm["c"].machine.certificate
     assert {c.work.based_on for c in newest.plan.contributors} == {newest.plan.epoch - 1}
 
 
@@ -310,18 +306,17 @@ def test_there_is_always_a_next_moment_and_it_is_not_now():
 
 
 def test_who_loses_a_fork_keeps_the_work_in_hand_and_says_what_is_lost():
-    pump = Pump("abcde", settings=with_settings(galaxy_size=5))
-    assert pump.reach(2, 60)
-    pump.disconnect("ad", "ae", "bd", "be", "cd", "ce")
-    pump.run(40)
-    pump.mend()
-    assert pump.run(60, lambda: len(pump.heads()) == 1)
-    losers = [node for node in pump.up if any(t.kind == "fork" for t in node.effects(effects.Tell))]
-    assert {node.name for node in losers} <= {"d", "e"}
+    swarm = founded("abcde")
+    swarm.partition("abc", "de")
+    swarm.run(40)
+    swarm.heal_partition("abc", "de")
+    assert swarm.run_until(lambda: len(swarm.heads()) == 1, 60)
+    losers = [node for node in swarm.live.values() if node.forks]
+    assert {node.peer_id for node in losers} <= {"d", "e"}
     for node in losers:
-        (tell,) = [t for t in node.effects(effects.Tell) if t.kind == "fork"]
+        (tell,) = node.forks
         assert tell.fields["commits"] >= 1
-    assert pump.run(60, lambda: all(node.answers[-1] == "contributed" for node in pump.up))
+    assert swarm.run_until(lambda: all(node.answers[-1] == "contributed" for node in swarm.live.values()), 60)
 
 
 def test_a_fragment_that_is_not_the_one_to_be_averaged_is_not_brought_to_a_commit():

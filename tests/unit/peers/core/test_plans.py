@@ -12,8 +12,7 @@ from peers.protocol.certificates import Certificate, Member, Plan
 from peers.protocol.limits import MAX_COUNT
 from peers.protocol.messages import Found, Propose, decode_message
 from peers.protocol.wire import encode
-from tests.unit.peers.core.made import SETTINGS, commit, digest, genesis, work
-from tests.unit.peers.core.pump import with_settings
+from tests.unit.peers.core.made import SETTINGS, commit, digest, genesis, with_settings, work
 
 PARENT = genesis("abcd")
 ROSTER = ("a", "b", "c", "d")

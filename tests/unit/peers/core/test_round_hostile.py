@@ -28,9 +28,8 @@ from peers.protocol.messages import (
 )
 from peers.protocol.wire import encode
 from tests.unit.peers.core.driven import Driven
-from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, work
-from tests.unit.peers.core.pump import Pump, with_settings
-from tests.unit.peers.core.test_rounds import commits, founded
+from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, with_settings, work
+from tests.unit.peers.core.swarm import Swarm, founded
 
 NAMES = "abcde"
 
@@ -370,29 +369,29 @@ def test_proposals_of_the_far_future_are_not_kept():
     assert len(a.peer.round._proposals) <= len(NAMES)
 
 
-# Over many epochs, on the pump
+# Over many epochs, in a swarm
 
 EPOCHS = 24
 """A liar costs fewer attempts than that, by half: it is left out for longer than it is let in."""
 
 
-def attempts_lost(pump: Pump, name: str, since: int) -> int:
-    return sum(attempt for epoch, attempt, _ in commits(pump[name]) if epoch > since)
+def attempts_lost(swarm: Swarm, name: str, since: int) -> int:
+    return sum(attempt for epoch, attempt, _ in swarm[name].commits if epoch > since)
 
 
 @pytest.mark.parametrize("names", ["abcde"])
 def test_a_member_that_never_votes_does_not_cost_an_attempt_in_every_epoch(names):
-    pump, liar = founded(names), names[-1]
-    pump.tamper = lambda sender, to, message: (
+    swarm, liar = founded(names), names[-1]
+    swarm.tamper = lambda sender, to, message: (
         None if sender == liar and isinstance(message, Vote) else message
     )
-    assert pump.run(400, lambda: pump["a"].peer.epoch >= 2 + EPOCHS)
-    assert attempts_lost(pump, "a", 2) <= 3 * EPOCHS // 4
+    assert swarm.run_until(lambda: swarm["a"].machine.epoch >= 2 + EPOCHS, 400)
+    assert attempts_lost(swarm, "a", 2) <= 3 * EPOCHS // 4
 
 
 @pytest.mark.parametrize("names", ["abcde"])
 def test_a_member_that_accuses_another_each_time_does_not_cost_an_attempt_in_every_epoch(names):
-    pump, liar = founded(names), names[-1]
+    swarm, liar = founded(names), names[-1]
 
     def accuses(sender: str, to: str, message: Message) -> Message:
         if sender == liar and isinstance(message, Vote):
@@ -405,19 +404,19 @@ def test_a_member_that_accuses_another_each_time_does_not_cost_an_attempt_in_eve
             )
         return message
 
-    pump.tamper = accuses
-    assert pump.run(400, lambda: pump["a"].peer.epoch >= 2 + EPOCHS)
-    assert attempts_lost(pump, "a", 2) <= 3 * EPOCHS // 4
+    swarm.tamper = accuses
+    assert swarm.run_until(lambda: swarm["a"].machine.epoch >= 2 + EPOCHS, 400)
+    assert attempts_lost(swarm, "a", 2) <= 3 * EPOCHS // 4
 
 
 def test_a_stranger_that_says_it_is_ready_and_does_nothing_does_not_cost_an_attempt_in_every_epoch():
-    pump = founded("abcd")
+    swarm = founded("abcd")
     sequence = iter(range(2, 10**6))
 
     def beats() -> None:
         for name in "abcd":
-            at = pump[name].peer
-            pump.say(
+            at = swarm[name].machine
+            swarm.say(
                 "z",
                 name,
                 Status(
@@ -430,11 +429,11 @@ def test_a_stranger_that_says_it_is_ready_and_does_nothing_does_not_cost_an_atte
                     work=work(based_on=at.epoch),
                 ),
             )
-        pump.after(0.4, beats)
+        swarm.at(swarm.now + 0.4, beats)
 
     beats()
-    assert pump.run(400, lambda: pump["a"].peer.epoch >= 2 + EPOCHS)
-    assert attempts_lost(pump, "a", 2) <= 3 * EPOCHS // 4
+    assert swarm.run_until(lambda: swarm["a"].machine.epoch >= 2 + EPOCHS, 400)
+    assert attempts_lost(swarm, "a", 2) <= 3 * EPOCHS // 4
 
 
 # Anything at any time

@@ -23,7 +23,7 @@ from peers.core.timing import (
     Timing,
 )
 from peers.timing import BEAT_PEERS, FULL_MESH, STALL_S
-from tests.unit.peers.core.pump import with_settings
+from tests.unit.peers.core.made import with_settings
 
 
 def a_timing(**settings) -> Timing:

@@ -1,0 +1,147 @@
+"""The virtual swarm, of peers that have names, with fixed durations and with faults that a test thinks of."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+
+from diloco.sim.network import Quality
+from diloco.sim.peer import VirtualPeer
+from diloco.sim.swarm import VirtualSwarm
+from diloco.sim.values import Pieces, State
+from diloco.sim.world import Durations
+from peers.core import effects, events
+from peers.core.effects import Effect
+from peers.core.settings import Settings
+from peers.protocol.certificates import Plan
+from peers.protocol.messages import Message
+from tests.unit.peers.core.made import OFFER, SETTINGS, with_settings
+
+
+class Mean(random.Random):
+    """Every duration is the mean of its span."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
+class Node(VirtualPeer):
+    """One process of one peer. Its effects take no time, so that a test never looks between two of them."""
+
+    swarm: Swarm
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.trains = True
+        """False: its worker begins, and hangs."""
+        self.done: list[tuple[float, Effect]] = []
+        """Its effects, and when."""
+
+    def effects(self, kind: type) -> list:
+        return [effect for _, effect in self.done if isinstance(effect, kind)]
+
+    @property
+    def answers(self) -> list[str]:
+        return [answer.how for answer in self.effects(effects.Answer)]
+
+    @property
+    def commits(self) -> list[tuple[int, int, int]]:
+        """Epoch, attempt and number of members of what it has applied."""
+        plans = [apply.certificate.plan for apply in self.effects(effects.Apply)]
+        return [(plan.epoch, plan.attempt, len(plan.signers)) for plan in plans]
+
+    @property
+    def forks(self) -> list[effects.Tell]:
+        """What it has told of those that it lost."""
+        return [tell for tell in self.effects(effects.Tell) if tell.kind == "fork"]
+
+    def train_in(self, epoch_s: float) -> None:
+        """Its worker takes so long for an epoch."""
+        self.worker.step_s = epoch_s / self.world.settings.steps_per_epoch
+
+    def hang(self) -> None:
+        """Its worker trains no more, and does not end."""
+        self.trains = False
+        self.worker.crash()
+        self.world.truth.idle_until[self.peer_id] = math.inf
+
+    def carry_out(self, effect: Effect) -> None:
+        self.done.append((self.world.clock.now, effect))
+        super().carry_out(effect)
+
+    def answer(self, answer: effects.Answer) -> None:
+        super().answer(answer)
+        if not self.trains:
+            self.hang()
+
+    def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None:
+        if (failure := self.swarm.reduces(self.peer_id, plan)) is not None:
+            self.post(events.ReduceFailed(plan.digest, *failure))
+            return
+        self.garbles = self.garbles or self.swarm.garbles(self.peer_id, plan)
+        super().reduced(plan, parts)
+
+    def _take_time(self, end: Callable[[], None]) -> None:
+        end()
+
+
+class Swarm(VirtualSwarm):
+    """All invariants are checked after every event: that nobody signs twice, for one.
+
+    `tamper(sender, receiver, message)`: what arrives instead; None: nothing. `reduces(name, plan)`: why this member's
+    reduction fails, and its suspects; None: it does not. `garbles(name, plan)`: whether it comes to other digests.
+    """
+
+    peer_type = Node
+
+    def __init__(
+        self, names: Iterable[str] = "", *, settings: Settings = SETTINGS, train_s: float = 5.0
+    ) -> None:
+        durations = Durations(
+            load_s=(0.5, 0.5),  # By then it has heard the others.
+            step_s=train_s / settings.steps_per_epoch,
+            reduce_s=(0.2, 0.2),
+            fetch_s=(0.2, 0.2),
+        )
+        quality = Quality(delay_s=(0.01, 0.01))
+        super().__init__(0, settings=settings, durations=durations, quality=quality, rng=Mean(0))
+        self.tamper: Callable[[str, str, Message], Message | None] = lambda sender, to, message: message
+        self.world.network.tamper = lambda *sent: self.tamper(*sent)
+        self.reduces: Callable[[str, Plan], tuple | None] = lambda name, plan: None
+        self.garbles: Callable[[str, Plan], bool] = lambda name, plan: False
+        for name in names:
+            self.start(name)
+
+    def start(self, name: str) -> Node:
+        if name not in self.disks:
+            self._add(name)
+            self.offers[name] = State("", 0, OFFER.anchor, OFFER.momentum)
+        super().start(name)
+        self[name].swarm = self
+        return self[name]
+
+    def world_rank_of(self, peer_id: str) -> int:
+        return -1
+
+    def say(self, sender: str, to: str, message: Message) -> None:
+        """At once, and whoever the sender is."""
+        if to in self.live:
+            self[to].received(sender, message)
+
+    def __getitem__(self, name: str) -> Node:
+        return self.live[name]
+
+    def epochs(self) -> set[int]:
+        return {node.machine.epoch for node in self.live.values()}
+
+    def reach(self, epoch: int, within_s: float) -> bool:
+        """Everybody is there, on one chain."""
+        return self.run_until(lambda: min(self.epochs()) >= epoch and len(self.heads()) == 1, within_s)
+
+
+def founded(names: str, **settings) -> Swarm:
+    """They have begun, and committed twice."""
+    swarm = Swarm(names, settings=with_settings(galaxy_size=len(names), **settings))
+    assert swarm.reach(2, 100)
+    return swarm
