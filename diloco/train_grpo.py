@@ -33,24 +33,20 @@ from diloco.launch.worker import Assignment, exit_code, exit_process, make_assig
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Commit, Diloco
-from diloco.outer.world import World, joined, on_rank_zero
-from diloco.rl import dialogues
+from diloco.outer.world import World, gathered, joined, on_rank_zero
 from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
-from diloco.rl.environments import EnvironmentTask
-from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
-from diloco.rl.generation import generating_by_servers
+from diloco.rl.evaluation import evaluated
 from diloco.rl.generator import generated, judged_again
 from diloco.rl.gpus import split_gpus, starts_server
-from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of_groups, terms_of
-from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of, rows_of
+from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
+from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of
 from diloco.rl.recorder import Recorder
 from diloco.rl.rollouts import Rollouts
-from diloco.rl.sampling import sampled, token_ids
+from diloco.rl.sampling import AT_ONCE, sampled
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.servers import opened_servers
 from diloco.rl.task_choice import open_task
-from diloco.rl.tasks import Message
 from diloco.rl.trainer import PeerTrainer, reward_functions
 from diloco.rl.turns import EvaluateWhenDue
 from diloco.train.devices import visible_gpus
@@ -182,13 +178,9 @@ class Training:
         if config.grpo.rollout == "vllm":
             with progress.phase("starting", "the inference server"):
                 self.open_servers(clean_ups, server_gpu)
-        with generating_by_servers() if config.grpo.rollout != "hf" else contextlib.nullcontext():
-            self.trainer = self.built(args)
+        self.trainer = self.built(args)
         if config.grpo.rollout == "peers":
             self.open_peer_rollouts(assignment.link_path, clean_ups)
-        if config.grpo.rollout != "hf":
-            generation: Any = self.trainer.vllm_generation
-            generation.servers, generation.seed_of = self.servers or self.peer_rollouts, self.rollout_seed
 
     @property
     def seed(self) -> int:
@@ -213,6 +205,7 @@ class Training:
         )
         trainer = PeerTrainer(
             rows=self.rows,
+            is_sampled_elsewhere=config.grpo.rollout != "hf",
             evaluation=self.evaluate,
             compared=self.compared if config.grpo.rollout == "peers" else None,
             model=self.model,
@@ -274,7 +267,7 @@ class Training:
             terms_of(self.config, self.task, self.model, self.prompts.prompts_per_generation),
             chat_template=str(self.tokenizer.chat_template or ""),
             step_of=lambda: self.trainer.state.global_step,
-            generate=self.own_groups,
+            generate=lambda: self.own_groups(self.example_numbers()),
             judge=partial(judged_again, self.task, self.tokenizer),
             on_event=partial(self.metrics.write, "event"),
         )
@@ -318,16 +311,31 @@ class Training:
         self.metrics.write("event", event="finished", **self.position())
 
     def rows(self) -> list[dict[str, Any]]:
-        """The prompts of the next generation, each repeated `num_generations` times; of rollout peers, completed."""
-        rollout, is_dialogue = self.config.grpo.rollout, isinstance(self.task, EnvironmentTask)
-        if rollout == "peers" or (is_dialogue and rollout == "vllm"):
-            # A collective. Before it waits: the rollouts to come are to be by these weights.
-            self.trainer.vllm_generation.sync_weights()
-        if rollout == "peers":
-            return on_rank_zero(lambda: rows_of_groups(self.task, self.groups_of_peers()))
-        if is_dialogue:
-            return on_rank_zero(lambda: rows_of_groups(self.task, self.own_groups()))
-        return rows_of(self.task, self.example_numbers(), copies=self.config.grpo.num_generations)
+        """The next generation: prompts, each `num_generations` times in a row, with completions. A collective."""
+        # Before it waits for rollout peers: their rollouts to come are to be by these weights.
+        self.push()
+        numbers = self.example_numbers()
+        match self.config.grpo.rollout:
+            case "hf":
+                # Each rank generates its share of the prompts, though it may train on others' completions.
+                share = np.array_split(numbers, self.world.num_ranks)[self.world.rank]
+                groups = [group for part in gathered(self.own_groups(share.tolist())) for group in part]
+            case "vllm":
+                groups = on_rank_zero(lambda: self.own_groups(numbers))
+            case "peers":
+                groups = on_rank_zero(self.groups_of_peers)
+        return rows_of(self.task, groups)
+
+    def push(self) -> None:
+        """Give the newest weights to who generates: servers or rollout peers, if there are any. A collective."""
+        takers = self.servers or self.peer_rollouts
+
+        def pushed() -> None:
+            if takers:
+                takers.publisher.take(self.model.named_parameters())
+                takers.push()
+
+        on_rank_zero(pushed)
 
     def groups_of_peers(self) -> list[Group]:
         assert self.peer_rollouts is not None
@@ -341,9 +349,9 @@ class Training:
         assert self.peer_rollouts is not None
         self.peer_rollouts.compared(differences)
 
-    def own_groups(self) -> list[Group]:
-        """The completions of one generation, by this trainer's model or servers."""
-        numbers, seed = self.example_numbers(), self.rollout_seed()
+    def own_groups(self, numbers: Sequence[int]) -> list[Group]:
+        """Completions of these examples by this rank's model, or the servers."""
+        seed = self.rollout_seed()
         groups = generated(self.task, self.tokenizer, numbers, self.config.grpo, self.written, seed)
         return [own_group(number, group) for number, group in zip(numbers, groups, strict=True)]
 
@@ -390,10 +398,8 @@ class Training:
 
     def evaluate(self) -> dict[str, float]:
         """Measure pass@k and the mean reward of the current weights on held-out prompts. A collective."""
-        grpo = self.config.grpo
-        if grpo.rollout == "vllm":
-            # A collective. TRL itself would push only if its step had changed since the last push.
-            self.trainer.vllm_generation.sync_weights()
+        if self.config.grpo.rollout == "vllm":
+            self.push()
         with self.progress.phase("evaluating"):
             figures = on_rank_zero(self.evaluated)
         self.metrics.write("eval", **self.position(), **figures)
@@ -401,24 +407,15 @@ class Training:
 
     def evaluated(self) -> dict[str, float]:
         """By completions of the held-out prompts."""
-        samples = self.config.grpo.eval_samples
-        sampling = Sampling(
+        return evaluated(
+            self.task,
+            self.tokenizer,
+            self.held_out,
+            self.written,
+            samples=self.config.grpo.eval_samples,
             max_tokens=self.config.grpo.max_completion_length,
-            temperature=TEMPERATURE,
-            top_p=TOP_P,
-            top_k=TOP_K,
+            seed=self.config.seed + self.trainer.state.global_step,
         )
-        seed = self.rollout_seed() if self.servers else self.config.seed + self.trainer.state.global_step
-        if isinstance(self.task, EnvironmentTask):
-            return dialogues.evaluated(
-                self.task, self.tokenizer, self.held_out, samples, self.written, sampling, seed
-            )
-
-        def complete(prompts: Sequence[list[Message]], count: int) -> list[list[str]]:
-            written = self.written(token_ids(self.tokenizer, prompts), count, sampling, seed)
-            return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
-
-        return evaluated(self.task, self.held_out, complete, samples=samples)
 
     def written(
         self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int
@@ -427,11 +424,15 @@ class Training:
         if self.servers:
             return self.servers.complete(prompts, count, sampling, seed=seed)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed)
+        # The memory for a generation of this rank suffices for as many completions of any kind.
+        share = -(-self.prompts.prompts_per_generation // self.world.num_ranks)
+        at_once = max(AT_ONCE, share * self.config.grpo.num_generations)
+        return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed, at_once=at_once)
 
     def rollout_seed(self) -> int:
-        """The seed of requests to the servers, which differs between steps and peers."""
-        return self.seed + 4099 * self.trainer.state.global_step
+        """Of the next generation on this rank: differs between steps, within a step, between ranks and peers."""
+        place = (self.seed, self.trainer.state.global_step, self.trainer.batch_of_step, self.world.rank)
+        return random.Random(str(place)).getrandbits(31)
 
     def rollout_figures(self) -> dict[str, Any]:
         """Figures of the last rollouts, or of the last push of weights to the servers, for the step's record."""

@@ -83,7 +83,8 @@ def grpo_arguments(
         save_only_model=False,
         report_to=[],
         disable_tqdm=True,
-        **_of_rollout(config),
+        # Two-sided clipping: arXiv 2505.07291.
+        delta=_LARGEST_RATIO if grpo.rollout == "peers" else None,
     )
 
 
@@ -92,19 +93,6 @@ def _activation_checkpointing(is_on: bool) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     name = "activation_checkpointing"
     return {name if name in known else "gradient_checkpointing": is_on}
-
-
-def _of_rollout(config: TrainConfig) -> dict[str, Any]:
-    """Arguments that depend on where completions are generated."""
-    match config.grpo.rollout:
-        case "hf":
-            # Some models' configurations switch the cache off, for training: without it this takes five times as long.
-            return {"generation_kwargs": {"use_cache": True}}
-        case "vllm":
-            return {"use_vllm": True, "vllm_mode": "server"}
-        case "peers":
-            # Two-sided clipping: arXiv 2505.07291.
-            return {"use_vllm": True, "vllm_mode": "server", "delta": _LARGEST_RATIO}
 
 
 def placeholders(prompts_per_generation: int) -> Dataset:

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from diloco.rl.environments import EnvironmentTask
-from diloco.rl.evaluation import figures_of
 from diloco.rl.sampling import token_ids
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.tasks import Example, Message
@@ -82,22 +81,6 @@ def held(
         for one in every
     ]
     return [judged[start : start + count] for start in range(0, len(judged), count)]
-
-
-def evaluated(
-    task: EnvironmentTask,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    samples: int,
-    complete: Complete,
-    sampling: Sampling,
-    seed: int,
-) -> dict[str, float]:
-    """As evaluation.py's, by `samples` dialogues of each example."""
-    groups = held(task, tokenizer, examples, samples, complete, sampling, seed)
-    rewards = [[sum(one["scores"]) for one in group] for group in groups]
-    solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
-    return figures_of(rewards, solved, samples=samples)
 
 
 def scored_again(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from diloco.rl.answers import parsed
-from diloco.rl.tasks import Example, Message, Task, reward_of
+from diloco.rl.dialogues import Complete
+from diloco.rl.environments import EnvironmentTask
+from diloco.rl.generator import judged
+from diloco.rl.server_client import Sampling
+from diloco.rl.tasks import Example, Task, weighted
 
 TEMPERATURE, TOP_P, TOP_K = 0.6, 0.95, 20
-
-Complete = Callable[[Sequence[list[Message]], int], list[list[str]]]
-"""(prompts, n) -> n completions of each prompt by the current weights."""
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -24,27 +28,33 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def evaluated(
-    task: Task, examples: Sequence[Example], complete: Complete, *, samples: int
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    complete: Complete,
+    *,
+    samples: int,
+    max_tokens: int,
+    seed: int,
 ) -> dict[str, float]:
     """Means over the examples of `reward`, `pass_at_1` and `pass_at_<samples>`."""
-    completions = complete([example.prompt for example in examples], samples)
-    rewards = [
-        [reward_of(task, text, example) for text in texts]
-        for example, texts in zip(examples, completions, strict=True)
-    ]
+    sampling = Sampling(max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, top_k=TOP_K)
+    groups = judged(task, tokenizer, examples, samples, complete, sampling, seed)
+    rewards = [weighted(task, one["scores"]) for group in groups for one in group]
     solved = [
-        sum(bool(text.strip()) and task.is_solved(parsed(text), example) for text in texts)
-        for example, texts in zip(examples, completions, strict=True)
+        sum(_is_solved(task, tokenizer, example, one) for one in group)
+        for example, group in zip(examples, groups, strict=True)
     ]
-    return figures_of(rewards, solved, samples=samples)
-
-
-def figures_of(
-    rewards: Sequence[Sequence[float]], solved: Sequence[int], *, samples: int
-) -> dict[str, float]:
-    """`rewards` of each completion of each prompt, and how many of a prompt's completions solved it."""
-    every = [reward for group in rewards for reward in group]
-    figures = {"reward": sum(every) / len(every)}
+    figures = {"reward": sum(rewards) / len(rewards)}
     for k in sorted({1, samples}):
         figures[f"pass_at_{k}"] = sum(pass_at_k(samples, count, k) for count in solved) / len(solved)
     return figures
+
+
+def _is_solved(
+    task: Task, tokenizer: PreTrainedTokenizerBase, example: Example, completion: Mapping[str, Any]
+) -> bool:
+    if isinstance(task, EnvironmentTask):
+        return sum(completion["scores"]) >= 1.0
+    text = str(tokenizer.decode(completion["tokens"], skip_special_tokens=True))
+    return bool(text.strip()) and task.is_solved(parsed(text), example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -68,7 +69,10 @@ class Generator:
         """For each example of the task: judged completions, as peers.protocol.rollouts.Completion has them."""
         self._tokenizer.chat_template = chat_template
         seed = secrets.randbits(31)
-        return generated(self.task, self._tokenizer, numbers, self._grpo, self._complete, seed)
+        groups = generated(self.task, self._tokenizer, numbers, self._grpo, self._complete, seed)
+        for completion in itertools.chain(*groups):
+            completion["logprobs"] = _numbers(completion["logprobs"])
+        return groups
 
 
 def generated(
@@ -82,10 +86,26 @@ def generated(
     """For each example of the task: judged completions to train on."""
     examples = [task.example(number) for number in numbers]
     sampling = Sampling(max_tokens=grpo.max_completion_length, temperature=grpo.temperature)
+    return judged(task, tokenizer, examples, grpo.num_generations, complete, sampling, seed)
+
+
+def judged(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    count: int,
+    complete: Complete,
+    sampling: Sampling,
+    seed: int,
+) -> list[list[dict[str, Any]]]:
+    """`count` completions of each example: tokens, log-probabilities, scores, and turns if they have any.
+
+    All completions that are trained on or evaluated are made here, whatever `complete` is.
+    """
     if isinstance(task, EnvironmentTask):
-        return dialogues.held(task, tokenizer, examples, grpo.num_generations, complete, sampling, seed)
+        return dialogues.held(task, tokenizer, examples, count, complete, sampling, seed)
     prompts = token_ids(tokenizer, [example.prompt for example in examples])
-    written = complete(prompts, grpo.num_generations, sampling, seed)
+    written = complete(prompts, count, sampling, seed)
     return [_judged(task, tokenizer, example, one) for example, one in zip(examples, written, strict=True)]
 
 
@@ -109,7 +129,7 @@ def _judged(
     """The completions of one prompt with their scores."""
     texts = tokenizer.batch_decode(written.token_ids, skip_special_tokens=True)
     return [
-        {"tokens": tokens, "logprobs": _numbers(logprobs), "scores": scores(task, text, example)}
+        {"tokens": tokens, "logprobs": logprobs, "scores": scores(task, text, example)}
         for tokens, logprobs, text in zip(written.token_ids, written.logprobs, texts, strict=True)
     ]
 

@@ -179,17 +179,18 @@ def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
     return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores, turns=turns)
 
 
-def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:
+def rows_of(task: Task, groups: Sequence[Group]) -> list[Row]:
     """The rows that PeerTrainer trains on, the completions of a prompt in a row."""
     return [
         {
-            "prompt": example.prompt,
-            "example": example,
-            "written": (tokens, logprobs, own_mask(turns, len(tokens))),
-            "judged": scores,
+            "prompt": prompt,
+            "tokens": tokens,
+            "logprobs": logprobs,
+            "mask": own_mask(turns, len(tokens)),
+            "scores": scores,
         }
         for group in groups
-        for example in [task.example(group.example)]
+        for prompt in [task.example(group.example).prompt]
         for tokens, logprobs, scores, turns in zip(
             group.tokens, group.logprobs, group.scores, group.turns or [()] * len(group.tokens), strict=True
         )

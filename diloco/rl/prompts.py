@@ -5,7 +5,6 @@ As in pretraining there is no read position to save, and no two peers get the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,12 +46,6 @@ def place_of(outer: Diloco, step: int, *, steps_per_epoch: int) -> tuple[Block, 
     # Without a swarm there are no epochs: use one block for every `steps_per_epoch` steps.
     number, local_step = divmod(step, steps_per_epoch)
     return Block(epoch=number, world_rank=0, data_base=number), local_step
-
-
-def rows_of(task: Task, numbers: Sequence[int], *, copies: int) -> list[dict[str, object]]:
-    """The rows that TRL expects: each prompt `copies` times in a row."""
-    examples = [task.example(number) for number in numbers]
-    return [{"prompt": example.prompt, "example": example} for example in examples for _ in range(copies)]
 
 
 def held_out_examples(task: Task, count: int) -> list[Example]:

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.tasks import Message
 
-_AT_ONCE = 64
-"""Completions in one batch."""
+AT_ONCE = 64
+"""Completions in one batch, unless the caller asks for more."""
 
 
 def sampled(
@@ -24,6 +24,7 @@ def sampled(
     sampling: Sampling,
     *,
     seed: int,
+    at_once: int = AT_ONCE,
 ) -> list[Written]:
     """`count` completions of each prompt. Leaves torch's random state and the model's mode as they were.
 
@@ -37,8 +38,8 @@ def sampled(
     try:
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(seed)
-            for start in range(0, len(asked), _AT_ONCE):
-                written += _batch(model, tokenizer, asked[start : start + _AT_ONCE], sampling)
+            for start in range(0, len(asked), at_once):
+                written += _batch(model, tokenizer, asked[start : start + at_once], sampling)
     finally:
         model.train(was_training)
     return [
@@ -57,7 +58,8 @@ def _batch(
     input_ids, mask = (part.to(model.device) for part in left_padded(prompts, padding))
     generate: Any = model.generate
     kept = _KeepLogprobs(sampling.temperature)
-    # Every setting is named: a model's own generation_config may hold others.
+    # Every setting is named: a model's own generation_config may hold others. Some configurations switch the cache off,
+    # for training: without it this takes five times as long.
     output = generate(
         input_ids=input_ids,
         attention_mask=mask,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,11 +62,9 @@ class Task(Protocol):
     def is_solved(self, completion: Completion, example: Example) -> bool: ...
 
 
-def reward_of(task: Task, text: str, example: Example) -> float:
-    """The weighted sum of a completion's scores; 0 if it is empty."""
-    return sum(
-        reward.weight * value for reward, value in zip(task.rewards, scores(task, text, example), strict=True)
-    )
+def weighted(task: Task, scores: Sequence[float]) -> float:
+    """The reward of a completion by its scores."""
+    return sum(reward.weight * value for reward, value in zip(task.rewards, scores, strict=True))
 
 
 def scores(task: Task, text: str, example: Example) -> list[float]:

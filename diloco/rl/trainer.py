@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer for a peer's worker: prompts chosen by the peer's position in the run, evaluation by pass@k."""
+"""TRL's GRPOTrainer for a peer's worker: trains on completions that come with the prompts, evaluates by pass@k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from diloco.callback import checkpoint_of
-from diloco.rl.tasks import Example, Message, Task, scores
+from diloco.rl.tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -26,36 +26,47 @@ _LEAST_LOGPROB = -50.0
 
 
 class PeerTrainer(GRPOTrainer):
-    """A GRPOTrainer with a placeholder data set: `rows` returns the prompts of the next generation on all ranks.
+    """A GRPOTrainer with a placeholder data set, which generates nothing.
 
-    A row that holds `written`, tokens, log-probabilities and the mask of those to train on, has been completed already,
-    and `judged` has its scores.
+    `rows` returns the whole next generation on all ranks: prompts, each with the `tokens` of a completion, the
+    `logprobs` that they were sampled by, the `mask` of those to train on, and `scores`.
     """
 
     def __init__(
         self,
         *,
         rows: Rows,
+        is_sampled_elsewhere: bool,
         evaluation: Callable[[], dict[str, float]],
         compared: Callable[[Sequence[float]], None] | None = None,
         **arguments: Any,
     ) -> None:
-        """`compared`: completions are other peers', by policies that may be old. It is called on the main rank with the
+        """`is_sampled_elsewhere`: by another process, whose log-probabilities differ from the trainer's.
+
+        `compared`: completions are other peers', by policies that may be old. It is called on the main rank with the
         mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in nats per
         token."""
         super().__init__(**arguments)
+        # TRL weights tokens by the ratio of the two probabilities where it believes that vLLM has sampled them. As an
+        # argument it would make TRL connect to its own kind of server, too.
+        self.use_vllm = is_sampled_elsewhere
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation
-        self._written: list[tuple[list[int], list[float], list[int]] | None] = []
+        self._own: list[dict[str, Any]] = []
+        """This rank's rows."""
+
+    @property
+    def batch_of_step(self) -> int:
+        """The number of the next batch in its optimizer step: a step may need several generations."""
+        return int(self._step % self.args.gradient_accumulation_steps)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
         # Choose the prompts here rather than in the data loader, which reads ahead past an outer step.
         rows = self._rows()
         first = self.accelerator.process_index * len(inputs)
-        own = rows[first : first + len(inputs)]
-        assert len(own) == len(inputs), (len(rows), len(inputs), first)
-        self._written = [row.pop("written", None) for row in own]
-        found: dict[str, Tensor | Any] = super()._generate_and_score_completions(own)
+        self._own = rows[first : first + len(inputs)]
+        assert len(self._own) == len(inputs), (len(rows), len(inputs), first)
+        found: dict[str, Tensor | Any] = super()._generate_and_score_completions(self._own)
         if self._compared is not None:
             differences = self._differences(found)
             if self.accelerator.is_main_process:
@@ -68,27 +79,18 @@ class PeerTrainer(GRPOTrainer):
 
     def _differences(self, found: dict[str, Tensor | Any]) -> list[float]:
         """Of all ranks' rows. A collective."""
-        mask = found["completion_mask"] * found.get("tool_mask", 1)
+        mask = found["completion_mask"] * found["tool_mask"]
         apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * mask
         each = (apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
         all_ranks: list[float] = gather_object(each)
         return all_ranks
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        prompt_ids, ids, mask, *others = super()._generate(prompts)
-        if written := [one for one in self._written if one is not None]:
-            mask = [mask for _, _, mask in written]
-        return prompt_ids, ids, mask, *others
+        prompt_ids, ids, _, *others = super()._generate(prompts)
+        return prompt_ids, ids, [row["mask"] for row in self._own], *others
 
-    def _generate_single_turn(
-        self, prompt_ids: list[list[int]], *arguments: Any, **named: Any
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        written = [one for one in self._written if one is not None]
-        if written:
-            return [tokens for tokens, _, _ in written], [logprobs for _, logprobs, _ in written]
-        generated: tuple[list[list[int]], list[list[float]] | None]
-        generated = super()._generate_single_turn(prompt_ids, *arguments, **named)
-        return generated
+    def _generate_single_turn(self, *_: Any, **__: Any) -> tuple[list[list[int]], list[list[float | None]]]:
+        return [row["tokens"] for row in self._own], [row["logprobs"] for row in self._own]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint. A failure is only logged, since a full disk must not end the training."""
@@ -107,28 +109,11 @@ class PeerTrainer(GRPOTrainer):
 
 
 def reward_functions(task: Task) -> list[RewardFunction]:
-    """One function per component, with its name. Each completion is scored once and the scores are shared."""
-    read: dict[tuple[str, int], list[float]] = {}
+    """One function per component, with its name, under which TRL records its mean. The rows have the scores."""
 
     def component(index: int) -> RewardFunction:
-        def score(
-            completions: Sequence[list[Message]],
-            example: Sequence[Example],
-            judged: Sequence[Sequence[float]] | None = None,
-            **_: Any,
-        ) -> list[float]:
-            if judged is not None:
-                return [one[index] for one in judged]
-            found = []
-            for completion, one in zip(completions, example, strict=True):
-                text = completion[0]["content"]
-                key = (text, id(one))
-                if index == 0:
-                    read[key] = scores(task, text, one)
-                found.append(read[key][index])
-            if index == len(task.rewards) - 1:
-                read.clear()
-            return found
+        def score(scores: Sequence[Sequence[float]], **_: Any) -> list[float]:
+            return [one[index] for one in scores]
 
         score.__name__ = task.rewards[index].name
         return score

@@ -12,6 +12,7 @@ from benchmarks.format_model import TASK, bare_model, train_format_model
 from diloco.errors import UserError
 from tests.support.commands import DILOCO, check_nothing_left, text_of_boxes
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TRAINER = (sys.executable, "-m", "diloco.train_grpo")
 SHORT = ("--device", "cpu", "--rollout", "hf", "--hv.local-steps", 2, "--warmup-steps", 0)
 LEARNING_TIMEOUT_S = 900.0
@@ -61,6 +62,26 @@ def test_a_trainer_that_is_started_by_hand_ends_with_a_report(start, bare, tmp_p
     assert "\ntrained on              32 completions in " in ran.stdout
     assert "averaged" not in ran.stdout and "PROBLEM" not in ran.stdout
     assert (tmp_path / "run" / "reward.png").is_file()
+
+
+def test_two_ranks_train_on_each_others_completions(start, bare, tmp_path):
+    flags = ("--total-steps", 2, "--total-batch-size", 24, "--per-device-train-batch-size", 12)
+    more = ("--grpo.num-generations", 8, "--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2)
+    argv = (
+        *TORCHRUN,
+        *TRAINER[1:],
+        "--path-model",
+        bare,
+        *SHORT,
+        *flags,
+        *more,
+        "--run-dir",
+        tmp_path / "run",
+    )
+    ran = start(*argv)
+    assert ran.wait() == 0, ran.stderr
+    assert "\ntrained on              48 completions in " in ran.stdout
+    check_nothing_left(ran)
 
 
 def test_a_task_that_there_is_not_ends_the_trainer_with_exit_code_2(start, bare):

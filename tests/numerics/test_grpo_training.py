@@ -17,10 +17,12 @@ from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.options.trainer import with_mode_defaults
 from diloco.outer.world import World
 from diloco.rl.answers import Completion
+from diloco.rl.push import Publisher
 from diloco.rl.sampling import sampled
 from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import Example, Reward
 from diloco.rl.trainer import PeerTrainer
+from diloco.train.model import load_model
 from diloco.train_grpo import Training
 from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon
@@ -80,6 +82,20 @@ def config(tmp_path, monkeypatch):
     )
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """What TRL's loss gets, of each generation."""
+    found = []
+    scored = PeerTrainer._generate_and_score_completions
+
+    def noted(self, inputs):
+        found.append(scored(self, inputs))
+        return found[-1]
+
+    monkeypatch.setattr(PeerTrainer, "_generate_and_score_completions", noted)
+    return found
+
+
 def trained(config, run_dir):
     """The records of a whole training."""
     run_dir.mkdir(parents=True)
@@ -116,20 +132,14 @@ def test_a_reward_of_the_users_own_is_what_is_trained_on(config, tmp_path, monke
     assert paid == [record["reward"] for record in records if record["kind"] == "step"]
 
 
-def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_path, monkeypatch):
+def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_path, monkeypatch, made):
     monkeypatch.setattr(train_grpo, "open_task", open_task)
     (tmp_path / "echo.py").write_text(
         "class Echo:\n    num_examples, num_held_out, max_turns = 40, 4, 2\n"
         "    def prompt(self, number): return str(number)\n"
         "    def reply(self, number, said): return 'go on'\n"
-        "    def reward(self, number, said): return len(said) / 2 - 0.01 * len(said[-1])\n"
+        "    def reward(self, number, said): return len(said) / 2 - 1e-6 * sum(map(ord, said[-1]))\n"
     )
-    made = []
-    scored = PeerTrainer._generate_and_score_completions
-
-    def noted(self, inputs):
-        made.append(scored(self, inputs))
-        return made[-1]
 
     def short(model, tokenizer, *asked, **named):
         """A model that knows nothing would hardly ever end what it says."""
@@ -139,7 +149,6 @@ def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_
         return found
 
     monkeypatch.setattr(train_grpo, "sampled", short)
-    monkeypatch.setattr(PeerTrainer, "_generate_and_score_completions", noted)
     own = replace(config.grpo, dataset=f"{tmp_path}/echo.py:Echo", max_completion_length=60)
     records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
     told = sum(int((one["completion_mask"] * (1 - one["tool_mask"])).sum()) for one in made)
@@ -262,3 +271,54 @@ def test_what_has_become_much_more_probable_since_it_was_sampled_moves_nothing(
     own = replace(config, grpo=replace(config.grpo, rollout="peers"), total_steps=1)
     (step,) = (record for record in trained(own, tmp_path / "run") if record["kind"] == "step")
     assert step["grad_norm"] > 0 if learns else step["grad_norm"] == 0
+
+
+class Server:
+    """In place of inference servers: a model that has the weights that were pushed last."""
+
+    own, last_push = None, None
+
+    def __init__(self, training: Training) -> None:
+        self.publisher = Publisher(torch.float32)
+        self._model, self._tokenizer = load_model(training.config.path_model, seed=5), training.tokenizer
+
+    def push(self) -> None:
+        self._model.load_state_dict(self.publisher.state, strict=False)
+
+    def complete(self, prompts, count, sampling, *, seed):
+        return train_grpo.sampled(self._model, self._tokenizer, prompts, count, sampling, seed=seed)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("rollout", "off_by", "learns"), [("vllm", 0.0, True), ("vllm", 0.5, False), ("hf", 0.5, True)]
+)
+def test_tokens_are_weighted_by_the_trainers_probability_over_the_servers_but_not_over_its_own(
+    rollout, off_by, learns, config, tmp_path, monkeypatch
+):
+    """By 8 tokens of 0.5 nats a completion is e^4 times as probable as the server said: TRL leaves it out."""
+
+    def opened(self, *_):
+        self.servers = Server(self)
+
+    def off(*asked, **named):
+        for one in (found := sampled(*asked, **named)):
+            one.logprobs[:] = [[value - off_by for value in logprobs] for logprobs in one.logprobs]
+        return found
+
+    monkeypatch.setattr(train_grpo, "sampled", off)
+    monkeypatch.setattr(Training, "open_servers", opened)
+    own = replace(config.grpo, rollout=rollout)
+    records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
+    steps = [record for record in records if record["kind"] == "step"]
+    assert len(steps) == 2 and all((record["grad_norm"] > 0) is learns for record in steps)
+    differences = [round(record["logp_difference_max"], 5) for record in steps if rollout == "vllm"]
+    assert differences == ([off_by] * 2 if rollout == "vllm" else [])
+
+
+def test_generations_of_one_step_have_completions_of_their_own(config, tmp_path, made):
+    own = replace(config.grpo, steps_per_generation=1, eval_prompts=0)
+    trained(replace(config, grpo=own, total_steps=1), tmp_path / "run")
+    first, second = (one["completion_ids"].tolist() for one in made)
+    assert first != second

@@ -14,6 +14,7 @@ from diloco.options.flags import GrpoConfig
 from diloco.rl import dialogues
 from diloco.rl.dialogues import own_mask, scored_again
 from diloco.rl.environments import EnvironmentTask
+from diloco.rl.evaluation import evaluated
 from diloco.rl.generator import generated, judged_again
 from diloco.rl.sampling import token_ids
 from diloco.rl.server_client import Sampling, Written
@@ -124,8 +125,8 @@ def test_a_learner_finds_the_scores_again_and_words_that_the_environment_would_n
 
 def test_an_evaluation_counts_the_dialogues_that_earn_everything(guess, tokenizer):
     model = Model(tokenizer, ["5"], ["1", "2", "3", "4"]).goes_on(1, 1, 1)
-    figures = dialogues.evaluated(
-        guess, tokenizer, [guess.example(SECRET_5)], 2, model.complete, Sampling(max_tokens=200), 1
+    figures = evaluated(
+        guess, tokenizer, [guess.example(SECRET_5)], model.complete, samples=2, max_tokens=200, seed=1
     )
     assert figures == {"reward": 0.5, "pass_at_1": 0.5, "pass_at_2": 1.0}
 

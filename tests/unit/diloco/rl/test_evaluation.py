@@ -4,8 +4,12 @@ import itertools
 
 import pytest
 
+from benchmarks.format_model import bare_model
+from diloco.data.tokenizer import load_tokenizer
 from diloco.options.flags import GrpoConfig
 from diloco.rl.evaluation import evaluated, pass_at_k
+from diloco.rl.sampling import token_ids
+from diloco.rl.server_client import Written
 from diloco.rl.task_choice import open_task
 
 
@@ -21,14 +25,21 @@ def test_an_impossible_pass_at_k_is_refused():
         pass_at_k(5, 1, 6)
 
 
-def test_an_evaluation_counts_solved_completions_of_each_prompt():
+def test_an_evaluation_counts_solved_completions_of_each_prompt(tmp_path):
     task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
+    tokenizer = load_tokenizer(str(bare_model(tmp_path / "model")))
     examples = [task.held_out(index) for index in range(2)]
 
-    def complete(prompts, count):
-        assert prompts == [example.prompt for example in examples]
-        right = [f"<SOLUTION>{example.gold}</SOLUTION>" for example in examples]
-        return [[right[0]] * count, [right[1], *["" for _ in range(count - 1)]]]
+    def complete(prompts, count, sampling, seed):
+        assert prompts == token_ids(tokenizer, [example.prompt for example in examples])
+        assert (sampling.max_tokens, seed) == (50, 1)
+        right = [
+            tokenizer(f"<SOLUTION>{example.gold}</SOLUTION>", add_special_tokens=False)["input_ids"]
+            for example in examples
+        ]
+        empty = [tokenizer.eos_token_id]
+        ids = [[right[0]] * count, [right[1], *[empty] * (count - 1)]]
+        return [Written(one, [[-1.0] * len(tokens) for tokens in one]) for one in ids]
 
-    figures = evaluated(task, examples, complete, samples=4)
+    figures = evaluated(task, tokenizer, examples, complete, samples=4, max_tokens=50, seed=1)
     assert figures == pytest.approx({"reward": 5 / 8, "pass_at_1": 5 / 8, "pass_at_4": 1.0})

@@ -9,8 +9,8 @@ import pytest
 from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl.task_choice import check_task, open_task
-from diloco.rl.tasks import reward_of
 from tests.support.commands import ROOT
+from tests.support.rollouts import reward_of
 
 TASK = "reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.options.flags import GrpoConfig
-from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of_groups
+from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of
 from diloco.rl.task_choice import open_task
 
 OWN = Group(example=5, tokens=[[1], [2]], logprobs=[[-1.0], [-2.0]], scores=[[0.0, 1.0], [1.0, 1.0]])
@@ -150,12 +150,12 @@ def test_a_learners_own_completions_are_not_compared(daemon, source):
 
 def test_completions_of_a_prompt_are_rows_side_by_side_with_what_was_judged():
     task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
-    rows = rows_of_groups(task, [OWN, Group(**sent(1))])
-    assert [row["written"] for row in rows] == [
+    rows = rows_of(task, [OWN, Group(**sent(1))])
+    assert [(row["tokens"], row["logprobs"], row["mask"]) for row in rows] == [
         ([1], [-1.0], [1]),
         ([2], [-2.0], [1]),
         ([3, 4], [-0.5, -0.5], [1, 1]),
         ([5], [-1.5], [1]),
     ]
-    assert [row["judged"] for row in rows] == [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
-    assert [row["example"].gold for row in rows[::2]] == [task.example(5).gold, task.example(7).gold]
+    assert [row["scores"] for row in rows] == [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    assert [row["prompt"] for row in rows[::2]] == [task.example(5).prompt, task.example(7).prompt]

@@ -11,7 +11,7 @@ from diloco.options.flags import GrpoConfig
 from diloco.rl.answers import parsed
 from diloco.rl.math_answers import boxed, equivalent
 from diloco.rl.task_choice import open_task
-from diloco.rl.tasks import reward_of
+from tests.support.rollouts import reward_of
 from tests.support.sandboxed import needs_bubblewrap
 
 ROWS = {
