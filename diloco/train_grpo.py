@@ -205,7 +205,7 @@ class Training:
         )
         trainer = PeerTrainer(
             rows=self.rows,
-            is_sampled_elsewhere=config.grpo.rollout != "hf",
+            is_sampled_elsewhere=config.grpo.rollout == "vllm",
             evaluation=self.evaluate,
             compared=self.compared if config.grpo.rollout == "peers" else None,
             model=self.model,
@@ -345,7 +345,7 @@ class Training:
             self.metrics.write("rollouts", step=self.trainer.state.global_step, **figures)
         return groups
 
-    def compared(self, differences: Sequence[float]) -> None:
+    def compared(self, differences: Sequence[tuple[int, float]]) -> None:
         assert self.peer_rollouts is not None
         self.peer_rollouts.compared(differences)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,14 +106,15 @@ class PeerRollouts:
         self._last = groups or self._generate()
         return list(self._last)
 
-    def compared(self, differences: Sequence[float]) -> None:
-        """How far the learner's log-probabilities of each completion taken last are from the sampler's: nats per token.
+    def compared(self, differences: Iterable[tuple[int, float]]) -> None:
+        """How far the learner's log-probabilities of completions are from the sampler's, in nats per token, with the
+        numbers of these completions among those taken last.
 
         Leaves out who has cheated, by this and by what `take` has found.
         """
         senders = [group.peer_id for group in self._last for _ in group.tokens]
-        for peer_id, difference in zip(senders, differences, strict=True):
-            if peer_id:
+        for number, difference in differences:
+            if peer_id := senders[number]:
                 self._checks.generated(peer_id, difference)
         for peer_id, reason in self._checks.cheats().items():
             log.warning("left rollout peer %s out: %s", peer_id, reason)

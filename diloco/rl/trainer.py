@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 Rows = Callable[[], list[dict[str, Any]]]
 RewardFunction = Callable[..., list[float]]
+Compared = Callable[[Sequence[tuple[int, float]]], None]
+"""Called with rows of the last generation, and by how much the trainer's log-probabilities of each differ from the
+sampler's: the mean absolute difference, in nats per token."""
 
 _LEAST_LOGPROB = -50.0
 """Of a sampled token. A lower claim is false, and its ratio could overflow, which clipping turns into NaN gradients."""
@@ -38,14 +41,13 @@ class PeerTrainer(GRPOTrainer):
         rows: Rows,
         is_sampled_elsewhere: bool,
         evaluation: Callable[[], dict[str, float]],
-        compared: Callable[[Sequence[float]], None] | None = None,
+        compared: Compared | None = None,
         **arguments: Any,
     ) -> None:
-        """`is_sampled_elsewhere`: by another process, whose log-probabilities differ from the trainer's.
+        """`is_sampled_elsewhere`: by a server of this trainer's weights, whose log-probabilities differ a little.
 
-        `compared`: completions are other peers', by policies that may be old. It is called on the main rank with the
-        mean absolute difference between the trainer's and the sampler's log-probabilities of each row, in nats per
-        token."""
+        `compared`: completions are other peers', by policies that may be old. It is called on the main rank after each
+        batch has been through the model, which costs no pass of its own."""
         super().__init__(**arguments)
         # TRL weights tokens by the ratio of the two probabilities where it believes that vLLM has sampled them. As an
         # argument it would make TRL connect to its own kind of server, too.
@@ -54,6 +56,8 @@ class PeerTrainer(GRPOTrainer):
         self._evaluation = evaluation
         self._own: list[dict[str, Any]] = []
         """This rank's rows."""
+        self._logprobs: Tensor | None = None
+        """Of the completions that went through the model last, [rows, tokens]."""
 
     @property
     def batch_of_step(self) -> int:
@@ -68,22 +72,38 @@ class PeerTrainer(GRPOTrainer):
         assert len(self._own) == len(inputs), (len(rows), len(inputs), first)
         found: dict[str, Tensor | Any] = super()._generate_and_score_completions(self._own)
         if self._compared is not None:
-            differences = self._differences(found)
-            if self.accelerator.is_main_process:
-                self._compared(differences)
             # Clip the ratio to the policy that sampled. TRL clips the ratio to the trainer's own policy, which is 1 in
-            # the first step, and multiplies by a truncated weight: an old batch could move the policy without limit.
+            # the first step: an old batch could move the policy without limit.
             found["old_per_token_logps"] = found["sampling_per_token_logps"].clamp(min=_LEAST_LOGPROB)
-            found["importance_sampling_ratio"] = torch.ones_like(found["sampling_per_token_logps"])
+            # TRL shuffles the rows.
+            found["row"] = torch.arange(first, first + len(inputs))
         return found
 
-    def _differences(self, found: dict[str, Tensor | Any]) -> list[float]:
-        """Of all ranks' rows. A collective."""
-        mask = found["completion_mask"] * found["tool_mask"]
-        apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * mask
-        each = (apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        all_ranks: list[float] = gather_object(each)
-        return all_ranks
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        self._logprobs = found[0].detach()
+        return found
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Tensor | Any]) -> Tensor:
+        loss: Tensor = super()._compute_loss(model, inputs)
+        if self._compared is not None:
+            self._compare(self._compared, inputs)
+        self._logprobs = None
+        return loss
+
+    def _compare(self, compared: Compared, inputs: dict[str, Tensor | Any]) -> None:
+        """A collective."""
+        assert self._logprobs is not None
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        apart = (self._logprobs - inputs["sampling_per_token_logps"]).abs() * mask
+        each = apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        # Under the names by which TRL records them for its servers.
+        metrics, name = self._metrics["train"], "sampling/sampling_logp_difference"
+        metrics[f"{name}/mean"].append(self.accelerator.gather(each).mean().item())
+        metrics[f"{name}/max"].append(self.accelerator.gather(apart.max()).max().item())
+        pairs = gather_object(list(zip(inputs["row"].tolist(), each.tolist(), strict=True)))
+        if self.accelerator.is_main_process:
+            compared(pairs)
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         prompt_ids, ids, _, *others = super()._generate(prompts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from benchmarks.format_model import bare_model
 from diloco import train_grpo
@@ -242,8 +243,9 @@ def test_generations_that_outlive_an_outer_step_are_refused_before_training(conf
 class Sender:
     """In place of the link to a daemon: rollouts of constant log-probabilities, whatever the policy."""
 
-    def __init__(self, logprob: float) -> None:
-        self._logprob = logprob
+    def __init__(self, *logprobs: float) -> None:
+        """One for each of two prompts."""
+        self._logprobs = logprobs
 
     def send(self, *_: object, **__: object) -> None: ...
 
@@ -252,8 +254,13 @@ class Sender:
     def receive(self, _: str) -> dict[str, object]:
         tokens = [[letter] * 8 for letter in b"abAB"]
         scores = [[1.0], [1.0], [0.0], [0.0]]
-        group = {"tokens": tokens, "logprobs": [[self._logprob] * 8] * 4, "scores": scores}
-        rollouts = [{"peer_id": "", "example": example, "staleness": 8, **group} for example in (0, 1)]
+        rollouts = [
+            {
+                **{"peer_id": "peer", "example": example, "staleness": 8},
+                **{"tokens": tokens, "logprobs": [[logprob] * 8] * 4, "scores": scores},
+            }
+            for example, logprob in enumerate(self._logprobs)
+        ]
         return {"rollouts": rollouts, "uniform": [], "senders": {}}
 
 
@@ -265,12 +272,39 @@ def test_what_has_become_much_more_probable_since_it_was_sampled_moves_nothing(
     bound for what earned little; at e^-20 it is above that for what earned much too."""
 
     def opened(self, *_):
-        self.peer_rollouts = self.rollouts_by(Sender(logprob))
+        self.peer_rollouts = self.rollouts_by(Sender(logprob, logprob))
 
     monkeypatch.setattr(Training, "open_peer_rollouts", opened)
     own = replace(config, grpo=replace(config.grpo, rollout="peers"), total_steps=1)
     (step,) = (record for record in trained(own, tmp_path / "run") if record["kind"] == "step")
     assert step["grad_norm"] > 0 if learns else step["grad_norm"] == 0
+
+
+def test_how_far_a_sampler_is_off_is_told_of_the_very_completion_without_a_pass_of_its_own(
+    config, tmp_path, monkeypatch
+):
+    """Though TRL shuffles a generation and trains on it in several batches."""
+    told: list[list[tuple[int, float]]] = []
+    passes = []
+    compute = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def opened(self, *_):
+        self.peer_rollouts = self.rollouts_by(Sender(-5.5, -8.5))
+
+    def counted(*arguments, **named):
+        passes.append(torch.is_grad_enabled())
+        return compute(*arguments, **named)
+
+    monkeypatch.setattr(Training, "open_peer_rollouts", opened)
+    monkeypatch.setattr(Training, "compared", lambda self, pairs: told.append(pairs))
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    own = replace(config, grpo=replace(config.grpo, rollout="peers", eval_prompts=0), total_steps=1)
+    (step,) = (record for record in trained(own, tmp_path / "run") if record["kind"] == "step")
+    found = dict(pair for pairs in told for pair in pairs)
+    assert len(told) == len(passes) > 1 and all(passes)
+    assert sorted(found) == list(range(8))
+    assert all(found[row] < 1.0 < 2.0 < found[row + 4] < 4.0 for row in range(4))
+    assert step["logp_difference_max"] > 2.0 and 1.0 < step["logp_difference_mean"] < 2.5
 
 
 class Server:

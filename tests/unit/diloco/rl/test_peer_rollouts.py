@@ -111,7 +111,7 @@ def test_groups_of_uniform_reward_are_counted_and_checked_but_not_trained_on(dae
         daemon.queue = [sent(0)]
         daemon.uniform = [{**sent(0), "peer_id": "forger", "scores": [[1.0, 1.0], [1.0, 1.0]]}] * 3
         assert [group.peer_id for group in source.take(1)] == ["peer"]
-        source.compared([0.01, 0.02])
+        source.compared([(0, 0.01), (1, 0.02)])
     assert source.figures()["uniform_groups"] == 3
     assert source.figures()["reward_of_all"] == pytest.approx(7 / 8)
     # One completion of two, chosen at random, is judged again: about half are found to be false.
@@ -134,7 +134,7 @@ def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differe
     for _ in range(10):
         daemon.queue = [{**sent(0), "scores": scores}]
         source.take(1)
-        source.compared(differences)
+        source.compared(enumerate(differences))
     assert set(left_out(daemon)) == ({"peer"} if reason else set())
     assert bool(daemon.events) is bool(reason)
     if reason:
@@ -144,7 +144,7 @@ def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differe
 def test_a_learners_own_completions_are_not_compared(daemon, source):
     for _ in range(10):
         source.take(1)
-        source.compared([9.0, 9.0])
+        source.compared([(0, 9.0), (1, 9.0)])
     assert left_out(daemon) == []
 
 
