@@ -90,9 +90,11 @@ class Chain:
 
     @property
     def is_faultless(self) -> bool:
-        """Whether each of the last commits contains every member of the roster before it, at the first attempt."""
+        """Whether each of the last commits contains every member of the roster before it, at the first attempt. Not if
+        this peer has come since they were made."""
         recent = list(self._own.values())[-1 - RECENT_COMMITS :]
-        return all(
+        was_there = len(recent) > RECENT_COMMITS or (bool(recent) and recent[0].is_genesis)
+        return was_there and all(
             commit.plan.attempt == 0 and parent.plan.roster_set <= commit.plan.signer_set
             for parent, commit in pairwise(recent)
         )

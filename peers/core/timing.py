@@ -176,11 +176,13 @@ class Timing:
         """How long a worker waits for the commit of its work before it goes ahead. `is_troubled`: an attempt has failed
         or a roster member is not live."""
         if is_troubled:
-            return self.usual_round_s
+            return self.learned_round_s or self.silence_s
+        if not self.is_faultless:
+            # Also of a peer that has just come, which knows few waits or none.
+            return PATIENCE * (statistics.median(self._waits) if self._waits else self.silence_s)
         if len(self._waits) < ENOUGH_ROUNDS:
             return self.first_round_s
-        spare_s = PATIENCE_BEATS * self.beat_s if self.is_faultless else 0.0
-        return PATIENCE * statistics.median(self._waits) + spare_s
+        return PATIENCE * statistics.median(self._waits) + PATIENCE_BEATS * self.beat_s
 
     def answered(self, seconds: float) -> None:
         """A commit contains the worker's work, `seconds` after it was handed over."""

@@ -182,7 +182,9 @@ def test_commits_that_a_member_is_not_in_are_counted_back_to_its_last():
 
 def test_a_commit_without_a_member_or_at_a_later_attempt_is_a_fault_until_it_is_long_ago():
     well = [GENESIS, *chain_of(GENESIS, "abcde", 3)]
-    assert chain(*well).is_faultless
+    assert chain(GENESIS).is_faultless and chain(*well).is_faultless
+    # Who has come since does not know.
+    assert not chain(*well[1:]).is_faultless
     for faulty in (commit(well[-1], "abcd"), commit(well[-1], "abcde", attempt=1)):
         after = chain_of(faulty, "abcde", RECENT_COMMITS)
         assert not chain(*well, faulty, *after[:-1]).is_faultless

@@ -157,8 +157,12 @@ def test_a_worker_is_patient_while_nothing_is_wrong_and_less_where_faults_are_ab
     for _ in range(ENOUGH_ROUNDS):
         timing.answered(4.0)
     assert timing.patience_s(is_troubled=False) == PATIENCE * 4.0 + PATIENCE_BEATS * timing.beat_s
-    timing.is_faultless = False
+    newcomer = a_timing()
+    assert newcomer.patience_s(is_troubled=False) == newcomer.first_round_s
+    timing.is_faultless = newcomer.is_faultless = False
     assert timing.patience_s(is_troubled=False) == PATIENCE * 4.0
+    assert newcomer.patience_s(is_troubled=False) == PATIENCE * newcomer.silence_s
+    assert newcomer.patience_s(is_troubled=True) == newcomer.silence_s
     assert timing.patience_s(is_troubled=True) == timing.usual_round_s
 
 
