@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from diloco.launch.worker import Assignment, exit_code, exit_process, make_assig
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Commit, Diloco
-from diloco.outer.world import World, gathered, joined, on_rank_zero
+from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
 from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.evaluation import evaluated
@@ -175,6 +176,8 @@ class Training:
         clean_ups.append(self.discard_partial)
         self.servers: Rollouts | None = None
         self.peer_rollouts: PeerRollouts | None = None
+        self.pushed_at = -1
+        """The step whose weights were pushed last."""
         if config.grpo.rollout == "vllm":
             with progress.phase("starting", "the inference server"):
                 self.open_servers(clean_ups, server_gpu)
@@ -312,14 +315,15 @@ class Training:
 
     def rows(self) -> list[dict[str, Any]]:
         """The next generation: prompts, each `num_generations` times in a row, with completions. A collective."""
-        # Before it waits for rollout peers: their rollouts to come are to be by these weights.
-        self.push()
+        if self.pushed_at != self.trainer.state.global_step:
+            # Before it waits for rollout peers: their rollouts to come are to be by these weights.
+            self.push()
         numbers = self.example_numbers()
         match self.config.grpo.rollout:
             case "hf":
                 # Each rank generates its share of the prompts, though it may train on others' completions.
-                share = np.array_split(numbers, self.world.num_ranks)[self.world.rank]
-                groups = [group for part in gathered(self.own_groups(share.tolist())) for group in part]
+                share = np.array_split(numbers, self.world.num_ranks)[self.world.rank].tolist()
+                groups = list(itertools.chain(*on_every_rank(lambda: self.own_groups(share))))
             case "vllm":
                 groups = on_rank_zero(lambda: self.own_groups(numbers))
             case "peers":
@@ -329,6 +333,7 @@ class Training:
     def push(self) -> None:
         """Give the newest weights to who generates: servers or rollout peers, if there are any. A collective."""
         takers = self.servers or self.peer_rollouts
+        self.pushed_at = self.trainer.state.global_step
 
         def pushed() -> None:
             if takers:

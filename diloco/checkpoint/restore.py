@@ -18,7 +18,7 @@ from diloco.checkpoint.store import Store
 from diloco.errors import UserError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Restored
-from diloco.outer.world import World, gathered, on_rank_zero
+from diloco.outer.world import World, on_every_rank, on_rank_zero
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def fetched(
         while (candidate := on_rank_zero(finder.next)) is not None:
             directory = _fetch_to_node(finder.store, candidate, world, stack)
             problems = [
-                found for each in gathered(_problems(directory, candidate.mark, world)) for found in each
+                found
+                for each in on_every_rank(partial(_problems, directory, candidate.mark, world))
+                for found in each
             ]
             if not problems:
                 return Found(candidate.mark, directory, candidate.is_own)
@@ -110,16 +112,12 @@ def skipped_event(problem: str) -> dict[str, Any]:
 
 def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
     """The checkpoint's directory on this node; each node's local rank 0 fetches it. Raises OSError."""
-    path, reason = None, ""
-    if world.local_rank == 0:
-        try:
-            path = stack.enter_context(store.opened(candidate.name, candidate.part))
-        except OSError as error:
-            reason = str(error)
-    outcomes = gathered((path, reason))
-    if reasons := [why for _, why in outcomes if why]:
-        raise OSError(reasons[0])
-    found = outcomes[world.node * world.num_local_ranks][0]
+
+    def fetched() -> Path | None:
+        is_first = world.local_rank == 0
+        return stack.enter_context(store.opened(candidate.name, candidate.part)) if is_first else None
+
+    found = on_every_rank(fetched)[world.node * world.num_local_ranks]
     assert found is not None
     return found
 

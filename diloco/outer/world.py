@@ -134,13 +134,20 @@ def summed(value: int) -> int:
     return int(total)
 
 
-def gathered(value: T) -> list[T]:
-    """The values of all ranks, in their order."""
+def on_every_rank(action: Callable[[], T]) -> list[T]:
+    """Run `action` on all ranks. Every rank gets all results, in the order of ranks, or an error if any has failed."""
     if not in_group():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+        return [action()]
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    try:
+        result = action()
+    except Exception as error:
+        dist.all_gather_object(outcomes, (None, error))
+        raise
+    dist.all_gather_object(outcomes, (result, None))
+    if failures := [error for _, error in outcomes if error is not None]:
+        raise failures[0]
+    return [result for result, _ in outcomes]
 
 
 def barrier() -> None:

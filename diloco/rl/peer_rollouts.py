@@ -77,6 +77,8 @@ class PeerRollouts:
         self._checks, self._random = RolloutChecks(), random.SystemRandom()
         self._waits = True
         self._last: Sequence[Group] = ()
+        self._differences: dict[int, float] = {}
+        """Of log-probabilities, by the numbers of completions among the last."""
         self._uniform: Sequence[Group] = ()
         """Came with the last, and teach nothing: all completions of each earn the same."""
 
@@ -88,7 +90,11 @@ class PeerRollouts:
         )
 
     def take(self, count: int) -> list[Group]:
-        """So many groups: of rollout peers, or generated here if none has come for long."""
+        """So many groups: of rollout peers, or generated here if none has come for long.
+
+        Leaves out who has cheated in those before.
+        """
+        self._leave_out_cheats()
         self._link.send("take", count=count, timeout_s=self._patience_s if self._waits else 0.0)
         answer = self._link.receive("rollouts")
         groups, self._uniform = (
@@ -108,14 +114,17 @@ class PeerRollouts:
 
     def compared(self, differences: Iterable[tuple[int, float]]) -> None:
         """How far the learner's log-probabilities of completions are from the sampler's, in nats per token, with the
-        numbers of these completions among those taken last.
-
-        Leaves out who has cheated, by this and by what `take` has found.
+        numbers of these completions among those taken last. The first of each counts: then the learner learns from it.
         """
-        senders = [group.peer_id for group in self._last for _ in group.tokens]
         for number, difference in differences:
+            self._differences.setdefault(number, difference)
+
+    def _leave_out_cheats(self) -> None:
+        senders = [group.peer_id for group in self._last for _ in group.tokens]
+        for number, difference in self._differences.items():
             if peer_id := senders[number]:
                 self._checks.generated(peer_id, difference)
+        self._differences.clear()
         for peer_id, reason in self._checks.cheats().items():
             log.warning("left rollout peer %s out: %s", peer_id, reason)
             self._on_event(event="rollout_peer_left_out", peer_id=peer_id, reason=reason)

@@ -97,10 +97,14 @@ class PeerTrainer(GRPOTrainer):
         mask = inputs["completion_mask"] * inputs["tool_mask"]
         apart = (self._logprobs - inputs["sampling_per_token_logps"]).abs() * mask
         each = apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        # Under the names by which TRL records them for its servers.
+        # Under the names by which TRL records them for its servers. TRL records the mean of what is listed.
         metrics, name = self._metrics["train"], "sampling/sampling_logp_difference"
-        metrics[f"{name}/mean"].append(self.accelerator.gather(each).mean().item())
-        metrics[f"{name}/max"].append(self.accelerator.gather(apart.max()).max().item())
+        total, count = (
+            self.accelerator.gather(torch.stack([apart.sum(), mask.sum()])[None]).sum(dim=0).tolist()
+        )
+        metrics[f"{name}/mean"].append(total / max(count, 1.0))
+        greatest = self.accelerator.gather(apart.max()).max().item()
+        metrics[f"{name}/max"] = [max([greatest, *metrics[f"{name}/max"]])]
         pairs = gather_object(list(zip(inputs["row"].tolist(), each.tolist(), strict=True)))
         if self.accelerator.is_main_process:
             compared(pairs)

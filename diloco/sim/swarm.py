@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from itertools import permutations
 
 from diloco.sim.clock import Clock
 from diloco.sim.download import Downloads
@@ -28,11 +28,11 @@ VANISHED_S = (5.0, 30.0)
 """How long the others take to notice that a peer's machine is gone."""
 
 
-Named = int | str
+PeerRef = int | str
 """A peer by its rank; or by its peer id, where that is another than `peer_id_of` its rank."""
 
 
-def peer_id_of(peer: Named) -> str:
+def peer_id_of(peer: PeerRef) -> str:
     return peer if isinstance(peer, str) else f"p{peer}"
 
 
@@ -148,7 +148,7 @@ class VirtualSwarm:
         self.disks[peer_id] = Disk()
         self.world.truth.outages.begin(self._pairs_of(peer_id), self.now)
 
-    def start(self, rank: Named) -> None:
+    def start(self, rank: PeerRef) -> None:
         """Start a process of this peer, unless it runs."""
         peer_id = peer_id_of(rank)
         if peer_id in self.live:
@@ -195,7 +195,7 @@ class VirtualSwarm:
         rank = int(peer_id.removeprefix("p"))
         return -1 if rank % 2 else rank
 
-    def kill(self, rank: Named, *, vanishes: bool = False) -> None:
+    def kill(self, rank: PeerRef, *, vanishes: bool = False) -> None:
         """Kill the daemon and the worker of this peer. `vanishes`: with their machine, so that channels do not break at
         once. May be repeated."""
         peer_id, notice_s = peer_id_of(rank), VANISHED_S if vanishes else NOTICE_S
@@ -207,7 +207,7 @@ class VirtualSwarm:
         peer.kill()
         self.world.truth.drops(peer_id, self.now)
 
-    def freeze(self, rank: Named, seconds: float) -> None:
+    def freeze(self, rank: PeerRef, seconds: float) -> None:
         """Stop its daemon for so long; its worker continues."""
         peer_id = peer_id_of(rank)
         peer = self.live.get(peer_id)
@@ -226,7 +226,7 @@ class VirtualSwarm:
 
         self.world.clock.after(seconds, thaw)
 
-    def slow_down(self, rank: Named, factor: float) -> None:
+    def slow_down(self, rank: PeerRef, factor: float) -> None:
         """Make it train, reduce and write its state `factor` times as slowly; 1: at normal speed."""
         peer_id = peer_id_of(rank)
         self.slowness[peer_id] = factor
@@ -236,7 +236,7 @@ class VirtualSwarm:
                 peer.worker.step_s = self.world.durations.step_s * factor
             self._note(peer_id, f"takes {factor:.1f} times as long from now on")
 
-    def leave(self, rank: Named, ends_after_s: float = 1.0) -> None:
+    def leave(self, rank: PeerRef, ends_after_s: float = 1.0) -> None:
         """Ask it to leave: it announces that, and ends."""
         if (peer := self.live.get(peer_id_of(rank))) is not None:
             self._note(peer.peer_id, "leaves")
@@ -244,14 +244,14 @@ class VirtualSwarm:
             peer.leave()
             self.world.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
 
-    def finish(self, rank: Named) -> None:
+    def finish(self, rank: PeerRef) -> None:
         """End its training with this epoch: the peer leaves with the commit that contains this work."""
         if (peer := self.live.get(peer_id_of(rank))) is not None and peer.worker is not None:
             self._note(peer.peer_id, "is to end with its next commit")
             self.world.truth.left_until[peer.peer_id] = math.inf
             peer.worker.ends_after_this = True
 
-    def crash_worker(self, rank: Named, back_after_s: float) -> None:
+    def crash_worker(self, rank: PeerRef, back_after_s: float) -> None:
         peer = self.live.get(peer_id_of(rank))
         if peer is None or peer.worker is None:
             return
@@ -268,7 +268,7 @@ class VirtualSwarm:
 
     # Links
 
-    def cut(self, one: Named, other: Named, *, one_way: bool = False) -> None:
+    def cut(self, one: PeerRef, other: PeerRef, *, one_way: bool = False) -> None:
         """Cut the link in both directions; `one_way`: from `one` to `other` only."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] = self._cuts.get((sender, receiver), 0) + 1
@@ -277,7 +277,7 @@ class VirtualSwarm:
         self._note(peer_id_of(one), f"is cut off from {peer_id_of(other)}{', one way' if one_way else ''}")
         self.world.reductions.links_changed()
 
-    def heal(self, one: Named, other: Named, *, one_way: bool = False) -> None:
+    def heal(self, one: PeerRef, other: PeerRef, *, one_way: bool = False) -> None:
         """End one cut."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] -= 1
@@ -287,11 +287,11 @@ class VirtualSwarm:
         self._note(peer_id_of(one), f"is linked to {peer_id_of(other)} again")
         self.world.reductions.links_changed()
 
-    def partition(self, *sides: Iterable[Named]) -> None:
+    def partition(self, *sides: Iterable[PeerRef]) -> None:
         for one, other in _across(sides):
             self.cut(one, other)
 
-    def heal_partition(self, *sides: Iterable[Named]) -> None:
+    def heal_partition(self, *sides: Iterable[PeerRef]) -> None:
         for one, other in _across(sides):
             self.heal(one, other)
 
@@ -328,7 +328,7 @@ class VirtualSwarm:
     def trace(self) -> list[str]:
         return self.world.trace.lines
 
-    def _directions(self, one: Named, other: Named, one_way: bool) -> Sequence[Pair]:
+    def _directions(self, one: PeerRef, other: PeerRef, one_way: bool) -> Sequence[Pair]:
         there = (peer_id_of(one), peer_id_of(other))
         return [there] if one_way else [there, there[::-1]]
 
@@ -345,7 +345,7 @@ class VirtualSwarm:
             self.world.trace.add(peer_id, f"** {text}")
 
 
-def _across(sides: Sequence[Iterable[Named]]) -> list[tuple[Named, Named]]:
+def _across(sides: Sequence[Iterable[PeerRef]]) -> list[tuple[PeerRef, PeerRef]]:
     """All pairs of peers on different sides, each once."""
     known = [tuple(side) for side in sides]
-    return [(a, b) for one, other in combinations(known, 2) for a in one for b in other]
+    return [(a, b) for one, other in permutations(known, 2) for a in one for b in other if str(a) < str(b)]

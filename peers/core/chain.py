@@ -19,7 +19,7 @@ from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 MAX_OWN = 256
 """Certificates of its own chain that a peer keeps. A peer that was away for longer rejoins as a newcomer."""
 RECENT_COMMITS = 16
-"""Faults in so many commits show that more are to be expected."""
+"""The newest commits, by which `Chain.is_faultless` goes."""
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
 """Certificates of other chains that a peer keeps; beyond these limits the oldest are dropped."""
@@ -90,12 +90,13 @@ class Chain:
 
     @property
     def is_faultless(self) -> bool:
-        """Whether each of the last commits contains every member of the roster before it, at the first attempt. Not if
-        this peer has come since they were made."""
+        """Whether each of the last commits was made at the first attempt, by every member of the roster before it that
+        it does not take off. Not if this peer has come since."""
         recent = list(self._own.values())[-1 - RECENT_COMMITS :]
         was_there = len(recent) > RECENT_COMMITS or (bool(recent) and recent[0].is_genesis)
         return was_there and all(
-            commit.plan.attempt == 0 and parent.plan.roster_set <= commit.plan.signer_set
+            commit.plan.attempt == 0
+            and parent.plan.roster_set & commit.plan.roster_set <= commit.plan.signer_set
             for parent, commit in pairwise(recent)
         )
 

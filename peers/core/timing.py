@@ -64,7 +64,7 @@ class Timing:
     round_trip_s: float = 0.0
     """The median over the roster."""
     is_faultless: bool = True
-    """The last commits contain the whole roster, at the first attempt (Chain.is_faultless)."""
+    """No commit has met with a fault lately, and this peer has been there for long (Chain.is_faultless)."""
     _waited_s: float = 0.0
     """How long the last commit waited from quorum to proposal."""
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))

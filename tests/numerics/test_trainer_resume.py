@@ -21,7 +21,7 @@ from diloco.checkpoint.shards import state_to_write
 from diloco.errors import DilocoError, UserError
 from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, HvConfig
-from diloco.outer.world import World, gathered
+from diloco.outer.world import World, on_every_rank
 from diloco.train_fsdp import Trainer
 from peers.daemon.link import LINK_ENV
 from tests.support.exhaustive import exhaustive_but
@@ -180,7 +180,7 @@ def restored(world, config, directory):
     }
     with trainer.metrics:
         trainer.checkpoints.close()
-    return trainer.outer.position, trainer.outer.tokens, gathered((mine, torch.get_rng_state()))
+    return trainer.outer.position, trainer.outer.tokens, on_every_rank(lambda: (mine, torch.get_rng_state()))
 
 
 def joined(ranks):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.errors import UserError
-from diloco.outer.world import World, on_rank_zero, summed
+from diloco.outer.world import World, on_every_rank, on_rank_zero, summed
 from tests.support.torch_ranks import Ranks
 
 
@@ -31,6 +31,7 @@ def test_cuda_without_enough_devices_is_refused():
 
 def test_alone_rank_zero_is_this_one():
     assert on_rank_zero(lambda: 7) == 7
+    assert on_every_rank(lambda: 7) == [7]
     assert summed(3) == 3
 
 
@@ -49,3 +50,16 @@ def refuse():
 def test_every_rank_takes_rank_zeros_branch_also_when_it_fails():
     with Ranks(2) as ranks:
         assert ranks.run(shared) == [("from 0", "taken", 3)] * 2
+
+
+def all_did(world):
+    done = on_every_rank(lambda: world.rank)
+    try:
+        on_every_rank(refuse if world.rank == 1 else lambda: 7)
+    except UserError as error:
+        return done, str(error), summed(1)
+
+
+def test_every_rank_gets_what_all_did_or_the_error_of_one():
+    with Ranks(2) as ranks:
+        assert ranks.run(all_did) == [([0, 1], "taken", 2)] * 2

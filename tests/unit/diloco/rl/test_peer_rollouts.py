@@ -141,6 +141,16 @@ def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differe
         assert reason in daemon.events[0]["reason"]
 
 
+def test_who_cheats_is_left_out_once_though_a_generation_is_compared_in_parts_and_again(daemon, source):
+    daemon.queue = [sent(0)] * 8
+    source.take(8)
+    for start in (0, 4, 8, 12, 0, 4, 8, 12):
+        source.compared((number, 9.0) for number in range(start, start + 4))
+    source.take(1)
+    source.take(1)
+    assert left_out(daemon) == ["peer"]
+
+
 def test_a_learners_own_completions_are_not_compared(daemon, source):
     for _ in range(10):
         source.take(1)
