@@ -33,7 +33,8 @@ class Setting:
     """Completions over which rewards are averaged."""
     max_completions: int = 200_000
     """Judged by all peers together, after which an arm has failed."""
-    lr: float = 5e-4
+    lr: float = 1e-3
+    """The better of 5e-4 and 1e-3 for both arms."""
 
     def rollout_peer(self) -> tuple[object, ...]:
         """Generates as many completions at once as a peer in lock-step does."""
