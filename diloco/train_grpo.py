@@ -333,7 +333,6 @@ class Training:
     def push(self) -> None:
         """Give the newest weights to who generates: servers or rollout peers, if there are any. A collective."""
         takers = self.servers or self.peer_rollouts
-        self.pushed_at = self.trainer.state.global_step
 
         def pushed() -> None:
             if takers:
@@ -341,6 +340,7 @@ class Training:
                 takers.push()
 
         on_rank_zero(pushed)
+        self.pushed_at = self.trainer.state.global_step
 
     def groups_of_peers(self) -> list[Group]:
         assert self.peer_rollouts is not None

@@ -34,7 +34,7 @@ class Setting:
     max_completions: int = 200_000
     """Judged by all peers together, after which an arm has failed."""
     lr: float = 1e-3
-    """The better of 5e-4 and 1e-3 for both arms."""
+    """Faster than 5e-4 in both arms, by one run of each."""
 
     def rollout_peer(self) -> tuple[object, ...]:
         """Generates as many completions at once as a peer in lock-step does."""
