@@ -86,13 +86,15 @@ def as_worker(settings: dict[str, Any]) -> None:
             epoch=commit.epoch,
             anchor_digest=commit.anchor_digest,
             contributors=commit.contributors,
+            own_steps=callback.outer.local_step,
             weights=digest_of(trainer.model),
         )
 
     own = zlib.crc32(settings["history"].encode())
+    callback = DilocoCallback(on_commit=tell)
     trainer = trainer_of(
         Path(settings["history"]).with_suffix(".trainer"),
-        DilocoCallback(on_commit=tell),
+        callback,
         max_steps=settings["max_steps"],
         data_seed=own,
         model=tiny_llama(seed=own),
