@@ -85,9 +85,9 @@ class Diloco:
 
         `local_steps` is H, the number of inner steps between two averagings of the same weights; by default it is the
         swarm's. `max_steps` ends the run after so many nominal steps. `restore` is called once, before anything is
-        offered to the swarm. `goes_ahead` lets training continue while a commit takes longer than usual because a peer
-        was lost; a later step then returns the commit. While this peer waits for its daemon, `on_waiting` is called
-        about once a second with what the daemon does.
+        offered to the swarm. `goes_ahead` lets training continue while a commit is awaited, if faults have happened
+        lately or it takes longer than usual; a later step then returns the commit. While this peer waits for its
+        daemon, `on_waiting` is called about once a second with what the daemon does.
 
         Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
         """

@@ -19,7 +19,7 @@ from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 MAX_OWN = 256
 """Certificates of its own chain that a peer keeps. A peer that was away for longer rejoins as a newcomer."""
 RECENT_COMMITS = 16
-"""The newest commits, by which `Chain.is_faultless` goes."""
+"""The newest commits, of which `Chain.is_faultless` speaks."""
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
 """Certificates of other chains that a peer keeps; beyond these limits the oldest are dropped."""
@@ -45,6 +45,9 @@ class Chain:
         self._others: dict[str, Certificate] = {}
         self._others_bytes = 0
         self.head = ""
+        self.is_faultless = True
+        """Each of the last commits was made at the first attempt, by every member of the roster before it that it does
+        not take off, and this peer has been there since."""
 
     @property
     def newest(self) -> Certificate:
@@ -87,18 +90,6 @@ class Chain:
     def recent_heads(self, count: int) -> frozenset[str]:
         """The last `count` heads of this peer's chain before the newest."""
         return frozenset(list(self._own)[-1 - count : -1])
-
-    @property
-    def is_faultless(self) -> bool:
-        """Whether each of the last commits was made at the first attempt, by every member of the roster before it that
-        it does not take off. Not if this peer has come since."""
-        recent = list(self._own.values())[-1 - RECENT_COMMITS :]
-        was_there = len(recent) > RECENT_COMMITS or (bool(recent) and recent[0].is_genesis)
-        return was_there and all(
-            commit.plan.attempt == 0
-            and parent.plan.roster_set & commit.plan.roster_set <= commit.plan.signer_set
-            for parent, commit in pairwise(recent)
-        )
 
     def path_back(self, head: str) -> list[Certificate]:
         """The known certificates that lead to `head`, oldest first, without those of this peer's chain."""
@@ -162,6 +153,7 @@ class Chain:
             self.add(certificate)
         while len(self._own) > MAX_OWN:
             del self._own[next(iter(self._own))]
+        self.is_faultless = _are_faultless(list(self._own.values())[-1 - RECENT_COMMITS :])
 
     def num_absent(self, peer_id: str) -> int:
         """How many of the newest commits in a row this peer did not contribute to."""
@@ -247,3 +239,11 @@ def _endorsers(path: Sequence[Certificate]) -> list[frozenset[str]]:
     for certificate in reversed(path):
         found.append(certificate.plan.signer_set | (found[-1] if found else frozenset()))
     return found[::-1]
+
+
+def _are_faultless(recent: Sequence[Certificate]) -> bool:
+    was_there = len(recent) > RECENT_COMMITS or recent[0].is_genesis
+    return was_there and all(
+        commit.plan.attempt == 0 and parent.plan.roster_set & commit.plan.roster_set <= commit.plan.signer_set
+        for parent, commit in pairwise(recent)
+    )

@@ -4,9 +4,9 @@ Late work: a worker whose work missed the commit trains on at once, in the epoch
 rebased: new anchor + (local - old anchor). Its next work contains the late work, with the epoch since which it was
 trained (`based_on`).
 
-Going ahead: a worker that waits for a commit which a fault delays trains on in the next epoch. The work it has handed
-over stays unchanged; what it trains meanwhile is put on top of the result. With --hv.overlap-steps auto workers always
-go ahead.
+Going ahead: while faults happen, no worker waits for the commit of its work, but trains on in the next epoch at once.
+The work it has handed over stays unchanged; what it trains meanwhile is put on top of the result. Without faults a
+worker waits for as long as usual first, so that a run can be repeated bit for bit; with --hv.overlap-steps auto never.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class LateWork:
         return False
 
     def go_ahead(self, turn: Turn, round_: Round | None) -> bool:
-        """Let the worker train on if its commit takes longer than usual. True if it was told to."""
+        """Let the worker train on while its commit is awaited. True if it was told to."""
         worker, work = self.worker, self.worker.work
         if round_ is None or work is None or work.last or worker.is_ahead or worker.has_lost_work:
             return False
-        if not self.settings.never_waits:
-            others = self.swarm.roster - {self.catch_up.me}
-            is_troubled = bool(round_.failures) or not all(map(self.swarm.is_live, others))
-            if not turn.passed(worker.ready_at + self.timing.patience_s(is_troubled=is_troubled)):
-                return False
+        others = self.swarm.roster - {self.catch_up.me}
+        is_well = self.chain.is_faultless and not round_.failures and all(map(self.swarm.is_live, others))
+        waits = is_well and not self.settings.never_waits
+        if waits and not turn.passed(worker.ready_at + self.timing.patience_s):
+            return False
         worker.is_ahead = True
         turn.do(GoAhead(worker.epoch + 1, round_.next_data_base, self.epoch_s()))
         return True

@@ -551,7 +551,6 @@ class Peer:
             donors = (status.genesis for status in self.swarm.live_at(path[-1].head).values())
             self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest
-        self.timing.is_faultless = self.chain.is_faultless
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self._take_rank(turn, parent.plan)
         self.swarm.roster = frozenset(roster)

@@ -26,10 +26,8 @@ FIRST_GRACE_S = START_S
 LEAST_GRACE_SHARE = 0.1
 """The least grace as a share of an epoch: training steps vary by that much."""
 PATIENCE, PATIENCE_BEATS = 1.25, 1.0
-"""A commit is late after this many usual waits. A worker that idles for longer has lost its time, and training
-meanwhile costs little: the average is merged that many steps later. Without faults lately, a commit is late only this
-many heartbeats after that: a busy machine alone delays one by less, and a run without faults is to be the same, bit for
-bit, each time."""
+"""Without faults lately, a commit is late after this many usual waits and this many heartbeats more: a busy machine
+alone delays one by less, and a run without faults is to be the same, bit for bit, each time."""
 DEVIATIONS = 6.0
 """The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4
@@ -63,8 +61,6 @@ class Timing:
     num_peers: int = 1
     round_trip_s: float = 0.0
     """The median over the roster."""
-    is_faultless: bool = True
-    """No commit has met with a fault lately, and this peer has been there for long (Chain.is_faultless)."""
     _waited_s: float = 0.0
     """How long the last commit waited from quorum to proposal."""
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
@@ -172,14 +168,9 @@ class Timing:
         longest = max(epoch_s, statistics.median_low(self._epochs) if self._epochs else 0.0)
         return min(self.grace_s(epoch_s), max(self.least_grace_s, longest))
 
-    def patience_s(self, *, is_troubled: bool) -> float:
-        """How long a worker waits for the commit of its work before it goes ahead. `is_troubled`: an attempt has failed
-        or a roster member is not live."""
-        if is_troubled:
-            return self.learned_round_s or self.silence_s
-        if not self.is_faultless:
-            # Also of a peer that has just come, which knows few waits or none.
-            return PATIENCE * (statistics.median(self._waits) if self._waits else self.silence_s)
+    @property
+    def patience_s(self) -> float:
+        """How long a worker waits for the commit of its work before it goes ahead, in a swarm without faults."""
         if len(self._waits) < ENOUGH_ROUNDS:
             return self.first_round_s
         return PATIENCE * statistics.median(self._waits) + PATIENCE_BEATS * self.beat_s

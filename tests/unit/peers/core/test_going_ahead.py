@@ -1,10 +1,11 @@
-"""A worker whose commit meets with a fault trains on meanwhile (late_work.py)."""
+"""Where faults happen, a worker trains on while its commit is awaited (late_work.py)."""
 
 from dataclasses import replace
 
 import pytest
 
 from peers.core import effects, events
+from peers.core.chain import RECENT_COMMITS
 from peers.core.timing import ENOUGH_ROUNDS, PATIENCE_BEATS
 from tests.unit.peers.core.made import SETTINGS
 from tests.unit.peers.core.swarm import Swarm
@@ -57,12 +58,10 @@ def test_it_goes_ahead_once_and_is_answered_when_the_commit_is_there():
     swarm.kill("b")
     swarm.kill("c")
     assert swarm.run_until(lambda: swarm["a"].machine.epoch > epoch, 60)
-    assert len(ahead(swarm, "a")) == 1
-    (went_at,) = [at for at, effect in swarm["a"].done if isinstance(effect, effects.GoAhead)]
-    at, answer = next(
-        (at, e) for at, e in reversed(swarm["a"].done) if isinstance(e, effects.Answer) and at > went_at
-    )
+    went_at = next(at for at, effect in swarm["a"].done if isinstance(effect, effects.GoAhead))
+    at, answer = next((at, e) for at, e in swarm["a"].done if isinstance(e, effects.Answer) and at > went_at)
     assert (answer.how, answer.epoch) == ("contributed", epoch + 1)
+    assert len([e for t, e in swarm["a"].done if isinstance(e, effects.GoAhead) and t < at]) == 1
     assert at > went_at + 1
 
 
@@ -85,6 +84,20 @@ def test_while_a_commit_waits_for_one_that_says_nothing_the_others_train_on():
     assert swarm.run_until(lambda: all(ahead(swarm, name) for name in "abc"), 4)
     assert {swarm[name].machine.epoch for name in "abc"} == {epoch}
     assert all(swarm.now - swarm[name].machine.worker.ready_at < 1.0 for name in "abc")
+
+
+def test_after_a_fault_no_worker_waits_for_a_commit_until_it_is_long_ago():
+    swarm = running_swarm("abcd")
+    swarm.kill("d")
+    assert swarm.run_until(lambda: all(ahead(swarm, name) for name in "abc"), TRAIN_S + 2)
+    at_fault = swarm["a"].machine.epoch
+    assert swarm.reach(at_fault + 4, 120)
+    epochs = [order.epoch for order in ahead(swarm, "a")]
+    assert epochs == [*range(epochs[0], epochs[0] + len(epochs))] and len(epochs) >= 4
+    assert swarm.reach(at_fault + RECENT_COMMITS + 2, 600)
+    count = len(ahead(swarm, "a"))
+    assert swarm.reach(at_fault + RECENT_COMMITS + 6, 120)
+    assert len(ahead(swarm, "a")) == count
 
 
 @pytest.mark.parametrize(("own_step_s", "local_step"), [(0.5, 3), (4.0, 1), (0.0, 0)])

@@ -152,18 +152,12 @@ def test_who_was_left_out_by_little_is_waited_for_a_little_longer_next_time():
     assert before < timing.grace_s(20.0) <= 2 * before
 
 
-def test_a_worker_is_patient_while_nothing_is_wrong_and_less_where_faults_are_about():
-    timing = learned()
+def test_without_faults_a_worker_is_given_its_usual_wait_and_a_little_more():
+    newcomer, timing = a_timing(), learned()
+    assert newcomer.patience_s == newcomer.first_round_s
     for _ in range(ENOUGH_ROUNDS):
         timing.answered(4.0)
-    assert timing.patience_s(is_troubled=False) == PATIENCE * 4.0 + PATIENCE_BEATS * timing.beat_s
-    newcomer = a_timing()
-    assert newcomer.patience_s(is_troubled=False) == newcomer.first_round_s
-    timing.is_faultless = newcomer.is_faultless = False
-    assert timing.patience_s(is_troubled=False) == PATIENCE * 4.0
-    assert newcomer.patience_s(is_troubled=False) == PATIENCE * newcomer.silence_s
-    assert newcomer.patience_s(is_troubled=True) == newcomer.silence_s
-    assert timing.patience_s(is_troubled=True) == timing.usual_round_s
+    assert timing.patience_s == PATIENCE * 4.0 + PATIENCE_BEATS * timing.beat_s
 
 
 def test_pauses_between_failures_double_up_to_the_time_of_silence():
