@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -165,38 +166,50 @@ def test_equal_seeds_give_equal_runs_and_others_give_others():
     assert first.elapsed_s != other.elapsed_s
 
 
+def committed_at(swarm: CostSwarm, epoch: int) -> float:
+    """When the last of its members had made this commit."""
+    return max(record.at for record in swarm.records if record.epoch == epoch)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("at_s", [5.0, 11.0], ids=["training", "reducing"])
 def test_a_lost_peer_costs_the_others_one_attempt_and_comes_back(rank, at_s):
-    calm = simulate(scenario(num_epochs=8))
-    swarm = CostSwarm(scenario(restart_s=20.0, num_epochs=8))
-    swarm.clock.at(at_s + 2 * calm.epoch_s, lambda: swarm.lose(rank))
+    calm, swarm = CostSwarm(scenario(num_epochs=8)), CostSwarm(scenario(restart_s=20.0, num_epochs=8))
+    epoch_s = calm.run().epoch_s
+    swarm.clock.at(at_s + 2 * epoch_s, lambda: swarm.lose(rank))
     figures = swarm.run()
     assert (figures.losses.peers_lost, figures.losses.returns) == (1, 1)
     members = [sum(record.epoch == epoch for record in swarm.records) for epoch in range(1, 10)]
     assert members[:2] == [4, 4] and members[-1] == 4 and min(members) == 3
-    late_s = figures.elapsed_s - calm.elapsed_s
+    late_s = committed_at(swarm, 3) - committed_at(calm, 3)
     if at_s < 10:
         # Nobody waits for one that has been quiet for four seconds: rounds without it are a little shorter.
         assert figures.losses.failed_attempts == 0 and -1.0 < late_s < 0.5
     else:
         # Noticed after the daemon's timeouts, then once more without it.
         assert figures.losses.failed_attempts >= 1 and 1.0 < late_s < 25.0
+    # While faults happen nobody waits for a commit: the epochs after it take as long as their steps.
+    ends = [committed_at(swarm, epoch) for epoch in range(5, 10)]
+    assert all(after - before == pytest.approx(10.0, abs=1.5) for before, after in pairwise(ends))
     assert figures.losses.lost_train_s == pytest.approx(at_s if at_s < 10 else 10.0, abs=0.5)
     assert figures.join_s >= 0.999 * 8 * NUMEL / 10e6
     assert figures.losses.downloaded_bytes >= 8 * NUMEL
 
 
 def test_of_many_the_mesh_notices_a_lost_one_and_nobody_takes_another_for_lost():
-    calm = simulate(scenario(40, num_epochs=4))
-    swarm = CostSwarm(scenario(40, restart_s=1000.0, num_epochs=4))
-    reducing_at = 2 * calm.epoch_s - calm.parts.reduce_s / 2
+    calm, swarm = (
+        CostSwarm(scenario(40, num_epochs=4)),
+        CostSwarm(scenario(40, restart_s=1000.0, num_epochs=4)),
+    )
+    usual = calm.run()
+    reducing_at = 2 * usual.epoch_s - usual.parts.reduce_s / 2
     swarm.clock.at(reducing_at, lambda: swarm.lose(7))
     figures = swarm.run()
     assert figures.losses.failed_attempts == 1
     members = [sum(record.epoch == epoch for record in swarm.records) for epoch in range(1, 6)]
     assert members == [40, 39, 39, 39, 39]
-    assert 5.0 < figures.elapsed_s - calm.elapsed_s < calm.parts.reduce_s + silence_s(40)
+    late_s = committed_at(swarm, 2) - committed_at(calm, 2)
+    assert 5.0 < late_s < usual.parts.reduce_s + silence_s(40)
 
 
 def test_all_lost_at_once_go_on_from_a_checkpoint():
