@@ -7,21 +7,24 @@ import contextlib
 import json
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.errors import (
+    NoCapacity,
+    OutcomeUnknown,
+    ProviderError,
+    ProvisioningError,
+    Unavailable,
+    UserError,
+)
 from provisioning.pods.pod import Pod
 from provisioning.providers.cloud import Cloud, api_key
 
 if TYPE_CHECKING:
     import httpx
-
-T = TypeVar("T")
 
 _TIMEOUT_S = 30.0
 _MAX_ANSWER_BYTES = 16 << 20
@@ -31,32 +34,12 @@ class NotFound(ProviderError):
     """The provider says that nothing has this id."""
 
 
-class ErrorKind(Enum):
-    """The meaning of an error answer."""
-
-    BAD_KEY = auto()
-    NO_MONEY = auto()
-    """A balance, a quota or a permission is missing: only the user can change that."""
-    NO_CAPACITY = auto()
-    """For orders only: another offer may succeed."""
-    NOT_FOUND = auto()
-
-
-_BY_STATUS = {
-    401: ErrorKind.BAD_KEY,
-    402: ErrorKind.NO_MONEY,
-    403: ErrorKind.NO_MONEY,
-    404: ErrorKind.NOT_FOUND,
+_BY_STATUS: Mapping[int, type[ProvisioningError]] = {
+    401: UserError,
+    402: UserError,
+    403: UserError,
+    404: NotFound,
 }
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An error answer."""
-
-    message: str
-    kind: ErrorKind | None = None
-    """Its meaning in this API; None: decided by the HTTP status."""
 
 
 class HttpCloud(Cloud):
@@ -74,8 +57,8 @@ class HttpCloud(Cloud):
     """Environment variable of the API key."""
     keys_at: str
     """Web page where users create API keys."""
-    key_header, key_prefix = "Authorization", "Bearer "
-    """The header with the API key, and its prefix before the key."""
+    pod_path: str
+    """Path of one pod in the API, with {} for its id."""
     interval_s = 0.0
     """Minimum time between two requests, in seconds."""
     order_interval_s = 0.0
@@ -91,22 +74,22 @@ class HttpCloud(Cloud):
 
     @staticmethod
     @abstractmethod
-    def refusal(status: int, body: Any) -> Refusal:
-        """Interpret the body of an error answer. May raise KeyError and similar errors if its form is unknown."""
+    def refusal(status: int, body: Any) -> tuple[str, type[ProvisioningError] | None]:
+        """The message in an error answer, and its meaning in this API; None: the HTTP status decides.
 
-    @staticmethod
-    @abstractmethod
-    def path_of(pod_id: str) -> str:
-        """The path of one pod in the API. `pod_id` is URL-quoted."""
+        Meanings: UserError (key, balance, quota), NoCapacity (for orders), NotFound. May raise any exception if the
+        body's form is unknown.
+        """
 
     @abstractmethod
     def pod_in(self, answer: Any) -> Pod | None:
-        """The pod in an answer; None if it has been deleted. May raise KeyError and similar errors, like `refusal`."""
+        """The pod in an answer; None if it has been deleted."""
 
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
         """The decoded answer. `is_order`: the request may make a pod, so a lost answer raises OutcomeUnknown.
 
-        Raises ProviderError or a subclass, UserError, and NotFound for a 404, except for orders.
+        Raises ProviderError or a subclass, UserError, and NotFound for a 404, except for orders. What an answer of an
+        unknown form raises in a subclass is translated by `repeated` (backoff.py).
         """
         async with self._lock:
             begin_at = max(self._next_at, self._next_order_at if is_order else 0.0)
@@ -118,26 +101,15 @@ class HttpCloud(Cloud):
                 if is_order:
                     self._next_order_at = time.monotonic() + self.order_interval_s
 
-    def parsed(self, read: Callable[[Any], T], answer: Any, *, is_order: bool = False) -> T:
-        """`read(answer)`. Raises ProviderError, for orders OutcomeUnknown, if the answer has an unknown form."""
-        try:
-            return read(answer)
-        except Exception as error:
-            kind = OutcomeUnknown if is_order else ProviderError
-            raise kind(
-                f"{self.title}'s answer has an unknown form ({type(error).__name__}: {error})"
-            ) from error
-
     async def check(self) -> None:
         self.check_tools()
         await self.pods()
 
     async def find(self, pod_id: str) -> Pod | None:
         try:
-            answer = await self.request("GET", self.path_of(quote(pod_id, safe="")))
+            return self.pod_in(await self.request("GET", self.pod_path.format(quote(pod_id, safe=""))))
         except NotFound:
             return None
-        return self.parsed(self.pod_in, answer)
 
     async def destroy(self, pod_id: str) -> None:
         with contextlib.suppress(NotFound):
@@ -145,7 +117,7 @@ class HttpCloud(Cloud):
 
     async def delete(self, pod_id: str) -> None:
         """Request the deletion. Raises NotFound if the pod does not exist."""
-        await self.request("DELETE", self.path_of(quote(pod_id, safe="")))
+        await self.request("DELETE", self.pod_path.format(quote(pod_id, safe="")))
 
     async def close(self) -> None:
         """May be repeated."""
@@ -179,7 +151,7 @@ class HttpCloud(Cloud):
         import httpx
 
         if self._client is None:
-            headers = {self.key_header: f"{self.key_prefix}{self._key}", "User-Agent": "diloco"}
+            headers = {"Authorization": f"Bearer {self._key}", "User-Agent": "diloco"}
             self._client = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT_S)
         content = b""
         async with self._client.stream(method, f"{self._url}{path}", json=body) as response:
@@ -189,29 +161,25 @@ class HttpCloud(Cloud):
                     raise httpx.DecodingError("more than 16 MiB")
             return response.status_code, response.headers, content
 
-    def _trouble(self, status: int, answer: Any, retry_after: str, is_order: bool) -> Exception:
+    def _trouble(self, status: int, answer: Any, retry_after: str, is_order: bool) -> ProvisioningError:
         try:
-            refusal = self.refusal(status, answer)
+            message, kind = self.refusal(status, answer)
         except Exception:  # noqa: BLE001 - an unknown form: the status alone decides
-            refusal = Refusal("")
-        said, kind = f"{self.title}: {refusal.message or status}", refusal.kind
-        if kind is None or (kind is ErrorKind.NO_CAPACITY and not is_order):
-            kind = _BY_STATUS.get(status)
-        if kind is ErrorKind.BAD_KEY:
-            return UserError(
-                f"{self.title} does not accept the key in {self.key_env} ({refusal.message}). Nothing was rented."
-            )
+            message, kind = "", None
+        said = f"{self.title}: {message or status}"
+        if kind is None or (kind is NoCapacity and not is_order):
+            kind = _BY_STATUS.get(status, ProviderError)
         if status == 429:
             return Unavailable(said, float(retry_after) if retry_after.isdigit() else None)
-        if kind is ErrorKind.NO_CAPACITY:
-            return NoCapacity(said)
-        if status >= 500 or status == 408:
+        if kind is not NoCapacity and (status >= 500 or status == 408):
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
-        if kind is ErrorKind.NOT_FOUND:
-            if is_order:
-                return NoCapacity(said)
-            # A 404 without the API's message may be of a gateway, while the pod exists.
-            return NotFound(said) if refusal.message else Unavailable(f"{said}, not answered by its API")
-        if kind is ErrorKind.NO_MONEY:
-            return UserError(f"{said} Nothing was rented.")
-        return ProviderError(f"{said} ({status})")
+        if kind is UserError:
+            return UserError(
+                f"{said} Nothing was rented; check the key in {self.key_env}, and the account's balance and quotas."
+            )
+        if kind is NotFound and is_order:
+            return NoCapacity(said)
+        if kind is NotFound and not message:
+            # It may be of a gateway, while the pod exists.
+            return Unavailable(f"{said}, not answered by its API")
+        return kind(f"{said} ({status})")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from provisioning.errors import NoCapacity, ProvisioningError, UserError
 from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
-from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
+from provisioning.providers.http import HttpCloud, NotFound
 
 _GONE = {"terminated"}
 _LEAVING = {"terminating", "preempted"}
-_KINDS = {
-    "api-key": ErrorKind.BAD_KEY,
-    "insufficient-capacity": ErrorKind.NO_CAPACITY,
-    "file-system-in-wrong-region": ErrorKind.NO_CAPACITY,
-    "does-not-exist": ErrorKind.NOT_FOUND,
-    "quota": ErrorKind.NO_MONEY,
-    "payment": ErrorKind.NO_MONEY,
-    "credit": ErrorKind.NO_MONEY,
+_KINDS: Mapping[str, type[ProvisioningError]] = {
+    "api-key": UserError,
+    "insufficient-capacity": NoCapacity,
+    "file-system-in-wrong-region": NoCapacity,
+    "does-not-exist": NotFound,
+    "quota": UserError,
+    "payment": UserError,
+    "credit": UserError,
 }
 """By a substring of the error code."""
 
@@ -31,75 +30,55 @@ class LambdaProvider(HttpCloud):
     url = "https://cloud.lambda.ai/api/v1"
     key_env = "LAMBDALABS_API_KEY"
     keys_at = "https://cloud.lambda.ai/api-keys"
+    pod_path = "/instances/{}"
     interval_s = 1.0
     order_interval_s = 12.0
     user = "ubuntu"
 
-    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
-        super().__init__(environment, ssh_key)
-        self._key_lock = asyncio.Lock()
-
     @staticmethod
-    def refusal(status: int, body: Any) -> Refusal:
+    def refusal(status: int, body: Any) -> tuple[str, type[ProvisioningError] | None]:
         error = body["error"]
         code = str(error.get("code", ""))
         message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
-        return Refusal(message or code, next((kind for part, kind in _KINDS.items() if part in code), None))
-
-    @staticmethod
-    def path_of(pod_id: str) -> str:
-        return f"/instances/{pod_id}"
+        return message or code, next((kind for part, kind in _KINDS.items() if part in code), None)
 
     def pod_in(self, answer: Any) -> Pod | None:
-        return _pod(answer["data"], self.user)
+        return _pod(answer, self.user)
 
     async def offers(self) -> list[Offer]:
-        return self.parsed(_offers, await self._request("GET", "/instance-types"))
+        return _offers(await self.request("GET", "/instance-types"))
 
     async def create(self, order: Order) -> str:
-        async with self._key_lock:
-            key_name = await self._key_name(self.public_key())
         body: dict[str, Any] = {
             "region_name": order.offer.details["region"],
             "instance_type_name": order.offer.details["type"],
-            "ssh_key_names": [key_name],
+            "ssh_key_names": [await self._key_name()],
             "name": order.label,
         }
         if order.volume_id:
             body["file_system_names"] = [order.volume_id]
-        answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
-        return self.parsed(lambda data: id_in(data["instance_ids"][0]), answer, is_order=True)
+        answer = await self.request("POST", "/instance-operations/launch", body, is_order=True)
+        return id_in(answer["instance_ids"][0])
 
     async def pods(self) -> Listing:
-        answer = await self._request("GET", "/instances")
-        return self.parsed(lambda data: listing(_pod(one, self.user) for one in data), answer)
+        return listing(_pod(one, self.user) for one in await self.request("GET", "/instances"))
 
     async def delete(self, pod_id: str) -> None:
-        await self._request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
+        await self.request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
 
-    async def _key_name(self, line: str) -> str:
+    async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
+        """The `data` of the answer."""
+        return (await super().request(method, path, body, is_order=is_order))["data"]
+
+    async def _key_name(self) -> str:
         """The name of our public key at Lambda; it is uploaded if it is missing."""
-        material = line.split()[:2]
-        for there, public in await self._keys():
-            if public.split()[:2] == material:
-                return there
+        material = self.public_key().split()[:2]
+        for key in await self.request("GET", "/ssh-keys"):
+            if str(key.get("public_key", "")).split()[:2] == material:
+                return str(key["name"])
         name = f"diloco-{material[1][-8:].replace('/', '_').replace('+', '_')}"
-        await self._request("POST", "/ssh-keys", {"name": name, "public_key": " ".join(material)})
+        await self.request("POST", "/ssh-keys", {"name": name, "public_key": " ".join(material)})
         return name
-
-    async def _keys(self) -> list[tuple[str, str]]:
-        """Names and public keys at Lambda."""
-        answer = await self._request("GET", "/ssh-keys")
-        return self.parsed(
-            lambda data: [(str(key["name"]), str(key.get("public_key", ""))) for key in data], answer
-        )
-
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_order: bool = False
-    ) -> Any:
-        """The `data` of the answer. Raises the same errors as `request`."""
-        answer = await self.request(method, path, body, is_order=is_order)
-        return self.parsed(lambda found: found["data"], answer, is_order=is_order)
 
 
 def _offers(data: Mapping[str, Any]) -> list[Offer]:

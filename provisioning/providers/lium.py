@@ -88,10 +88,7 @@ class LiumProvider(Cloud):
             ),
             is_order=True,
         )
-        try:
-            return id_in(created["id"] if isinstance(created, dict) else created.id)
-        except ValueError as error:
-            raise OutcomeUnknown(f"Lium's answer to the order names no pod: {error}") from error
+        return id_in(created["id"] if isinstance(created, dict) else created.id)
 
     async def pods(self) -> Listing:
         return Listing(pods=await self._call(lambda: [_pod(info) for info in self._client.ps()]))
@@ -130,7 +127,9 @@ class _Gone(ProviderError):
 
 
 def _translated(request: Callable[[], T], is_order: bool) -> T:
-    """The result of `request`. The client's errors are raised as ours."""
+    """The result of `request`. The client's errors are raised as ours; those of answers of an unknown form, which it
+    does not check, by `repeated` (backoff.py).
+    """
     import requests
     from lium.sdk import exceptions as lium_errors
 
@@ -139,14 +138,8 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
         return request()
     except lium_errors.LiumRentOutcomeUnknownError as error:
         raise OutcomeUnknown(str(error)) from error
-    except lium_errors.LiumAuthError as error:
-        raise UserError(f"Lium does not accept the key in {KEY_ENV}: {error}. Nothing was rented.") from error
-    except (lium_errors.LiumInsufficientBalanceError, lium_errors.LiumBudgetExceededError) as error:
-        raise UserError(
-            f"Lium: {error}. Top up the balance or raise the key's budget; nothing was rented."
-        ) from error
-    except lium_errors.LiumPermissionError as error:
-        raise UserError(f"Lium refused: {error}. Nothing was rented.") from error
+    except (lium_errors.LiumAuthError, lium_errors.LiumPermissionError) as error:
+        raise _refused(error) from error
     except lium_errors.LiumRateLimitError as error:
         # The request was not carried out, so even an order may be repeated.
         raise Unavailable(f"Lium: {error}", error.retry_after) from error
@@ -164,16 +157,17 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     except (lium_errors.LiumError, ValueError) as error:
         codes = ("insufficient_balance", "API_KEY_BUDGET_EXCEEDED")
         if getattr(error, "code", None) in codes or str(error).startswith("API error 402"):
-            raise UserError(f"Lium: {error}. Nothing was rented.") from error
+            raise _refused(error) from error
         if is_order and str(error).startswith("API error 408"):
             raise OutcomeUnknown(f"Lium: {error}") from error
         # The node was rented meanwhile, or does not rent out this number of its GPUs.
         raise (NoCapacity if is_order else ProviderError)(f"Lium: {error}") from error
-    except (LookupError, TypeError, AttributeError) as error:
-        # The client does not validate the server's answers.
-        raise (OutcomeUnknown if is_order else ProviderError)(
-            f"Lium's answer has an unknown form ({type(error).__name__}: {error})"
-        ) from error
+
+
+def _refused(error: Exception) -> UserError:
+    return UserError(
+        f"Lium: {error}. Nothing was rented; check the key in {KEY_ENV}, its budget, and the account's balance."
+    )
 
 
 def _offers_of(executor: Any) -> list[Offer]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
+from provisioning.errors import NoCapacity, ProvisioningError
 from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
-from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
+from provisioning.providers.http import HttpCloud
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
 _DISK_GB = 100
@@ -26,17 +27,14 @@ class RunPodProvider(HttpCloud):
     url = "https://api.runpod.io/v2"
     key_env = "RUNPOD_API_KEY"
     keys_at = "https://console.runpod.io/user/settings"
+    pod_path = "/pods/{}"
 
     @staticmethod
-    def refusal(status: int, body: Any) -> Refusal:
+    def refusal(status: int, body: Any) -> tuple[str, type[ProvisioningError] | None]:
         more = "; ".join(str(one) for one in body.get("errors") or ())
         message = " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
         # By its documentation, 400 also means no capacity, and 403 a pool that this account may not use.
-        return Refusal(message, ErrorKind.NO_CAPACITY if status in (400, 403) else None)
-
-    @staticmethod
-    def path_of(pod_id: str) -> str:
-        return f"/pods/{pod_id}"
+        return message, NoCapacity if status in (400, 403) else None
 
     def pod_in(self, answer: Any) -> Pod | None:
         return _pod(answer)
@@ -50,8 +48,7 @@ class RunPodProvider(HttpCloud):
                     {"include": "AVAILABILITY", "product": "POD", "cloud": cloud, "count": count}
                 )
                 answer = await self.request("GET", f"/catalog/gpus?{query}")
-                for kind in self.parsed(lambda data: list(data["gpus"]), answer):
-                    found += self.parsed(lambda data: _offers(data, cloud, count), kind)  # noqa: B023
+                found += [offer for kind in answer["gpus"] for offer in _offers(kind, cloud, count)]
         return found
 
     async def create(self, order: Order) -> str:
@@ -70,12 +67,11 @@ class RunPodProvider(HttpCloud):
             body["dataCenterIds"] = [details["data_center"]]
         if order.volume_id:
             body["mounts"] = {"network": [{"volumeId": order.volume_id, "path": "/workspace"}]}
-        answer = await self.request("POST", "/pods", body, is_order=True)
-        return self.parsed(lambda data: id_in(data["id"]), answer, is_order=True)
+        return id_in((await self.request("POST", "/pods", body, is_order=True))["id"])
 
     async def pods(self) -> Listing:
         answer = await self.request("GET", "/pods")
-        return self.parsed(lambda data: listing(_pod(one) for one in data["pods"]), answer)
+        return listing(_pod(one) for one in answer["pods"])
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from provisioning.errors import NoCapacity, ProvisioningError, UserError
 from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in
-from provisioning.providers.http import ErrorKind, HttpCloud, Refusal
+from provisioning.providers.http import HttpCloud
 
 IMAGE = "pytorch/pytorch:latest"
 _DISK_GB = 100
@@ -26,20 +27,17 @@ class VastProvider(HttpCloud):
     url = "https://console.vast.ai/api"
     key_env = "VAST_API_KEY"
     keys_at = "https://cloud.vast.ai/manage-keys/"
+    pod_path = "/v0/instances/{}/?owner=me"
     user = "root"
 
     @staticmethod
-    def refusal(status: int, body: Any) -> Refusal:
-        code, message = str(body.get("error") or ""), str(body.get("msg") or "")
-        kind = ErrorKind.NO_MONEY if "credit" in code else None
+    def refusal(status: int, body: Any) -> tuple[str, type[ProvisioningError] | None]:
+        code = str(body.get("error") or "")
+        message = str(body.get("msg") or code)
         # Each machine is offered once: somebody else has rented it, or its host has withdrawn it.
         if code == "no_such_ask" or status in (409, 410):
-            kind = ErrorKind.NO_CAPACITY
-        return Refusal(message or code, kind)
-
-    @staticmethod
-    def path_of(pod_id: str) -> str:
-        return f"/v0/instances/{pod_id}/?owner=me"
+            return message, NoCapacity
+        return message, UserError if "credit" in code else None
 
     def pod_in(self, answer: Any) -> Pod | None:
         return None if answer["instances"] is None else _pod(answer["instances"], self.user)
@@ -56,7 +54,7 @@ class VastProvider(HttpCloud):
             "allocated_storage": _DISK_GB,
         }
         answer = await self.request("POST", "/v0/bundles/", query)
-        return self.parsed(lambda data: [_offer(one) for one in data["offers"]], answer)
+        return [_offer(one) for one in answer["offers"]]
 
     async def create(self, order: Order) -> str:
         # Add our key on this machine only, and leave the account's keys unchanged.
@@ -71,28 +69,21 @@ class VastProvider(HttpCloud):
             "onstart": f"mkdir -p ~/.ssh && printf '%s\\n' {key} >>~/.ssh/authorized_keys",
         }
         path = f"/v0/asks/{quote(str(order.offer.details['ask']), safe='')}/"
-        answer = await self.request("PUT", path, body, is_order=True)
-        return self.parsed(lambda data: id_in(data["new_contract"]), answer, is_order=True)
+        return id_in((await self.request("PUT", path, body, is_order=True))["new_contract"])
 
     async def pods(self) -> Listing:
         found: list[Pod] = []
-        token = ""
+        query = {"limit": str(_PAGE), "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
         for _ in range(_MAX_PAGES):
-            answer = await self._page(token)
-            found += self.parsed(lambda data: [_pod(one, self.user) for one in data["instances"]], answer)
-            token = str(answer.get("next_token") or "")
-            if not token:
+            answer = await self.request("GET", f"/v1/instances/?{urlencode(query)}")
+            found += [_pod(one, self.user) for one in answer["instances"]]
+            query["after_token"] = str(answer.get("next_token") or "")
+            if not query["after_token"]:
                 break
         return Listing(pods=found)
 
     async def delete(self, pod_id: str) -> None:
         await self.request("DELETE", f"/v0/instances/{quote(pod_id, safe='')}/", {})
-
-    async def _page(self, token: str) -> Any:
-        query = {"limit": _PAGE, "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
-        if token:
-            query["after_token"] = token
-        return await self.request("GET", f"/v1/instances/?{urlencode(query)}")
 
 
 def _offer(found: Mapping[str, Any]) -> Offer:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import id_in
 from provisioning.providers.http import NotFound
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.runpod import RunPodProvider
@@ -109,23 +108,6 @@ def test_an_answer_that_cannot_be_read_is_a_lost_one(content, monkeypatch):
     assert type(error) is OutcomeUnknown, error
 
 
-@pytest.mark.parametrize(
-    "read", [lambda data: int(float("inf")), lambda data: data["id"], lambda data: id_in(None)]
-)
-def test_an_answer_of_an_unknown_form_says_nothing_of_an_order(read):
-    cloud = RunPodProvider({RunPodProvider.key_env: "secret"}, Path("key"))
-    with pytest.raises(OutcomeUnknown, match="unknown form"):
-        cloud.parsed(read, {}, is_order=True)
-    with pytest.raises(ProviderError, match="unknown form"):
-        cloud.parsed(read, {})
-
-
-class OtherHeader(VastProvider):
-    key_header, key_prefix = "api_key", ""
-
-
 def test_the_key_is_sent_as_the_api_wants_it(monkeypatch):
     answer, headers = asked(monkeypatch, VastProvider, 200, {"pods": []})
     assert (answer, headers["authorization"]) == ({"pods": []}, "Bearer secret")
-    _, headers = asked(monkeypatch, OtherHeader, 200, {})
-    assert headers["api_key"] == "secret" and "authorization" not in headers
