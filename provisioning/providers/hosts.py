@@ -111,7 +111,7 @@ class HostsProvider(Provider):
         # Remove pod.json last: the pod is listed as long as files are left.
         script = f"""
 {sweep_script(label)}
-rm -rf {directory}.new {shlex.quote(temporary_directory(label))}; [ -d {directory} ] || exit 0
+rm -rf {shlex.quote(temporary_directory(label))}; [ -d {directory} ] || exit 0
 find {directory} -mindepth 1 -maxdepth 1 ! -name pod.json -exec rm -rf {{}} + && rm -rf {directory} || exit 9
 rmdir {PODS} 2>/dev/null; exit 0
 """
@@ -180,8 +180,8 @@ flock 9 || exit 9
 [ -f {directory}/pod.json ] && exit 0
 others=$(ls {PODS} 2>/dev/null)
 if [ "$(echo "$others" | grep -c .)" -ge {num_pods} ]; then echo $others; exit {_FULL}; fi
-mkdir -p {directory}.new && printf '%s\\n' {shlex.quote(record)} >{directory}.new/pod.json &&
-mv {directory}.new {directory} || exit 9
+mkdir -p {directory} && printf '%s\\n' {shlex.quote(record)} >{directory}/.new &&
+mv {directory}/.new {directory}/pod.json || exit 9
 ) 9>.{PODS}.lock
 """
 
@@ -190,11 +190,7 @@ mv {directory}.new {directory} || exit 9
 _LIST_SCRIPT = f"""
 for directory in {PODS}/*/; do
   [ -d "$directory" ] || continue
-  name=$(basename "$directory")
-  case "$name" in
-    *.new) printf '{{"label": "%s", "failure": "was created only in part"}}\\n' "${{name%.new}}";;
-    *) cat "$directory/pod.json" 2>/dev/null ||
-       printf '{{"label": "%s", "failure": "was removed only in part"}}\\n' "$name";;
-  esac
+  cat "$directory/pod.json" 2>/dev/null ||
+    printf '{{"label": "%s", "failure": "exists only in part"}}\\n' "$(basename "$directory")"
 done
 """
