@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from provisioning.errors import UserError
 from provisioning.launchers.job import LOGS, LaunchJob, default_interface, network_env, torchrun_argv
+from provisioning.pods.spec import read_toml
 
 _MASTER_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 120.0
@@ -38,16 +38,7 @@ def python_of(venv: Path | None) -> str:
 
 def checked_config(path: Path) -> Path:
     """The absolute path of a configuration. Raises UserError unless it is TOML."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"The configuration {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"The configuration {path} is not a text file: {error}.") from error
-    try:
-        tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}.") from error
+    read_toml(path)
     return path.absolute()
 
 

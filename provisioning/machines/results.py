@@ -11,7 +11,6 @@ import secrets
 import shlex
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -32,21 +31,6 @@ _KINDS = {
 DEFAULT, NOTHING = ("logs", "metrics", "model"), "none"
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """What was fetched from a pod. The words are those of --fetch: kinds and paths."""
-
-    words: Sequence[str] = ()
-    missing: Sequence[str] = ()
-    """Words for which there was nothing on the pod."""
-
-    def in_words(self, into: str) -> str:
-        if not self.words:
-            return f"it has no {' or '.join(self.missing)}" if self.missing else "nothing of it is fetched"
-        lacks = f", no {' or '.join(self.missing)}" if self.missing else ""
-        return f"its results are in {into}: {', '.join(self.words)}{lacks}"
-
-
 def patterns_of(words: Sequence[str]) -> list[str]:
     """Glob patterns, relative to a pod's directory. Raises UserError if a word is neither a kind nor a path."""
     found: list[str] = []
@@ -64,14 +48,15 @@ def patterns_of(words: Sequence[str]) -> list[str]:
     return found
 
 
-async def fetch_results(machine: Machine, label: str, words: Sequence[str], into: str) -> Fetched:
+async def fetch_results(machine: Machine, label: str, words: Sequence[str], into: str) -> str:
     """Copy results to the same relative paths in `into`, a local directory or a URL that fsspec knows.
 
-    May be repeated. Raises MachineError or UserError.
+    `words`: those of --fetch, kinds and paths. Returns a sentence on what was there. May be repeated.
+    Raises MachineError or UserError.
     """
     patterns, directory = patterns_of(words), pod_directory(label)
     if not patterns:
-        return Fetched()
+        return "nothing of it is fetched"
     script = f"""
 cd {shlex.quote(directory)} || exit 9
 for path in {" ".join(patterns)}; do [ -e "$path" ] && [ ! -L "$path" ] && printf '%s\\n' "$path"; done
@@ -81,8 +66,10 @@ exit 0
     # Do not trust the pod to list only what was asked for.
     paths = [path for path in listed if ".." not in PurePosixPath(path).parts and _is_one_of(path, patterns)]
     kinds = [word for word in words if word != NOTHING]
+    found = [word for word in kinds if any(_is_one_of(path, patterns_of([word])) for path in paths)]
+    lacks = " or ".join(word for word in kinds if word not in found)
     if not paths:
-        return Fetched(missing=kinds)
+        return f"it has no {lacks}"
     if is_url(into):
         # Before everything is copied here.
         _opened(into)
@@ -96,8 +83,7 @@ exit 0
         await machine.fetch(directory, paths, here)
         if is_url(into):
             await asyncio.to_thread(_put, here, into)
-    found = [word for word in kinds if any(_is_one_of(path, patterns_of([word])) for path in paths)]
-    return Fetched(found, [word for word in kinds if word not in found])
+    return f"its results are in {into}: {', '.join(found)}{f', no {lacks}' if lacks else ''}"
 
 
 def is_url(place: str) -> bool:

@@ -289,7 +289,7 @@ class Renter:
                     f"{row.name}` gives it back without them."
                 ) from error
         else:
-            self.say(row.name, fetched.in_words(into))
+            self.say(row.name, fetched)
 
     def _results_directory(self, row: Row) -> str:
         """The directory of this pod's results, with a suffix if an earlier pod of the same name has used it."""

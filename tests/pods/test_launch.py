@@ -99,7 +99,7 @@ def test_a_single_node_without_gpus_trains_on_its_cpus_by_itself(tmp_path, monke
 WRONG = {
     "no such file": (["nowhere.toml"], {}, "cannot be read"),
     "TOML that is none": (["bad.toml"], {}, "is not TOML"),
-    "what is no text": (["binary.toml"], {}, "is not a text file"),
+    "what is no text": (["binary.toml"], {}, "is not TOML"),
     "a place for logs that is none": (["../config.toml"], {}, "cannot be created"),
     "no GPUs": (["config.toml"], {"BACKEND": "nccl"}, "set BACKEND=gloo"),
     "no GPUs on one of several nodes": (

@@ -13,7 +13,7 @@ import pytest
 from provisioning.errors import ResultsNotFetched, UserError
 from provisioning.machines.local import LocalMachine
 from provisioning.machines.paths import PODS
-from provisioning.machines.results import Fetched, fetch_results, patterns_of
+from provisioning.machines.results import fetch_results, patterns_of
 from provisioning.machines.setup import mount_of, secrets_of
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
@@ -136,7 +136,7 @@ def test_a_path_below_the_pod_may_be_named(tmp_path: Path):
     fetched = asyncio.run(
         fetch_results(LocalMachine(tmp_path), "label", ["checkpoints/*_5", "logs"], str(tmp_path / "into"))
     )
-    assert fetched == Fetched(["checkpoints/*_5"], ["logs"])
+    assert fetched == f"its results are in {tmp_path / 'into'}: checkpoints/*_5, no logs"
     assert files_in(tmp_path / "into") == ["checkpoints/model_step_5/a"]
 
 

@@ -11,7 +11,7 @@ from diloco.cli.app import USER_ERROR, exit_code
 from provisioning.errors import UserError
 from provisioning.machines.local import LocalMachine
 from provisioning.machines.paths import PODS
-from provisioning.machines.results import NOTHING, Fetched, check_place, fetch_results
+from provisioning.machines.results import NOTHING, check_place, fetch_results
 
 
 def test_a_place_that_takes_results_is_left_as_it_was(tmp_path):
@@ -70,7 +70,7 @@ def test_a_pod_has_no_results_only_where_some_were_looked_for(tmp_path):
 
     def said(*words: str) -> str:
         fetched = fetch_results(LocalMachine(tmp_path), "label", words, str(tmp_path / "into"))
-        return asyncio.run(fetched).in_words("into")
+        return asyncio.run(fetched)
 
-    assert said(NOTHING) == Fetched().in_words("into") == "nothing of it is fetched"
+    assert said(NOTHING) == "nothing of it is fetched"
     assert said("logs", "model") == "it has no logs or model"
