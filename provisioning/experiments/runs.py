@@ -16,7 +16,7 @@ from typing import Any
 
 from provisioning.errors import MachineError, ProvisioningError
 from provisioning.experiments.sets import ExperimentSet, Placed
-from provisioning.experiments.trainers import Trainer, argv, differences, environment, job_name, wanted_values
+from provisioning.experiments.trainers import Trainer, argv, environment, job_name, wanted_values
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
@@ -110,8 +110,7 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         renters.say(row.name, f"{config.name} begins")
     code = await _end_of(machine, row, job)
     resolved, step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
-    wanted = wanted_values(trainer, config, has_gpus=has_gpus)
-    trouble = f"its trainer ended with {code}: {log}" if code else "; ".join(differences(wanted, resolved))
+    trouble = f"its trainer ended with {code}: {log}" if code else ""
     if code is None:
         trouble = f"its trainer was killed together with its pod's processes: {log}"
     return Result(
@@ -120,7 +119,7 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         job=job,
         ok=not trouble,
         trouble=trouble,
-        resolved={name: resolved.get(name) for name in wanted},
+        resolved={name: resolved.get(name) for name in wanted_values(trainer, config, has_gpus=has_gpus)},
         step=step,
         figure=figure,
         metric=trainer.result,

@@ -1,12 +1,8 @@
-"""Makes a trainer's command line from an experiment, and compares the trainer's resolved configuration with it.
-
-If a value differs in the resolved configuration on the pod, the experiment has failed.
-"""
+"""Makes a trainer's command line from an experiment."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +71,7 @@ def trainer_named(name: str) -> Trainer:
 
 
 def wanted_values(trainer: Trainer, config: ExperimentConfig, *, has_gpus: bool) -> dict[str, Any]:
-    """The values that the trainer's resolved configuration has to contain."""
+    """The values that the trainer's resolved configuration gets, unless `custom_args` name others."""
     flags = {**trainer.flags, **(trainer.gpu_flags if has_gpus else {})}
     return {name: value(config) for name, value in flags.items()}
 
@@ -104,18 +100,3 @@ def job_name(trainer: Trainer, config: ExperimentConfig) -> str:
     """Contains a hash of the experiment's values, so that changed values make a new job."""
     text = repr((argv(trainer, config, "", "", has_gpus=True), sorted(config.custom_env.items())))
     return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def differences(wanted: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
-    """One message for each value that differs in the trainer's resolved configuration."""
-    return [
-        f"{name} should be {value} but is {resolved.get(name)}"
-        for name, value in wanted.items()
-        if not _same(value, resolved.get(name))
-    ]
-
-
-def _same(wanted: Any, found: Any) -> bool:
-    if isinstance(wanted, float) and isinstance(found, int | float):
-        return math.isclose(wanted, found, rel_tol=1e-12)
-    return bool(wanted == found)

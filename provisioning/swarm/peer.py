@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from provisioning.machines import jobs
@@ -24,8 +23,6 @@ class PeerProgress:
     epoch: int = 0
     step: int = 0
     last_lines: str = ""
-    trains: str = ""
-    """The peer's log line on what it trains; empty: none, or the same as the swarm."""
     num_contributors: int = 0
     """In its last epoch."""
     loss: float | None = None
@@ -39,29 +36,22 @@ class PeerProgress:
 
 
 class PeerNews:
-    """Messages for a user who waits for a peer's first epoch: what it trains, what it does, and the epoch itself.
+    """Messages for a user who waits for a peer's first epoch: what it does, and the epoch itself."""
 
-    `trainings` contains the lines that other peers have shown about what they train; these are not shown again.
-    """
-
-    def __init__(self, began_at: float, trainings: set[str]) -> None:
-        self._began_at, self._trainings = began_at, trainings
-        self._said_at, self._line = began_at, ""
+    def __init__(self, began_at: float) -> None:
+        self._began_at, self._said_at, self._line = began_at, began_at, ""
         self._num_updates = 0
 
-    def of(self, progress: PeerProgress, now: float) -> Iterator[str]:
+    def of(self, progress: PeerProgress, now: float) -> str:
+        """The message after this look; empty: none."""
         self._num_updates += 1
-        if progress.trains and progress.trains not in self._trainings:
-            self._trainings.add(progress.trains)
-            yield progress.trains
         if progress.epoch >= 1 or progress.has_finished:
-            yield self._end(progress, now)
-            return
+            return self._end(progress, now)
         line = progress.last_lines.rpartition("\n")[2].removeprefix("this peer: ")
-        is_news = line not in ("", self._line) and not line.startswith("trains ")
-        if is_news and now - self._said_at >= _LINE_INTERVAL_S:
-            self._said_at, self._line = now, line
-            yield line
+        if line in ("", self._line) or now - self._said_at < _LINE_INTERVAL_S:
+            return ""
+        self._said_at, self._line = now, line
+        return line
 
     def _end(self, progress: PeerProgress, now: float) -> str:
         if self._num_updates == 1 or not progress.num_contributors:
@@ -77,19 +67,16 @@ async def read_progress(machine: Machine, label: str) -> PeerProgress:
     """The progress of the peer on this pod. Raises MachineError."""
     job = await jobs.state(machine, label, PEER_JOB)
     directory = shlex.quote(pod_directory(label))
-    log = f"{JOBS}/{PEER_JOB}/log"
     script = f"""
 cd {directory} || exit 9
 grep -m 1 -E '"event": ?"start"' {PEER_RUN}/metrics.jsonl 2>/dev/null
 grep -E '"kind": ?"step"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
 grep -E '"kind": ?"epoch"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
 echo ---
-grep '^trains ' {log} 2>/dev/null | grep -v '; as the swarm does$' | tail -n 1
-echo ---
-tail -n {_LOG_LINES} {log} 2>/dev/null; exit 0
+tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null; exit 0
 """
     answer = (await machine.run(script)).checked("looking at the peer")
-    figures, trains, lines = answer.split("---\n", 2)
+    figures, _, lines = answer.partition("---\n")
     records = [record_in(line) for line in figures.splitlines()]
     epoch = next((record for record in records if record.get("kind") == "epoch"), {})
     step = next((record for record in records if record.get("kind") == "step"), {})
@@ -99,7 +86,6 @@ tail -n {_LOG_LINES} {log} 2>/dev/null; exit 0
         epoch=int(epoch.get("epoch", 0)),
         step=max(int(record.get("step", 0)) for record in (epoch, step)),
         last_lines=end_of(lines),
-        trains=trains.strip(),
         num_contributors=len(epoch.get("contributors") or ()),
         loss=step.get("loss"),
         tokens=max(int(step.get("tokens", 0)) - int(start.get("tokens", 0)), 0),

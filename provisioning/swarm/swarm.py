@@ -183,12 +183,11 @@ class Swarm:
         """Wait until all peers are in epoch 1, or one fails. Returns the errors by pod."""
         began_at = time.monotonic()
         deadline = began_at + self._options.epoch_timeout_s
-        trainings: set[str] = set()
         has_failed = False
 
         async def watch(row: Row) -> None:
             nonlocal has_failed
-            failed_polls, news = 0, PeerNews(began_at, trainings)
+            failed_polls, news = 0, PeerNews(began_at)
             while not has_failed:
                 try:
                     progress = await self.progress(row)
@@ -201,7 +200,7 @@ class Swarm:
                         raise
                     await asyncio.sleep(_POLL_S)
                     continue
-                for text in news.of(progress, time.monotonic()):
+                if text := news.of(progress, time.monotonic()):
                     self._say(row.name, text)
                 if progress.epoch >= 1 or progress.has_finished:
                     return
