@@ -85,8 +85,6 @@ class Pod:
     user: str = ""
     ports: tuple[tuple[int, int], ...] = ()
     """Pairs of a port on the pod, one of PORTS or a replacement, and its number from outside."""
-    host_key: str = ""
-    """The host key, as an OpenSSH public key; "": the provider does not know it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError without an id: such a pod could never be deleted. An invalid price is unknown."""

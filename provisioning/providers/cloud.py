@@ -31,7 +31,7 @@ class Cloud(Provider):
 
     async def host_key(self, pod: Pod) -> str:
         # Clouds do not publish host keys: the ledger pins the first one seen.
-        return pod.host_key or await shown_host_key(pod.host, pod.ssh_port)
+        return await shown_host_key(pod.host, pod.ssh_port)
 
     def public_key(self) -> str:
         """The OpenSSH public key that pods must accept; a missing key is created. Raises UserError."""

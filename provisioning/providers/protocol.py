@@ -72,7 +72,7 @@ class Provider(ABC):
         """The machine of a ready pod, with this pinned host key. Raises MachineError or HostKeyChanged."""
 
     async def host_key(self, pod: Pod) -> str:
-        """The host key to pin: from the provider, or the one that the machine shows now; "" without SSH."""
+        """The host key to pin, which the machine shows now; "" where the inventory has it, or without SSH."""
         return ""
 
     def swarm_flags(self, offer: Offer) -> list[str]:

@@ -170,20 +170,14 @@ def _slow(direction: str, wanted: float | None, offered: float | None) -> list[s
 
 
 def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str:
-    what = (
-        f"{spec.gpu_count} × {spec.gpu_type or 'any GPU'}" if spec.gpu_count else spec.gpu_type or "a machine"
-    )
     if all_taken:
         why = "all fitting offers are taken by the other pods; ask for fewer pods or for other GPU types"
-    elif not offers:
-        why = "there are no offers at all"
     else:
         # The offers with the fewest objections are the most helpful.
         lists = [objections(spec, offer) for offer in offers]
-        near = [found for found in lists if len(found) == min(map(len, lists))]
-        counts = Counter(reason for found in near for reason in found)
-        why = "; ".join(f"{number} offered {reason}" for reason, number in counts.most_common(4))
+        near = Counter(reason for found in lists if len(found) == min(map(len, lists)) for reason in found)
+        why = "; ".join(f"{number} offered {reason}" for reason, number in near.most_common(4))
     return (
-        f"No offer of {spec.provider} for pod {spec.name} ({what}): {why}. Nothing was rented; "
+        f"No offer of {spec.provider} for pod {spec.name}: {why or 'there are no offers at all'}. Nothing was rented; "
         f"`diloco provision --provider {spec.provider} --offers` lists what there is."
     )
