@@ -123,42 +123,11 @@ def test_no_money_ends_it_and_leaves_nothing(fleet, api):
     assert (api.rented, fleet.states) == ({}, {})
 
 
-@pytest.mark.pods
-def test_too_many_requests_and_broken_gateways_are_waited_out(fleet, api):
-    api.faults += [
-        Fault("GET /users/me", 429, times=2, headers={"Retry-After": "0"}),
-        Fault("GET /pods", 502, times=2),
-        Fault("GET /executors", 503),
-    ]
-    assert fleet.up([one()], trains=False).is_good
-    api.faults.append(Fault("DELETE /pods/", 502, times=1))
-    assert fleet.down().is_good
-    assert (api.rented, api.num_rented) == ({}, 1)
-
-
 def test_an_order_whose_answer_is_lost_makes_one_pod(fleet, api):
     api.faults.append(Fault(RENT, 502, carried_out=True))
     assert fleet.up([one()], trains=False).is_good, fleet.said
     assert api.num_rented == len(api.rented) == 1
     assert fleet.states == {"pod-0": "synced"}
-
-
-@pytest.mark.pods
-def test_an_order_that_was_lost_on_its_way_is_sent_again_under_the_same_key(fleet, api):
-    api.faults.append(Fault(RENT, 502, carried_out=False))
-    assert fleet.up([one()], trains=False).is_good, fleet.said
-    assert api.num_rented == 1
-    keys = {one.headers["Idempotency-Key"] for one in api.requests if one.path.endswith("/rent")}
-    assert len(keys) == 1
-
-
-def test_where_capacity_is_missing_the_next_offer_is_taken_and_the_reason_shown(fleet, api):
-    api.executors.append(executor(A100, 1, 1.5))
-    api.faults.append(Fault(RENT, 409, contains=api.executors[0]["id"]))
-    assert fleet.up([one()], trains=False).is_good
-    assert any("the next offer is" in text and "1.50 $/h" in text for text in fleet.said)
-    (pod,) = api.rented.values()
-    assert pod["price"] == 1.5
 
 
 def test_a_price_that_rose_after_it_was_agreed_to_is_not_paid_and_one_within_the_limit_is_said(fleet, api):
