@@ -160,11 +160,11 @@ def ensure_watcher(ledger: Ledger) -> None:
     import os
 
     from provisioning.renting import watcher
-    from provisioning.swarm.keeper import keeper_lacks_secret
+    from provisioning.swarm.keeper import watcher_lacks
 
     if not watcher.needs_watcher(ledger):
         return
-    if watcher.watcher_lacks_key(ledger, access(None)) or keeper_lacks_secret(ledger, os.environ):
+    if watcher_lacks(ledger, access(None)):
         watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,11 +112,6 @@ def id_in(value: object) -> str:
 
 def _is_price(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value >= 0
-
-
-def listing(pods: Iterable[Pod | None]) -> Listing:
-    """A listing without the values that are None."""
-    return Listing(pods=[pod for pod in pods if pod is not None])
 
 
 def label_prefix(owner: str) -> str:

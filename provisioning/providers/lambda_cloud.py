@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from provisioning.errors import NoCapacity, ProvisioningError, UserError
-from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in
 from provisioning.providers.http import HttpCloud, NotFound
 
 _GONE = {"terminated"}
@@ -61,7 +61,8 @@ class LambdaProvider(HttpCloud):
         return id_in(answer["instance_ids"][0])
 
     async def pods(self) -> Listing:
-        return listing(_pod(one, self.user) for one in await self.request("GET", "/instances"))
+        data = await self.request("GET", "/instances")
+        return Listing(pods=[pod for one in data if (pod := _pod(one, self.user)) is not None])
 
     async def delete(self, pod_id: str) -> None:
         await self.request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from provisioning.errors import NoCapacity, ProvisioningError
-from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in, listing
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in
 from provisioning.providers.http import HttpCloud
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
@@ -71,7 +71,7 @@ class RunPodProvider(HttpCloud):
 
     async def pods(self) -> Listing:
         answer = await self.request("GET", "/pods")
-        return listing(_pod(one) for one in answer["pods"])
+        return Listing(pods=[pod for one in answer["pods"] if (pod := _pod(one)) is not None])
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:

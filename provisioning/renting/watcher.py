@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from provisioning.errors import ProvisioningError, UserError
+from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
-from provisioning.providers.registry import Access, open_provider
+from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import renters
@@ -34,15 +34,6 @@ def needs_watcher(ledger: Ledger) -> bool:
     """Whether pods need care without a command: a requested swarm, a rental end, or an order in doubt."""
     rows = ledger.rows()
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
-
-
-def watcher_lacks_key(ledger: Ledger, access: Access) -> bool:
-    """Whether this command can open a provider that the watcher could not: its environment has the API key."""
-    for name in ledger.recall(UNWATCHED).split():
-        with contextlib.suppress(ProvisioningError):
-            open_provider(name, access)
-            return True
-    return False
 
 
 def lock_path(state_file: Path) -> Path:

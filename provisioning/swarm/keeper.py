@@ -21,7 +21,7 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
 from provisioning.machines.setup import secrets_of
 from provisioning.pods.spec import providers_of
-from provisioning.providers.registry import Access
+from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
 from provisioning.renting.renter import Say
@@ -40,9 +40,13 @@ UNSET = "unset"
 """Key in the ledger: secrets of the requested swarm that the keeper's environment lacks."""
 
 
-def keeper_lacks_secret(ledger: Ledger, environment: Mapping[str, str]) -> bool:
-    """Whether `environment` has a secret that the keeper needs in order to replace pods, but does not have."""
-    return bool(ledger.recall(WANTED)) and any(map(environment.get, ledger.recall(UNSET).split()))
+def watcher_lacks(ledger: Ledger, access: Access) -> bool:
+    """Whether `access` has an API key, or a secret of the requested swarm, that the watcher's environment lacks."""
+    for name in ledger.recall(UNWATCHED).split():
+        with contextlib.suppress(ProvisioningError):
+            open_provider(name, access)
+            return True
+    return bool(ledger.recall(WANTED)) and any(map(access.environment.get, ledger.recall(UNSET).split()))
 
 
 class Fate(StrEnum):

@@ -22,7 +22,7 @@ from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
 from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
-from provisioning.swarm.keeper import Fate, fate, keeper_lacks_secret
+from provisioning.swarm.keeper import Fate, fate, watcher_lacks
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
@@ -228,14 +228,16 @@ def test_without_its_secrets_a_keeper_gives_back_and_says_why_it_replaces_nothin
     monkeypatch.undo()
     monkeypatch.setattr(keeper, "overview", lambda *_: asyncio.sleep(0, Overview(watched.seen, {})))
     monkeypatch.setattr(keeper, "renters", opened)
-    assert not keeper_lacks_secret(ledger, {"MINE": "x"})
+    without = watched.keeper.access
+    having = replace(without, environment={"MINE": "x"})
+    assert not watcher_lacks(ledger, having)
     watched.look(first(KILLED), second(RUNS))
     assert returned == ["pod-0"]
     assert watched.told == [
         "pod-0 has died: all its processes were killed; it is given back",
         "nothing is replaced: this process has no MINE; run `diloco pods status` where that variable is set",
     ]
-    assert keeper_lacks_secret(ledger, {"MINE": "x"}) and not keeper_lacks_secret(ledger, {})
+    assert watcher_lacks(ledger, having) and not watcher_lacks(ledger, without)
 
     watched.look(first(FINISHED))
     assert watched.told[2:] == ["the run has ended: fetching its results, and giving its pods back"]
