@@ -8,7 +8,7 @@
                    <-    Ready
     <---- the greeting, TLS 1.3 from end to end, the stream ----->
 
-The relay (peers/net/paths/relay_service.py) sees ciphertext only; the two ends authenticate each other by the same
+The relay (peers/net/paths/relay.py) sees ciphertext only; the two ends authenticate each other by the same
 greeting as on a direct connection.
 """
 

@@ -14,8 +14,7 @@ import pytest
 from peers.errors import PeersError, PeerUnreachable
 from peers.net.channel import Channel
 from peers.net.paths.acceptor import Acceptor
-from peers.net.paths.relay import Relay
-from peers.net.paths.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
+from peers.net.paths.relay import MAX_FORWARDED_PER_PAIR, Relay
 from peers.net.paths.tls import Credentials
 from tests.support.keys import credentials
 from tests.support.members import eventually, joined
@@ -49,15 +48,13 @@ class Member:
     def __init__(self, me: Credentials, libp2p: Edge, peers: set[str]) -> None:
         self.me, self.libp2p, self.streams = me, libp2p, asyncio.Queue[Any]()
         self.acceptor = Acceptor(me, allows=lambda _: True)
-        legs: dict[str, Any] = {
-            "run_id": "run",
-            "libp2p": libp2p,
-            "acceptor": self.acceptor,
-            "peers": lambda: peers - {me.peer_id},
-            "rate_to": lambda _: 0.0,
-        }
-        self.relay = Relay(**legs)
-        self.service = RelayService(**legs)
+        self.relay = Relay(
+            run_id="run",
+            libp2p=libp2p,
+            acceptor=self.acceptor,
+            peers=lambda: peers - {me.peer_id},
+            rate_to=lambda _: 0.0,
+        )
 
         async def accepted(peer_id: str, stream: Any) -> None:
             self.streams.put_nowait((peer_id, stream))
@@ -77,8 +74,8 @@ async def members(tmp_path: Any, bootstrap: str, names: str) -> AsyncIterator[di
             dht = await stack.enter_async_context(joined(tmp_path, name, bootstrap))
             blocked = {ids[ends[name]].peer_id} if name in ends else set()
             made[name] = Member(me, Edge(dht.transport, blocked), peers)
-            stack.push_async_callback(made[name].service.close)
-            await made[name].service.start()
+            stack.push_async_callback(made[name].relay.close)
+            await made[name].relay.start()
             for middle in made:
                 if middle not in ends or name not in ends:
                     with contextlib.suppress(PeerUnreachable):
@@ -161,7 +158,7 @@ def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, 
             first = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
 
             async def the_only_one() -> Member | None:
-                forwarding = [m[name] for name in "rs" if m[name].service._forwarded]
+                forwarding = [m[name] for name in "rs" if m[name].relay._forwarded]
                 return forwarding[0] if len(forwarding) == 1 else None
 
             # The other one has made an offer as well, which nobody took.
@@ -171,7 +168,7 @@ def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, 
             relays = [a.relay._way_of[stream][0] for stream in (first, other)]
             assert relays[1] != relays[0] == used.me.peer_id
             other.close()
-            await used.service.close()
+            await used.relay.close()
             first.settimeout(10)
             assert await asyncio.to_thread(first.recv, 1) == b""
             first.close()

@@ -13,7 +13,6 @@ from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.paths import Paths, TransportMode
 from peers.net.paths.relay import Relay
-from peers.net.paths.relay_service import RelayService
 from peers.net.paths.tls import Credentials
 from peers.net.transport import Libp2p
 from peers.protocol.maddrs import Maddr, is_loopback, parse_maddr
@@ -56,20 +55,19 @@ class Network:
             plain=settings.transport == "tcp",
         )
         self._direct = Direct(self._acceptor, self._endpoints_of) if settings.transport != "libp2p" else None
-        legs: dict[str, Any] = {
-            "run_id": run_id,
-            "libp2p": libp2p,
-            "acceptor": self._acceptor,
-            "peers": self._ids,
-            "rate_to": lambda peer_id: self.paths.rate_to(peer_id),
-        }
-        self._service = RelayService(**legs)
+        self._relay = Relay(
+            run_id=run_id,
+            libp2p=libp2p,
+            acceptor=self._acceptor,
+            peers=self._ids,
+            rate_to=lambda peer_id: self.paths.rate_to(peer_id),
+        )
         self.data_protocol = f"diloco/{run_id}/data"
         self.paths = Paths(
             libp2p=libp2p,
             acceptor=self._acceptor,
             direct=self._direct,
-            relay=Relay(**legs),
+            relay=self._relay,
             data=self.data_protocol,
             bulk={state_protocol(run_id)},
             check=gate.check_shown,
@@ -83,18 +81,18 @@ class Network:
             for maddr in data_hosts(self._settings.host_maddrs):
                 port = self._direct.port or self._settings.data_port
                 self._direct.listen(str(Maddr(maddr.kind, maddr.host, port, None)))
-        await self._service.start()
+        await self._relay.start()
 
     async def close(self) -> None:
         """May be repeated."""
         if self._direct is not None:
             await self._direct.close()
-        await self._service.close()
+        await self._relay.close()
 
     @property
     def forwarded_bytes(self) -> int:
         """Bytes that this peer has forwarded for others so far, in each direction."""
-        return self._service.forwarded_bytes
+        return self._relay.forwarded_bytes
 
     def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:
         """Where others can call this peer directly; `maddrs` are the addresses that libp2p is seen by."""

@@ -7,30 +7,76 @@ that stands is taken; a path that failed is left alone for a while.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from peers.errors import PeersError, PeerUnreachable
+from peers.net.back_off import BackOff
 from peers.net.paths.acceptor import Acceptor
-from peers.net.paths.choice import PathsToPeer
 from peers.net.paths.direct import Direct
-from peers.net.paths.happy_eyeballs import Dial, first_connected
 from peers.net.paths.relay import Relay
 from peers.net.transport import Handler, Libp2p
 from peers.protocol.records import Path
-from peers.timing import CONNECT_S, DIRECT_HEAD_START_S, LIBP2P_HEAD_START_S, RELAY_HEAD_START_S
+from peers.tasks import cancelled
+from peers.timing import (
+    CONNECT_S,
+    DIRECT_HEAD_START_S,
+    FORGET_S,
+    LIBP2P_HEAD_START_S,
+    RELAY_HEAD_START_S,
+    START_S,
+)
 
 log = logging.getLogger(__name__)
 
 TransportMode = Literal["auto", "libp2p", "tcp"]
 
 _MAX_PEERS = 4096
+
+
+def _back_off() -> BackOff:
+    return BackOff(START_S, FORGET_S)
+
+
+@dataclass
+class _PathsToPeer:
+    """What is known of the paths to one peer. Each back-off says for how long something is not tried, or not first."""
+
+    direct_failures: BackOff = field(default_factory=_back_off)
+    direct_delays: BackOff = field(default_factory=_back_off)
+    """A less preferred path connected before the direct one: only background streams try the direct one meanwhile."""
+    libp2p_delays: BackOff = field(default_factory=_back_off)
+    """A relay connected before libp2p: the relay is asked at once, without libp2p's head start."""
+    libp2p_silence: BackOff = field(default_factory=_back_off)
+    """The peer did not answer on an open connection of libp2p, so that connection may be dead: relays come first."""
+    in_use: Path | None = None
+    """The path of the newest data stream; before there is one, of any stream."""
+    in_use_for_data: bool = False
+    rate: float = 0.0
+    """Bytes/s that the last round moved to this peer; 0: not known."""
+
+    def was_slower(self, path: Path, now: float) -> None:
+        """A less preferred path connected before this one."""
+        if path is Path.DIRECT:
+            self.direct_delays.failed(now)
+        elif path is Path.LIBP2P:
+            self.libp2p_delays.failed(now)
+
+
+class _Dial(NamedTuple):
+    """One transport. The next one starts `head_start_s` later, or as soon as this one fails."""
+
+    path: Path
+    head_start_s: float
+    open: Callable[[], Awaitable[socket.socket]]
 
 
 class Paths:
@@ -55,7 +101,7 @@ class Paths:
         self._libp2p, self._acceptor, self._direct, self._relay = libp2p, acceptor, direct, relay
         self._data, self._bulk = data, {data, *bulk}
         self._check, self._unchecked = check, frozenset(unchecked)
-        self._paths_to: dict[str, PathsToPeer] = {}
+        self._paths_to: dict[str, _PathsToPeer] = {}
         self._path_of: WeakKeyDictionary[socket.socket, Path] = WeakKeyDictionary()
 
     @property
@@ -74,7 +120,7 @@ class Paths:
         known = self._to(peer_id)
         dials = self._dials(peer_id, protocol, maddrs, known, timeout_s)
         preferred = [dial.path for dial in dials]
-        path, stream = await first_connected(dials, timeout_s)
+        path, stream = await _first_connected(dials, timeout_s)
         for slower in preferred[: preferred.index(path)]:
             # Otherwise every later stream would wait for it, too.
             known.was_slower(slower, time.monotonic())
@@ -140,8 +186,8 @@ class Paths:
     # Opening
 
     def _dials(
-        self, peer_id: str, protocol: str, maddrs: Sequence[str], known: PathsToPeer, timeout_s: float
-    ) -> list[Dial]:
+        self, peer_id: str, protocol: str, maddrs: Sequence[str], known: _PathsToPeer, timeout_s: float
+    ) -> list[_Dial]:
         """The paths to try, in order of preference."""
         now, relay = time.monotonic(), self._relay
         is_silent = not known.libp2p_silence.is_over(now)
@@ -152,21 +198,21 @@ class Paths:
                 raise PeerUnreachable(f"{peer_id} is connected, a relay would change nothing")
             return await relay.open(peer_id, protocol, timeout_s=timeout_s)
 
-        direct = Dial(
+        direct = _Dial(
             Path.DIRECT, DIRECT_HEAD_START_S, lambda: self._open_direct(peer_id, protocol, known, timeout_s)
         )
-        libp2p = Dial(
+        libp2p = _Dial(
             Path.LIBP2P,
             LIBP2P_HEAD_START_S if known.libp2p_delays.is_over(now) else 0.0,
             lambda: self._libp2p.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs),
         )
-        relayed = [Dial(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
+        relayed = [_Dial(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
         if is_silent:
             return [*relayed, libp2p]
         goes_direct = known.direct_delays.is_over(now) and self._may_go_direct(peer_id, protocol, known)
         return [*([direct] if goes_direct else []), libp2p, *relayed]
 
-    def _may_go_direct(self, peer_id: str, protocol: str, known: PathsToPeer) -> bool:
+    def _may_go_direct(self, peer_id: str, protocol: str, known: _PathsToPeer) -> bool:
         return (
             self._direct is not None
             and protocol in self._bulk
@@ -175,7 +221,7 @@ class Paths:
         )
 
     async def _open_direct(
-        self, peer_id: str, protocol: str, known: PathsToPeer, timeout_s: float
+        self, peer_id: str, protocol: str, known: _PathsToPeer, timeout_s: float
     ) -> socket.socket:
         assert self._direct is not None
         try:
@@ -203,10 +249,39 @@ class Paths:
             known.in_use, known.in_use_for_data = path, is_data
         return stream
 
-    def _to(self, peer_id: str) -> PathsToPeer:
+    def _to(self, peer_id: str) -> _PathsToPeer:
         # Appended at the end, so that invented records cannot push out peers that take part in rounds.
-        known = self._paths_to.pop(peer_id) if peer_id in self._paths_to else PathsToPeer()
+        known = self._paths_to.pop(peer_id) if peer_id in self._paths_to else _PathsToPeer()
         self._paths_to[peer_id] = known
         while len(self._paths_to) > _MAX_PEERS:
             del self._paths_to[next(iter(self._paths_to))]
         return known
+
+
+async def _first_connected(dials: Sequence[_Dial], timeout_s: float) -> tuple[Path, socket.socket]:
+    """The first stream that connects, and its path: all are tried at once, preferred ones a little earlier ("happy
+    eyeballs"). Raises the PeersError of the most preferred transport that failed.
+    """
+    running: dict[asyncio.Future[socket.socket], _Dial] = {}
+    waiting, failures = list(dials), dict[Path, PeersError]()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (waiting or running) and (left_s := deadline - time.monotonic()) > 0:
+            if waiting:
+                dial = waiting.pop(0)
+                running[asyncio.ensure_future(dial.open())] = dial
+                left_s = min(dial.head_start_s, left_s) if waiting else left_s
+            done, _ = await asyncio.wait(running, timeout=left_s, return_when="FIRST_COMPLETED")
+            for task in done:
+                path, error = running.pop(task).path, task.exception()
+                if error is None:
+                    return path, task.result()
+                if not isinstance(error, PeersError):
+                    raise error
+                failures[path] = error
+    finally:
+        for outcome in await cancelled(running):
+            if isinstance(outcome, socket.socket):
+                outcome.close()
+    in_order = (failures[dial.path] for dial in dials if dial.path in failures)
+    raise next(in_order, PeerUnreachable("took too long"))

@@ -1,4 +1,8 @@
-"""Opens streams through a third peer that forwards them; the messages are those of peers/protocol/relays.py."""
+"""Streams through a third peer that forwards them: asked for, forwarded for others, and accepted.
+
+The messages are those of peers/protocol/relays.py. A relay forwards only between live peers of the run with which it
+has a libp2p connection, so never through another relay, and only so many streams.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,33 @@ import logging
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from msgspec.msgpack import Decoder
 
-from peers.errors import PeersError, PeerUnreachable
+from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.back_off import BackOff
 from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
 from peers.net.paths.acceptor import Acceptor
-from peers.net.paths.choice import path_back_off
+from peers.net.paths.forwarding import Forwarder
 from peers.net.transport import Libp2p
-from peers.protocol.relays import MAX_MESSAGE_BYTES, Go, No, Offer, Ready, Want, asking
-from peers.timing import PROBE_S
+from peers.protocol.relays import (
+    MAX_MESSAGE_BYTES,
+    Deliver,
+    Go,
+    No,
+    Offer,
+    Ready,
+    Want,
+    asking,
+    delivering,
+)
+from peers.tasks import Tasks
+from peers.timing import FORGET_S, PROBE_S, START_S
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +46,14 @@ MAX_ASKED = 4
 _MAX_OPENING = 3
 """Streams that one peer asks for at once: libp2p's side works on a few per caller only."""
 _MAX_BLAMED = 256
+MAX_FORWARDED = 128
+"""Streams that one peer forwards at once."""
+MAX_FORWARDED_PER_CALLER = MAX_FORWARDED // 2
+"""So that one caller cannot take every place."""
+MAX_FORWARDED_PER_PAIR = 8
+"""A pair needs one for control, two for data and a few for the state."""
 _ANSWER: Decoder[Offer | No] = Decoder(Offer | No)
-_READY = Decoder(Ready)
+_WANT, _GO, _READY, _DELIVER = Decoder(Want), Decoder(Go), Decoder(Ready), Decoder(Deliver)
 
 
 @dataclass
@@ -44,10 +66,8 @@ class _Offered:
 
 
 class Relay:
-    """Asks others to forward. `peers` gives the ids of the run's live peers.
-
-    `rate_to` is what is known of the bandwidth to one of them.
-    """
+    """Used from one event loop. `peers` gives the ids of the run's live peers, `rate_to` what is known of the bandwidth
+    to one of them."""
 
     def __init__(
         self,
@@ -58,12 +78,31 @@ class Relay:
         peers: Callable[[], Collection[str]],
         rate_to: Callable[[str], float],
     ) -> None:
-        self._protocol = asking(run_id)
-        self._libp2p, self._acceptor = libp2p, acceptor
+        self._run_id, self._libp2p, self._acceptor = run_id, libp2p, acceptor
         self._peers, self._rate_to = peers, rate_to
         self._opening = asyncio.Semaphore(_MAX_OPENING)
         self._way_of: WeakKeyDictionary[socket.socket, tuple[str, str]] = WeakKeyDictionary()
         self._blamed: dict[tuple[str, str], BackOff] = {}
+        self._forwarder = Forwarder()
+        self._forwarded: Counter[tuple[str, str]] = Counter()
+        self._tasks = Tasks()
+
+    async def start(self) -> None:
+        """Forward for others, and accept what others forward, from now on."""
+        await self._libp2p.serve(asking(self._run_id), self._asked)
+        await self._libp2p.serve(delivering(self._run_id), self._delivered)
+
+    @property
+    def forwarded_bytes(self) -> int:
+        """For others, so far: each of them has come in on this peer's link, and gone out."""
+        return self._forwarder.num_bytes
+
+    async def close(self) -> None:
+        """Forward nothing more; open streams are cut."""
+        await self._tasks.close()
+        await asyncio.to_thread(self._forwarder.close)
+
+    # The caller
 
     async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket:
         """A non-blocking TLS stream to this peer through whichever peer relays it best. Raises PeerUnreachable."""
@@ -104,7 +143,7 @@ class Relay:
 
     def _blame(self, relay: str, peer_id: str) -> None:
         # For this pair only: the fault may be the called peer's.
-        self._blamed.setdefault((relay, peer_id), path_back_off()).failed(time.monotonic())
+        self._blamed.setdefault((relay, peer_id), BackOff(START_S, FORGET_S)).failed(time.monotonic())
         while len(self._blamed) > _MAX_BLAMED:
             del self._blamed[next(iter(self._blamed))]
 
@@ -122,7 +161,7 @@ class Relay:
         channel = await call(
             self._libp2p,
             relay,
-            self._protocol,
+            asking(self._run_id),
             timeout_s=PROBE_S,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
@@ -150,3 +189,71 @@ class Relay:
             channel.close()
             raise
         return await self._acceptor.call(channel.sock, peer_id, protocol, timeout_s=timeout_s, plain=False)
+
+    # The relay
+
+    async def _asked(self, caller: str, sock: socket.socket) -> None:
+        channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+        to = (await channel.read(_WANT, PROBE_S)).to
+        if reason := await self._why_not(caller, to):
+            await channel.send_last(No(reason=reason), PROBE_S)
+            channel.close()
+            return
+        pair = caller, to
+        self._forwarded[pair] += 1
+        try:
+            offer = Offer(rate=self._rate_to(to), load=self._forwarded.total() - 1)
+            await channel.send(offer, PROBE_S)
+            await channel.read(_GO, 2 * PROBE_S)
+            leg = await self._libp2p.open(to, delivering(self._run_id), timeout_s=PROBE_S)
+            try:
+                onward = Channel(leg, max_message_bytes=MAX_MESSAGE_BYTES)
+                await onward.send(Deliver(caller=caller), PROBE_S)
+                await channel.send(Ready(), PROBE_S)
+                loop = asyncio.get_running_loop()
+                self._forwarder.forward(sock, leg, lambda: loop.call_soon_threadsafe(self._released, pair))
+            except BaseException:
+                leg.close()
+                raise
+        except BaseException:
+            self._released(pair)
+            raise
+        log.debug("forwarding from %s to %s", caller, to)
+
+    async def _why_not(self, caller: str, to: str) -> str:
+        peers = self._peers()
+        if caller not in peers or to not in peers or to == caller:
+            return "not both of you are peers of this run that I know"
+        if to not in await self._libp2p.connected_peers():
+            return "I have no connection with it"
+        of_caller = sum(number for (one, _), number in self._forwarded.items() if one == caller)
+        if (
+            self._forwarded.total() >= MAX_FORWARDED
+            or of_caller >= MAX_FORWARDED_PER_CALLER
+            or self._forwarded[caller, to] >= MAX_FORWARDED_PER_PAIR
+        ):
+            return "I forward as much as I can"
+        return ""
+
+    def _released(self, pair: tuple[str, str]) -> None:
+        self._forwarded[pair] -= 1
+        if self._forwarded[pair] <= 0:
+            del self._forwarded[pair]
+
+    # The called
+
+    async def _delivered(self, relay: str, sock: socket.socket) -> None:
+        if relay not in self._peers():
+            raise ProtocolError(f"{relay} is no peer of this run, so it relays nothing to here")
+        channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+        caller = (await channel.read(_DELIVER, PROBE_S)).caller
+        # In the background: libp2p's transport runs few handlers per peer at once, and this one may take long.
+        self._tasks.spawn(
+            self._acceptor.receive(
+                sock,
+                source=f"relay {relay}",
+                expected=caller,
+                plain=False,
+                strangers=True,
+            )
+        )

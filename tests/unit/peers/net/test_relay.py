@@ -13,11 +13,9 @@ from peers.errors import PeerUnreachable
 from peers.net import offers
 from peers.net.channel import Channel
 from peers.net.paths import relay as relay_module
-from peers.net.paths import relay_service
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
 from peers.net.paths.relay import Relay
-from peers.net.paths.relay_service import RelayService
 from peers.protocol.relays import Go, Offer, Ready, Want, asking, delivering
 from tests.support.in_process import Network, until
 from tests.support.keys import credentials
@@ -31,15 +29,13 @@ class Member:
         self.libp2p = network.transport(me.peer_id)
         self.acceptor = Acceptor(me, allows=lambda _: True)
         self.rates = {}
-        legs = {
-            "run_id": "run",
-            "libp2p": self.libp2p,
-            "acceptor": self.acceptor,
-            "peers": lambda: peers - {me.peer_id},
-            "rate_to": lambda peer_id: self.rates.get(peer_id, 0.0),
-        }
-        self.relay = Relay(**legs)
-        self.service = RelayService(**legs)
+        self.relay = Relay(
+            run_id="run",
+            libp2p=self.libp2p,
+            acceptor=self.acceptor,
+            peers=lambda: peers - {me.peer_id},
+            rate_to=lambda peer_id: self.rates.get(peer_id, 0.0),
+        )
         self.acceptor.serve(PROTOCOL, self.accepted)
 
     async def accepted(self, peer_id, stream):
@@ -54,14 +50,14 @@ async def members(directory, names):
     peers = {me.peer_id for me in ids.values()}
     for name, me in ids.items():
         made[name] = Member(me, network, peers)
-        await made[name].service.start()
+        await made[name].relay.start()
     network.cut.add(frozenset({ids[names[0]].peer_id, ids[names[-1]].peer_id}))
     try:
         yield network, made
     finally:
         await network.close()
         for member in made.values():
-            await member.service.close()
+            await member.relay.close()
 
 
 def run(coroutine):
@@ -141,7 +137,7 @@ def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch
     async def scenario():
         async with members(tmp_path, "arsb") as (_, m):
             stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
-            await until(lambda: sum(m[name].service._forwarded.total() for name in "rs") <= 1, 2.0)
+            await until(lambda: sum(m[name].relay._forwarded.total() for name in "rs") <= 1, 2.0)
             opening = asyncio.create_task(m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10))
             await asyncio.sleep(0.01)
             opening.cancel()
@@ -149,7 +145,7 @@ def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch
             await asyncio.wait({opening})
             if not opening.cancelled():
                 opening.result().close()
-            await until(lambda: not any(m[name].service._forwarded for name in "rs"))
+            await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
 
     run(scenario())
 
@@ -173,7 +169,7 @@ def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
                 a.relay.blame(stream)
                 stream.close()
                 (await asyncio.wait_for(b.streams.get(), 10))[1].close()
-            await until(lambda: not any(m[name].service._forwarded for name in "rs"))
+            await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
             before = num_sockets()
             for num_turns in range(40):
                 opening = asyncio.create_task(a.relay.open(b.peer_id, PROTOCOL, timeout_s=10))
@@ -183,7 +179,7 @@ def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
                 (outcome,) = await asyncio.gather(opening, return_exceptions=True)
                 if isinstance(outcome, socket.socket):
                     outcome.close()
-                await until(lambda: not any(m[name].service._forwarded for name in "rs"))
+                await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
 
             def is_as_before():
                 while not b.streams.empty():
@@ -196,8 +192,8 @@ def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
 
 
 def test_one_caller_takes_no_more_than_its_share_of_a_relay(tmp_path, monkeypatch):
-    monkeypatch.setattr(relay_service, "MAX_FORWARDED", 4)
-    monkeypatch.setattr(relay_service, "MAX_FORWARDED_PER_CALLER", 2)
+    monkeypatch.setattr(relay_module, "MAX_FORWARDED", 4)
+    monkeypatch.setattr(relay_module, "MAX_FORWARDED_PER_CALLER", 2)
 
     async def scenario():
         async with members(tmp_path, "arb") as (_, m):
