@@ -14,9 +14,8 @@ from peers.admission.secrets import SwarmSecret, load_secret
 from peers.admission.token_request import ISSUERS_KEY, Applicant, NoIssuer, request_token
 from peers.core.admission import Admission
 from peers.errors import PeersError, UserError
-from peers.net.announced import announced
 from peers.net.dht.bootstrap import ClockOff
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.protocol.maddrs import parse_maddr

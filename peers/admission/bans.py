@@ -16,9 +16,8 @@ from msgspec.msgpack import Decoder
 
 from peers.admission.token_request import ISSUERS_KEY
 from peers.errors import PeersError, ProtocolError
-from peers.net.announced import announced
 from peers.net.channel import Channel, call
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.private_files import write_private
 from peers.protocol.admission import Bans

@@ -9,9 +9,8 @@ import time
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError, UserError
-from peers.net.announced import announced
 from peers.net.channel import call
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord

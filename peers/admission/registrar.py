@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from peers.admission.ledger import RankLedger
 from peers.admission.rank_request import MAX_REQUEST_BYTES
-from peers.net.announced import announced
 from peers.net.channel import Channel
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.records import PEERS_KEY, Announcement

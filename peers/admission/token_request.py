@@ -12,9 +12,8 @@ from msgspec.msgpack import Decoder
 
 from peers.admission.secrets import SwarmSecret
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.net.announced import announced
 from peers.net.channel import call
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.protocol.admission import Issued, Join, Nonce, Proof
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused, unless_refused

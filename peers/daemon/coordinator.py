@@ -20,8 +20,7 @@ from peers.admission.service import AdmissionService
 from peers.admission.settings import DEFAULT_LIFETIME_DAYS, AdmissionSettings
 from peers.errors import UserError
 from peers.monitor.news import Watcher
-from peers.net.announced import announced
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.identity import Identity, check_run_id, load_or_create
 from peers.net.paths.reachability import Reachability

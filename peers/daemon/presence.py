@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from peers.admission.rank_request import request_rank
 from peers.errors import PeersError, UserError
-from peers.net.announced import announced
 from peers.net.channels import Reached
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh

@@ -23,8 +23,7 @@ from peers.daemon.generator import Generator
 from peers.daemon.link import listen
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.errors import LinkLost, PeerUnreachable, ProtocolError, UserError
-from peers.net.announced import announced
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.identity import Identity, claim_slot
 from peers.net.rollouts import LearnerStream
 from peers.net.socket_directory import SocketDirectory

@@ -23,9 +23,8 @@ from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.monitor.observations import LOST, SILENT, Observations
 from peers.monitor.report_service import proof_of
 from peers.monitor.summary import holders_of, summary_of
-from peers.net.announced import announced
 from peers.net.channel import Channel, call
-from peers.net.dht.node import Dht
+from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.socket_directory import SocketDirectory

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec.msgpack import Decoder
 
@@ -18,14 +18,13 @@ from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.net.channel import Channel, call
 from peers.net.dht.bootstrap import is_nobody_there
 from peers.net.gate import Gate
-from peers.net.introduction import Introduced, Introductions, NotAdmitted
 from peers.net.live_peer import LivePeer, silence_s
 from peers.net.rate_limit import RateLimits
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Known, Parting, Said
+from peers.protocol.mesh import Announced, Introduction, Known, Parting, Said
 from peers.protocol.messages import Ask
-from peers.protocol.records import NO_RANK, Announcement
-from peers.protocol.refusal import Refused, Why
+from peers.protocol.records import NO_RANK, Announcement, Spoken
+from peers.protocol.refusal import Refusal, Refused, Why
 from peers.system import break_if_unacknowledged
 from peers.tasks import Tasks, cancelled
 from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, UNACKNOWLEDGED_S, heartbeat_s
@@ -47,8 +46,25 @@ MAX_DIALLED = 32
 """Dials at once: anybody can put records into the DHT of peers that do not exist."""
 
 _SAID: Decoder[Said] = Decoder(Said)
+_INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
 Reached = Literal["here", "gone", "silent"]
 """Nobody listens at its addresses, or it has refused this peer."""
+
+
+class NotAdmitted(PeerUnreachable):
+    """A peer that was reached says that this one is not admitted."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(f"turned away: {why}")
+        self.why = why
+
+
+class Introduced(NamedTuple):
+    """The other end, and the ban list that it has heard from here."""
+
+    spoken: Spoken
+    record: bytes
+    told_bans: bytes
 
 
 class Channels:
@@ -66,8 +82,7 @@ class Channels:
         mesh: Mesh,
     ) -> None:
         self._peer_id, self._protocol, self._transport = peer_id, protocol, transport
-        self._gate, self._mesh = gate, mesh
-        self.introductions = Introductions(run_id, gate, mesh.recent_record)
+        self._run_id, self._gate, self._mesh = run_id, gate, mesh
         self.open: dict[str, LivePeer] = {}
         self.dialling: dict[str, asyncio.Task[Reached]] = {}
         self._dials = asyncio.Semaphore(MAX_DIALLED)
@@ -138,7 +153,7 @@ class Channels:
             self._transport, record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
         )
         try:
-            return channel, await self.introductions.as_caller(channel, record.peer_id)
+            return channel, await self.introduced_as_caller(channel, record.peer_id)
         except BaseException:
             channel.close()
             raise
@@ -154,9 +169,9 @@ class Channels:
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock)
         try:
-            introduced = await self.introductions.as_called(channel, peer_id)
+            introduced = await self.introduced_as_called(channel, peer_id)
         except Refused as error:
-            await self.introductions.turn_away(channel, error.why)
+            await self.turn_away(channel, error.why)
             return
         except (PeerUnreachable, ProtocolError) as error:
             log.info("refused a channel from %s: %s", peer_id, error)
@@ -183,6 +198,57 @@ class Channels:
             newer.enqueue(Bans(signed=self._gate.bans_blob))
         self._mesh.opened(peer_id, introduced)
         self.tasks.spawn(self._listen(newer, peer_id))
+
+    # Introductions: each says who it is, after the ban list that it has (protocol/mesh.py)
+
+    async def introduced_as_caller(self, channel: Channel, peer_id: str) -> Introduced:
+        """Raises NotAdmitted, Refused, PeerUnreachable, ProtocolError."""
+        told = await self._say(channel)
+        return Introduced(*await self._hear(channel, peer_id), told)
+
+    async def introduced_as_called(self, channel: Channel, peer_id: str) -> Introduced:
+        """Raises as `introduced_as_caller`."""
+        spoken, record = await self._hear(channel, peer_id)
+        return Introduced(spoken, record, await self._say(channel))
+
+    async def turn_away(self, channel: Channel, why: Why) -> None:
+        """Tell a refused peer the reason, and a banned one the signed ban list."""
+        try:
+            await self._tell_bans(channel)
+            await channel.send_last(Refusal(why=why), ANSWER_S)
+        except PeerUnreachable as error:
+            log.debug("a refused peer did not hear why: %s", error)
+        finally:
+            channel.close()
+
+    def decode(self, peer_id: str, record: bytes) -> Spoken:
+        """What this peer has said of itself. Raises ProtocolError, and Refused for one that is not admitted."""
+        spoken = Spoken.decode(peer_id, record, run_id=self._run_id, now=time.time())
+        self._gate.check(peer_id, spoken.token, "mesh")
+        return spoken
+
+    async def _say(self, channel: Channel) -> bytes:
+        """Say who is here, after the ban list, which is returned."""
+        bans = await self._tell_bans(channel)
+        await channel.send(Announced(record=self._mesh.recent_record()), timeout_s=ANSWER_S)
+        return bans
+
+    async def _tell_bans(self, channel: Channel) -> bytes:
+        if bans := self._gate.bans_blob:
+            await channel.send(Bans(signed=bans), timeout_s=ANSWER_S)
+        return bans
+
+    async def _hear(self, channel: Channel, peer_id: str) -> tuple[Spoken, bytes]:
+        said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
+        if isinstance(said, Bans):
+            self._gate.learn(said.signed)
+            said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
+        match said:
+            case Announced(record):
+                return self.decode(peer_id, record), record
+            case Refusal(why):
+                raise NotAdmitted(why)
+        raise ProtocolError("two ban lists in one introduction")
 
     # While one stands
 

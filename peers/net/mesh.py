@@ -22,10 +22,9 @@ from msgspec.structs import replace
 
 from peers.core import events
 from peers.errors import ProtocolError
-from peers.net.channels import Channels, Reached
+from peers.net.channels import Channels, Introduced, Reached
 from peers.net.gate import Gate
 from peers.net.gossip import Gossip
-from peers.net.introduction import Introduced
 from peers.net.live_peer import silence_s
 from peers.net.paths.paths import Paths
 from peers.protocol.admission import Bans
@@ -233,7 +232,7 @@ class Mesh:
         """Raises ProtocolError, which closes the channel."""
         match said:
             case Announced(record):
-                self._take([(self._channels.introductions.decode(peer_id, record), record)], by=peer_id)
+                self._take([(self._channels.decode(peer_id, record), record)], by=peer_id)
             case News(told):
                 self._take(self._new_of(told), by=peer_id)
             case Known(versions):
@@ -267,7 +266,7 @@ class Mesh:
             if one.peer_id in self._channels.open or not self._gossip.is_news(one.peer_id, version):
                 continue
             try:
-                spoken = self._channels.introductions.decode(one.peer_id, one.record)
+                spoken = self._channels.decode(one.peer_id, one.record)
             except Refused:
                 continue
             if spoken.version != version:

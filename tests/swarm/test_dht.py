@@ -15,8 +15,9 @@ import pytest
 
 import peers
 from peers.errors import PeersError, UserError
-from peers.net.dht.node import MAX_VALUE_BYTES, Dht
+from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
+from peers.protocol.records import MAX_RECORD_BYTES
 from tests.support.members import LOOPBACK, eventually, free_port, joined
 from tests.support.swarm import wait_until
 
@@ -36,7 +37,7 @@ def test_what_one_peer_stores_another_reads_until_it_expires(tmp_path, bootstrap
             assert await b.store("passing", "x", b"soon gone", 3)
             await eventually(lambda: _is_empty(a, "passing"))
             with pytest.raises(ValueError, match="at most"):
-                await a.store("store", "long", b"x" * (MAX_VALUE_BYTES + 1), 30)
+                await a.store("store", "long", b"x" * (MAX_RECORD_BYTES + 1), 30)
 
     async def _is_empty(dht, key):
         return await dht.get(key) == {}
@@ -218,6 +219,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 from peers.net.dht.node import Dht
+from peers.protocol.records import MAX_RECORD_BYTES
 from peers.net.identity import load_or_create
 
 async def main():

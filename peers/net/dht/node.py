@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from peers.errors import PeersError, PeerUnreachable, UserError
+from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.net.dht.bootstrap import connect_any, not_taken
 from peers.net.dht.contacts import Contacts
 from peers.net.dht.descriptors import raise_limit
-from peers.net.dht.values import MAX_VALUE_BYTES, value_in
 from peers.net.identity import Identity
 from peers.net.libp2p.p2pd import P2pd
 from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
+from peers.protocol.records import MAX_RECORD_BYTES, Record
 from peers.protocol.wire import encode
 from peers.tasks import cancelled
 from peers.timing import CONNECT_S, LOOK_S, OFTEN_S, PROBE_S
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P
 
-    from peers.net.dht.initial_records import Found, InitialRecords
-    from peers.net.dht.records import Check, KeptRecords
+    from peers.net.dht.records import Check, Found, InitialRecords, KeptRecords
     from peers.net.libp2p.transport import Transport
 
-__all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
+__all__ = ["Dht", "announced", "load_hivemind", "validate_maddr"]
+
+R = TypeVar("R", bound=Record)
 
 _MAX_VALUES = 4096
 BUCKET_SIZE = 8
@@ -56,6 +57,7 @@ class Dht:
         node: DHTNode,
         kept: KeptRecords,
         transport: Transport,
+        initial: InitialRecords,
         initial_peers: Sequence[str],
     ) -> None:
         self.peer_id = str(p2p.peer_id)
@@ -67,7 +69,7 @@ class Dht:
         """Their ids: whom this peer's user has named."""
         self._expiry: dict[tuple[str, str], float] = {}
         self._contacts = Contacts(_by_peer(initial_peers))
-        self._initial = _initial_records(transport, node, kept, _by_peer(initial_peers))
+        self._initial = initial
         self._keeper = asyncio.create_task(self._keep_contacts())
 
     @classmethod
@@ -96,6 +98,7 @@ class Dht:
         # Before p2pd starts, which inherits it.
         raise_limit()
         load_hivemind()
+        from peers.net.dht.records import InitialRecords
         from peers.net.libp2p.transport import Transport
 
         async with contextlib.AsyncExitStack() as undo:
@@ -115,7 +118,8 @@ class Dht:
             left_s = max(deadline - time.monotonic(), PROBE_S)
             node, kept = await _create_node(p2p, answering, client_mode, left_s)
             undo.pop_all()
-            return cls(p2pd, p2p, node, kept, transport, others)
+            initial = InitialRecords(transport, node.protocol, kept, _by_peer(others))
+            return cls(p2pd, p2p, node, kept, transport, initial, others)
 
     async def maddrs(self) -> list[str]:
         """The addresses others can dial now, each with /p2p/<id>, farthest reach first; none in client mode."""
@@ -126,12 +130,12 @@ class Dht:
         return by_reach(text for maddr in visible if is_maddr(text := str(maddr)))
 
     async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
-        """Put `value` (MAX_VALUE_BYTES at most) under `key`, beside the values of other subkeys.
+        """Put `value` (MAX_RECORD_BYTES at most) under `key`, beside the values of other subkeys.
 
         Returns whether any node took it. It is gone after `ttl_s`, but not before what it replaces would be.
         """
-        if len(value) > MAX_VALUE_BYTES:
-            raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
+        if len(value) > MAX_RECORD_BYTES:
+            raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_RECORD_BYTES} are kept")
         # Nodes compare wall-clock times, and refuse what expires no later than the value they have.
         expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK)
         self._expiry[key, subkey] = expiry
@@ -232,6 +236,24 @@ class Dht:
         return {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
 
 
+async def announced(
+    dht: Dht, key: str, kind: type[R], run_id: str, check: Callable[[R], object]
+) -> dict[str, R]:
+    """By peer id: the records under this key that are signed, fresh, of this run, and accepted by `check`, which
+    raises ProtocolError for the others (such as Gate.check_record for a peer that is not admitted).
+    """
+    found = {}
+    for peer_id, blob in (await dht.get(key)).items():
+        try:
+            record = kind.decode(peer_id, blob, time.time(), run_id=run_id)
+            check(record)
+        except ProtocolError as error:
+            logger.debug("ignored a record: %s", error)
+            continue
+        found[peer_id] = record
+    return found
+
+
 def _by_peer(maddrs: Sequence[str]) -> dict[str, list[str]]:
     grouped: dict[str, list[str]] = {}
     for maddr in maddrs:
@@ -297,16 +319,10 @@ async def _create_node(
         ) from error
 
 
-def _initial_records(
-    transport: Transport, node: DHTNode, kept: KeptRecords, peer_ids: Collection[str]
-) -> InitialRecords:
-    from peers.net.dht.initial_records import InitialRecords
-
-    return InitialRecords(transport, node.protocol, kept, peer_ids)
-
-
 def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
     """What has the shape of our records, the newest of each subkey; the rest is dropped."""
+    from peers.net.dht.records import value_in
+
     newest = {subkey: (value_in(packed), expiry) for subkey, (packed, expiry) in of_initial.items()}
     for subkey, item in list(found.items())[:_MAX_VALUES] if hasattr(found, "items") else ():
         value, expiry = getattr(item, "value", None), getattr(item, "expiration_time", 0.0)
@@ -315,5 +331,5 @@ def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
     return {
         subkey: value
         for subkey, (value, _) in newest.items()
-        if isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
+        if isinstance(value, bytes) and len(value) <= MAX_RECORD_BYTES
     }

@@ -14,10 +14,9 @@ from peers.net import channels as channels_module
 from peers.net import mesh as mesh_module
 from peers.net import overlay
 from peers.net.channel import Channel
-from peers.net.channels import MAX_DIALLED
+from peers.net.channels import MAX_DIALLED, Introduced
 from peers.net.gate import Gate
 from peers.net.identity import claim_slot
-from peers.net.introduction import Introduced
 from peers.net.mesh import Mesh
 from peers.protocol.mesh import News, Told
 from peers.protocol.messages import Ask, Status
@@ -376,14 +375,14 @@ def test_of_a_banned_peer_and_another_neither_lets_the_other_in_whoever_has_the_
 def test_a_list_that_comes_while_two_are_introduced_is_passed_on(tmp_path):
     async def scenario():
         ends = Ends(tmp_path, [None, None])
-        usual = ends.meshes[1]._channels.introductions._say
+        usual = ends.meshes[1]._channels._say
 
         async def introduce(channel):
             told = await usual(channel)
             ends.gates[1].learn(ends.signed((), version=7))
             return told
 
-        ends.meshes[1]._channels.introductions._say = introduce
+        ends.meshes[1]._channels._say = introduce
         assert await ends.introduced(0) == "here"
         while ends.gates[0].bans.version != 7:
             await asyncio.sleep(0.001)
