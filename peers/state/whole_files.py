@@ -1,32 +1,25 @@
 """Files written atomically and hashed while they are written: safetensors, and small files of any content.
 
-The digest is computed from memory in the same pass, so that corruption on the disk is detected later. If the file
-system allows it, writes bypass the page cache (O_DIRECT): filling the cache takes several times the processor time of
-the write itself, and evicts what training reads.
+The digest is computed from memory in the same pass, so that corruption on the disk is detected later.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
-import mmap
 import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 _PART_BYTES = 1 << 20
-_BLOCK_BYTES = 4096
-"""O_DIRECT writes begin and end at multiples of this, on the disk and in memory."""
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float64: "F64",
@@ -114,61 +107,28 @@ def flush_to_disk(path: Path) -> None:
 
 
 def _written(path: Path, parts: Iterable[memoryview]) -> FileRecord:
-    hasher, num_bytes, filled = blake3(), 0, 0
-    # Anonymous memory is aligned to pages, as O_DIRECT requires.
-    room = memoryview(mmap.mmap(-1, _PART_BYTES))
-    with _new_file(path) as descriptor:
-
-        def flush() -> None:
-            hasher.update(room[:filled])
-            whole_blocks = filled - filled % _BLOCK_BYTES
-            _write_all(descriptor, room[:whole_blocks])
-            if whole_blocks < filled:
-                # The end of the file is no whole block.
-                _buffered(descriptor)
-                _write_all(descriptor, room[whole_blocks:filled])
-
+    hasher, num_bytes = blake3(), 0
+    with _new_file(path) as file:
         for part in parts:
-            while part:
-                taken, part = part[: len(room) - filled], part[len(room) - filled :]
-                room[filled : filled + len(taken)] = taken
-                filled += len(taken)
-                num_bytes += len(taken)
-                if filled == len(room):
-                    flush()
-                    filled = 0
-        flush()
+            for start in range(0, len(part), _PART_BYTES):
+                piece = part[start : start + _PART_BYTES]
+                hasher.update(piece)
+                num_bytes += file.write(piece)
     return FileRecord(num_bytes, hasher.hexdigest())
 
 
-def _write_all(descriptor: int, content: memoryview) -> None:
-    while content:
-        try:
-            content = content[os.write(descriptor, content) :]
-        except OSError as error:
-            # The device has larger blocks, or the file system accepted O_DIRECT at open and refuses the data.
-            if error.errno != errno.EINVAL or not _buffered(descriptor):
-                raise
-
-
-def _buffered(descriptor: int) -> bool:
-    """Switch O_DIRECT off: write through the page cache from here on. True if it was on."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
-    return bool(flags & _DIRECT)
-
-
 @contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a temporary file, which atomically replaces `path` when the block ends without an error."""
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file, which atomically replaces `path` when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = _opened(temporary)
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            # What is on the disk now would only displace what training reads.
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         temporary.replace(path)
         flush_to_disk(path.parent)
     except OSError as error:
@@ -176,16 +136,6 @@ def _new_file(path: Path) -> Iterator[int]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _opened(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | _DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return os.open(path, flags, 0o644)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
