@@ -11,8 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
@@ -39,70 +38,72 @@ Summary = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One metric: its name and what it says, which the page of docs and the Grafana dashboard rely on."""
 
     name: str
-    kind: Literal["gauge", "counter"]
     says: str
+    figure: str = ""
+    """The figure that it shows, in a peer's entry of peers/monitor/summary.py; empty: it is worked out."""
     labels: tuple[str, ...] = _RANK
 
+    @property
+    def kind(self) -> str:
+        return "counter" if self.name.endswith("_total") else "gauge"
+
     def empty(self) -> GaugeMetricFamily | CounterMetricFamily:
-        kind = GaugeMetricFamily if self.kind == "gauge" else CounterMetricFamily
-        return kind(self.name, self.says, labels=self.labels)
+        family = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        return family(self.name, self.says, labels=self.labels)
 
 
 FAMILIES = (
-    Family("diloco_peers", "gauge", "Peers of the run that are there.", _RUN),
-    Family("diloco_stragglers", "gauge", "Peers that the leader of a round waits for.", _RUN),
+    Family("diloco_peers", "Peers of the run that are there.", labels=_RUN),
+    Family("diloco_stragglers", "Peers that the leader of a round waits for.", labels=_RUN),
     Family(
-        "diloco_state", "gauge", "1 for the state that the peer is in, 0 for the others.", (*_RANK, "state")
+        "diloco_state", "1 for the state that the peer is in, 0 for the others.", labels=(*_RANK, "state")
     ),
-    Family("diloco_epoch", "gauge", "Outer steps that the peer's anchor has."),
-    Family("diloco_step", "gauge", "Nominal inner step."),
-    Family("diloco_loss", "gauge", "Loss of the last step that was told, in nats per token."),
-    Family("diloco_tokens_per_second", "gauge", "Tokens trained per second, lately."),
-    Family("diloco_committed_tokens", "gauge", "Tokens averaged into the anchor, over all epochs and peers."),
-    Family("diloco_last_seen_seconds", "gauge", "Since the peer's newest word."),
-    Family("diloco_rounds_total", "counter", "Epochs that ended on the peer since it was started."),
+    Family("diloco_epoch", "Outer steps that the peer's anchor has.", "epoch"),
+    Family("diloco_step", "Nominal inner step.", "step"),
+    Family("diloco_loss", "Loss of the last step that was told, in nats per token.", "loss"),
+    Family("diloco_tokens_per_second", "Tokens trained per second, lately.", "tokens_per_s"),
     Family(
-        "diloco_round_failures_total", "counter", "Attempts at rounds that failed, as far as it was told."
+        "diloco_committed_tokens",
+        "Tokens averaged into the anchor, over all epochs and peers.",
+        "committed_tokens",
     ),
-    Family("diloco_worker_losses_total", "counter", "Ends of the peer's worker before the training's."),
-    Family("diloco_sent_bytes_total", "counter", "Sent for reductions."),
-    Family("diloco_received_bytes_total", "counter", "Received for reductions."),
-    Family("diloco_forwarded_bytes_total", "counter", "Carried for other peers, each way."),
-    Family("diloco_upload_bytes_per_second", "gauge", "Sent in the last reduction, over its time."),
-    Family("diloco_download_bytes_per_second", "gauge", "Received in the last reduction, over its time."),
-    Family("diloco_link_bytes_per_second", "gauge", "What the peer's link carries each way at the most."),
-    Family("diloco_round_seconds", "gauge", "Of the last round, from its group to the commit."),
+    Family("diloco_last_seen_seconds", "Since the peer's newest word.", "last_seen_s"),
+    Family("diloco_rounds_total", "Epochs that ended on the peer since it was started.", "num_rounds"),
+    Family(
+        "diloco_round_failures_total",
+        "Attempts at rounds that failed, as far as it was told.",
+        "num_failures",
+    ),
+    Family(
+        "diloco_worker_losses_total", "Ends of the peer's worker before the training's.", "num_worker_losses"
+    ),
+    Family("diloco_sent_bytes_total", "Sent for reductions.", "sent_bytes"),
+    Family("diloco_received_bytes_total", "Received for reductions.", "received_bytes"),
+    Family("diloco_forwarded_bytes_total", "Carried for other peers, each way.", "forwarded_bytes"),
+    Family(
+        "diloco_upload_bytes_per_second", "Sent in the last reduction, over its time.", "upload_bytes_per_s"
+    ),
+    Family(
+        "diloco_download_bytes_per_second",
+        "Received in the last reduction, over its time.",
+        "download_bytes_per_s",
+    ),
+    Family(
+        "diloco_link_bytes_per_second",
+        "What the peer's link carries each way at the most.",
+        "link_bytes_per_s",
+    ),
+    Family("diloco_round_seconds", "Of the last round, from its group to the commit."),
     Family(
         "diloco_round_part_seconds",
-        "gauge",
         "Of the last epoch's parts: gathering, reducing, voting and so on.",
-        (*_RANK, "part"),
+        labels=(*_RANK, "part"),
     ),
 )
-
-# Metric by the name of the figure that it shows, in a peer's entry of peers/monitor/summary.py.
-_OF_A_PEER = {
-    "diloco_epoch": "epoch",
-    "diloco_step": "step",
-    "diloco_loss": "loss",
-    "diloco_tokens_per_second": "tokens_per_s",
-    "diloco_committed_tokens": "committed_tokens",
-    "diloco_last_seen_seconds": "last_seen_s",
-    "diloco_rounds_total": "num_rounds",
-    "diloco_round_failures_total": "num_failures",
-    "diloco_worker_losses_total": "num_worker_losses",
-    "diloco_sent_bytes_total": "sent_bytes",
-    "diloco_received_bytes_total": "received_bytes",
-    "diloco_forwarded_bytes_total": "forwarded_bytes",
-    "diloco_upload_bytes_per_second": "upload_bytes_per_s",
-    "diloco_download_bytes_per_second": "download_bytes_per_s",
-    "diloco_link_bytes_per_second": "link_bytes_per_s",
-}
 
 
 @contextlib.asynccontextmanager
@@ -179,8 +180,9 @@ def metrics_of(swarm: Summary, *, only_rank: int | None = None) -> Iterator[Metr
         rank = str(world_rank)
         for state in ALL_STATES:
             add("diloco_state", float(peer["state"] == state), rank, state)
-        for name, figure in _OF_A_PEER.items():
-            add(name, peer[figure], rank)
+        for family in FAMILIES:
+            if family.figure:
+                add(family.name, peer[family.figure], rank)
         if (round_ := last_round.get(world_rank)) is not None:
             add("diloco_round_seconds", round_["round_s"], rank)
             for part in PARTS:
