@@ -20,6 +20,7 @@ from peers.net.dht.bootstrap import is_nobody_there
 from peers.net.gate import Gate
 from peers.net.live_peer import LivePeer, silence_s
 from peers.net.rate_limit import RateLimits
+from peers.net.socket_io import closed_on_error
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Introduction, Known, Parting, Said
 from peers.protocol.messages import Ask
@@ -152,11 +153,8 @@ class Channels:
         channel = await call(
             self._transport, record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
         )
-        try:
+        with closed_on_error(channel):
             return channel, await self.introduced_as_caller(channel, record.peer_id)
-        except BaseException:
-            channel.close()
-            raise
 
     async def _redial(self, record: Announcement) -> None:
         """The peer may be alive and only the connection broken: dial again. The larger peer id lets the other dial

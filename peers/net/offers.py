@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from peers.errors import PeersError
+from peers.net.socket_io import Closable
 from peers.tasks import cancelled
 from peers.timing import GRACE_S, PROBE_S
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
-
 
 T = TypeVar("T", bound=Closable)
 

@@ -11,6 +11,7 @@ from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.channel import Channel, call
+from peers.net.socket_io import closed_on_error
 from peers.net.transport import StreamTransport
 from peers.protocol.records import Announcement
 from peers.protocol.refusal import Refusal, Refused
@@ -57,17 +58,14 @@ class LearnerStream:
             maddrs=learner.maddrs,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
-        try:
+        with closed_on_error(channel):
             await channel.send(Hello(token=token), STALL_S)
             said = await channel.read(_WELCOME, STALL_S)
             if isinstance(said, Refusal):
                 raise Refused(said.why)
             if isinstance(said, NoPolicy):
                 raise PeerUnreachable("it takes no rollouts, or not yet")
-        except BaseException:
-            channel.close()
-            raise
-        return cls(channel, said)
+            return cls(channel, said)
 
     def __enter__(self) -> Self:
         return self

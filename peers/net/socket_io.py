@@ -7,13 +7,53 @@ come back. asyncio refuses those of TLS.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import select
 import socket
 import ssl
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from peers.timing import RETRY_S
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+@contextlib.contextmanager
+def closed_on_error(opened: C) -> Iterator[C]:
+    """Closes it if the block ends by an error or a cancellation; otherwise it stays with its owner."""
+    try:
+        yield opened
+    except BaseException:
+        opened.close()
+        raise
+
+
+async def accept_forever(
+    listener: socket.socket, accepted: Callable[[socket.socket, Any], object], what: str
+) -> None:
+    """Call `accepted` with every connection and the address that it comes from."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            sock, address = await loop.sock_accept(listener)
+        except OSError as error:
+            # Out of descriptors, most likely; later ones may find room.
+            log.warning("cannot accept %s: %s", what, error)
+            await asyncio.sleep(RETRY_S)
+            continue
+        sock.setblocking(False)
+        accepted(sock, address)
 
 
 async def receive(sock: socket.socket, num_bytes: int) -> bytes:

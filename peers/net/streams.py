@@ -243,11 +243,8 @@ class StreamPool:
             if sock is not None:
                 sock.close()
             sock = await self._transport.open(peer, self._protocol, timeout_s=timeout_s)
-        try:
+        with socket_io.closed_on_error(sock):
             await socket_io.send_all(sock, attempt)
-        except BaseException:
-            sock.close()
-            raise
         return sock
 
     def _is_usable(self, peer: str, kept: socket.socket) -> bool:

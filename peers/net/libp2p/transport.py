@@ -14,6 +14,7 @@ from pathlib import Path
 from peers.errors import PeersError, PeerUnreachable
 from peers.net.libp2p import p2pd_control
 from peers.net.rate_limit import counted
+from peers.net.socket_io import accept_forever
 from peers.net.transport import Handler
 from peers.protocol.maddrs import parse_maddr
 from peers.tasks import Tasks
@@ -91,7 +92,11 @@ class Transport:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         await p2pd_control.accept_streams(self._control, protocol, path)
-        self._tasks.spawn(self._accept(listener, protocol, handler))
+
+        def accepted(sock: socket.socket, _address: object) -> None:
+            self._tasks.spawn(self._handle(sock, protocol, handler))
+
+        self._tasks.spawn(accept_forever(listener, accepted, f"a {protocol} stream"))
 
     async def close(self) -> None:
         """Accept nothing more, and cancel the handlers that still run. Streams stay with their owners."""
@@ -100,19 +105,6 @@ class Transport:
             listener.close()
             path.unlink(missing_ok=True)
         self._listeners.clear()
-
-    async def _accept(self, listener: socket.socket, protocol: str, handler: Handler) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # Out of descriptors, most likely: p2pd drops that stream, later ones may find room.
-                logger.warning("cannot accept a %s stream: %s", protocol, error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            sock.setblocking(False)
-            self._tasks.spawn(self._handle(sock, protocol, handler))
 
     async def _handle(self, sock: socket.socket, protocol: str, handler: Handler) -> None:
         try:

@@ -18,6 +18,7 @@ from peers.net.paths import greeting
 from peers.net.paths.greeting import Hello
 from peers.net.paths.tls import Credentials
 from peers.net.rate_limit import RateLimits, counted
+from peers.net.socket_io import closed_on_error
 from peers.net.transport import Handler
 from peers.timing import CONNECT_S
 
@@ -126,9 +127,5 @@ class Acceptor:
             raise ProtocolError(f"{peer_id} is no peer of this run")
 
     async def _hand_over(self, peer_id: str, protocol: str, stream: socket.socket) -> None:
-        try:
-            with counted(self._of, f"{peer_id} {protocol}", MAX_PER_PEER):
-                await self._handlers[protocol](peer_id, stream)
-        except BaseException:
-            stream.close()
-            raise
+        with closed_on_error(stream), counted(self._of, f"{peer_id} {protocol}", MAX_PER_PEER):
+            await self._handlers[protocol](peer_id, stream)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import socket
 import threading
 import time
@@ -18,14 +17,13 @@ from concurrent.futures import Future
 
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.paths.acceptor import Acceptor
+from peers.net.socket_io import accept_forever, closed_on_error
 from peers.net.transport import Handler
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.records import MAX_ENDPOINTS
 from peers.system import keepalive_options
 from peers.tasks import Tasks
-from peers.timing import PROBE_S, RETRY_S
-
-log = logging.getLogger(__name__)
+from peers.timing import PROBE_S
 
 _BACKLOG = 128
 _FAMILIES = {
@@ -68,7 +66,7 @@ class Direct:
             ) from error
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._tasks.spawn(self._accept(listener))
+        self._tasks.spawn(accept_forever(listener, self._accepted, "a connection for data"))
 
     def knows(self, peer_id: str) -> bool:
         """Whether this peer has announced where to call it."""
@@ -99,18 +97,9 @@ class Direct:
             listener.close()
         self._listeners.clear()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(listener)
-            except OSError as error:
-                # Out of descriptors, most likely; later ones may find room.
-                log.warning("cannot accept a connection for data: %s", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            _set_options(sock)
-            self._tasks.spawn(self._acceptor.receive(sock, source=source_of(address[0])))
+    def _accepted(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        _set_options(sock)
+        self._tasks.spawn(self._acceptor.receive(sock, source=source_of(address[0])))
 
 
 async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
@@ -119,15 +108,11 @@ async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
         family, host = _FAMILIES[endpoint.kind], endpoint.host
         if endpoint.kind not in ("ip4", "ip6"):
             family, host = await _look_up(host, family)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        with closed_on_error(socket.socket(family, socket.SOCK_STREAM)) as sock:
             sock.setblocking(False)
             _set_options(sock)
             await asyncio.get_running_loop().sock_connect(sock, (host, endpoint.port))
             return sock
-        except BaseException:
-            sock.close()
-            raise
 
 
 async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.AddressFamily, str]:

@@ -24,6 +24,7 @@ from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
+from peers.net.socket_io import closed_on_error
 from peers.net.transport import Libp2p
 from peers.protocol.relays import (
     MAX_MESSAGE_BYTES,
@@ -165,15 +166,12 @@ class Relay:
             timeout_s=PROBE_S,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
-        try:
+        with closed_on_error(channel):
             await channel.send(Want(to=peer_id), PROBE_S)
             answer = await channel.read(_ANSWER, PROBE_S)
             if isinstance(answer, No):
                 raise PeerUnreachable(f"it says no: {answer.reason}")
             return _Offered(channel, answer)
-        except BaseException:
-            channel.close()
-            raise
 
     def _merit(self, relay: str, offer: Offer, peer_id: str) -> tuple[bool, float, int, str]:
         """By bandwidth, divided by the streams that it forwards already; unmeasured links count as fast."""
@@ -182,12 +180,9 @@ class Relay:
 
     async def _accept(self, channel: Channel, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """Take the offer: the stream with `peer_id` over this channel's socket."""
-        try:
+        with closed_on_error(channel):
             await channel.send(Go(), PROBE_S)
             await channel.read(_READY, 2 * PROBE_S)
-        except BaseException:
-            channel.close()
-            raise
         return await self._acceptor.call(channel.sock, peer_id, protocol, timeout_s=timeout_s, plain=False)
 
     # The relay
@@ -205,16 +200,14 @@ class Relay:
             offer = Offer(rate=self._rate_to(to), load=self._forwarded.total() - 1)
             await channel.send(offer, PROBE_S)
             await channel.read(_GO, 2 * PROBE_S)
-            leg = await self._libp2p.open(to, delivering(self._run_id), timeout_s=PROBE_S)
-            try:
+            with closed_on_error(
+                await self._libp2p.open(to, delivering(self._run_id), timeout_s=PROBE_S)
+            ) as leg:
                 onward = Channel(leg, max_message_bytes=MAX_MESSAGE_BYTES)
                 await onward.send(Deliver(caller=caller), PROBE_S)
                 await channel.send(Ready(), PROBE_S)
                 loop = asyncio.get_running_loop()
                 self._forwarder.forward(sock, leg, lambda: loop.call_soon_threadsafe(self._released, pair))
-            except BaseException:
-                leg.close()
-                raise
         except BaseException:
             self._released(pair)
             raise

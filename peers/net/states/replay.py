@@ -18,6 +18,7 @@ from msgspec.msgpack import Decoder
 from peers.errors import PeersError, StateUnavailable
 from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
+from peers.net.socket_io import closed_on_error
 from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.states import (
@@ -81,15 +82,12 @@ async def _offer(donor: str, transport: StreamTransport, run_id: str, path: Sequ
         timeout_s=STALL_S,
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
-    try:
+    with closed_on_error(channel):
         await channel.send(WantCommits(since=path[0].plan.parent, until=path[-1].head), STALL_S)
         answer = await channel.read(_ANSWER, COMMIT_S)
         if isinstance(answer, Unavailable) or answer.count != len(path):
             raise StateUnavailable("it has not recorded them")
         return channel
-    except BaseException:
-        channel.close()
-        raise
 
 
 async def _replay(
