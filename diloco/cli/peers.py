@@ -13,7 +13,7 @@ from diloco.errors import UserError
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
-    from peers.admission.ban_change import ChangedBans
+    from peers.admission.bans import ChangedBans
 
 _PEERS = "Peer ids, or at least their last 6 characters for peers that are in the swarm (to unban: in the ban list)."
 
@@ -95,7 +95,7 @@ def _change_bans(
 ) -> int:
     """Change the bans, or only read them, and pass the outcome to `report`. Returns the exit code. Raises UserError."""
     from diloco.cli.interrupts import run_interruptible
-    from peers.admission.ban_change import change_bans
+    from peers.admission.bans import change_bans
     from peers.admission.secrets import load_key
     from peers.net.dht.node import load_hivemind
 

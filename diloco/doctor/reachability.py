@@ -15,8 +15,7 @@ from peers.net.identity import Identity
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.network import data_hosts
-from peers.net.paths.reachability import caller_of
-from peers.net.paths.reachability_request import DIALLED_PROTOCOL, Asked, Busy, asking
+from peers.net.paths.reachability import DIALLED_PROTOCOL, Asked, Busy, asking, caller_of
 from peers.net.paths.tls import Credentials
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.refusal import Refused

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.doctor.reachability import ReachabilityProbe
 from diloco.options.flags import HvConfig
+from peers.admission.own_token import Applicant, NoIssuer, request_token
 from peers.admission.secrets import SwarmSecret, load_secret
-from peers.admission.token_request import ISSUERS_KEY, Applicant, NoIssuer, request_token
 from peers.core.admission import Admission
 from peers.errors import PeersError, UserError
 from peers.net.dht.bootstrap import ClockOff
@@ -19,7 +19,7 @@ from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.protocol.maddrs import parse_maddr
-from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord, shown_rank
+from peers.protocol.records import ISSUERS_KEY, PEERS_KEY, Announcement, CoordinatorRecord, shown_rank
 from peers.protocol.refusal import Refused, Why
 
 ADMISSION_TIMEOUT_S = 4.0
@@ -94,7 +94,7 @@ async def _check_members(
 
 async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:
     """The peers of a run by world rank, then coordinators; with a secret, only those whose records it verifies."""
-    from peers.admission.rank_request import coordinators
+    from peers.admission.ranks import coordinators
 
     gate = Gate(Admission(run_id, secret.public_key if secret else None))
     peers = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_quietly)

@@ -21,7 +21,7 @@ from diloco.errors import UserError
 from diloco.options.model_files import PRESETS_DIR, clean_config, directory_of, is_preset, load_model_config
 from diloco.options.trainer import Scalar, TrainConfig, shared_fields, shared_values, with_shared
 from diloco.train.devices import hardware_in_words
-from peers.admission.settings import AdmissionSettings
+from peers.admission.secrets import AdmissionSettings
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 
 _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"

@@ -1,4 +1,5 @@
-"""The ban list of a run outside the mesh: its file, and the exchange of lists with peers and coordinators.
+"""The ban list of a run outside the mesh: its file, its exchange with peers and coordinators, and its change by whoever
+holds the admission key.
 
 The messages are in peers/protocol/admission.py. Within the mesh the list comes with every introduction.
 """
@@ -8,33 +9,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
-from peers.admission.token_request import ISSUERS_KEY
-from peers.errors import PeersError, ProtocolError
+from peers.admission.secrets import AdmissionKey
+from peers.core.admission import Admission
+from peers.errors import PeersError, ProtocolError, UserError
 from peers.net.channel import Channel, call
 from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
+from peers.net.identity import load_or_create
 from peers.net.private_files import write_private
-from peers.protocol.admission import Bans
+from peers.net.socket_directory import SocketDirectory
+from peers.protocol.admission import Bans, bans_protocol
 from peers.protocol.limits import MAX_BANS_BYTES
-from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.maddrs import is_peer_id
+from peers.protocol.records import ISSUERS_KEY, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.tokens import MAX_BANNED, BanList, banned_more
 from peers.timing import PROBE_S
+
+log = logging.getLogger(__name__)
 
 MAX_ASKED = 256
 """Peers that lists are exchanged with directly; the others hear of a newer one from these."""
 _MAX_MESSAGE_BYTES = MAX_BANS_BYTES + 100
 _BANS = Decoder(Bans)
-
-log = logging.getLogger(__name__)
-
-
-def bans_protocol(run_id: str) -> str:
-    return f"diloco/{run_id}/bans"
 
 
 def load_into(gate: Gate, path: Path) -> None:
@@ -92,3 +95,93 @@ async def serve(dht: Dht, run_id: str, gate: Gate) -> None:
             await channel.send_last(Bans(signed=gate.bans_blob), PROBE_S)
 
     await dht.transport.serve(bans_protocol(run_id), handle)
+
+
+MIN_ENDING_CHARACTERS = 6
+
+
+@dataclass(frozen=True)
+class ChangedBans:
+    """The list that holds now, and how many of the peers that were asked have it."""
+
+    bans: BanList
+    num_told: int
+    num_asked: int
+    changed: frozenset[str]
+
+
+async def change_bans(
+    run_id: str,
+    initial_peers: Sequence[str],
+    key: AdmissionKey,
+    kept_at: Path,
+    *,
+    ban: Collection[str] = (),
+    unban: Collection[str] = (),
+    timeout_s: float,
+) -> ChangedBans:
+    """Sign the next ban list, keep it at `kept_at`, and see to it that the swarm has it.
+
+    `ban` and `unban` are peer ids, or endings that mean one peer of the swarm, or of the list. Without either, the list
+    as it is. Raises UserError.
+    """
+    gate = Gate(Admission(run_id, key.secret.public_key))
+    load_into(gate, kept_at)
+    with SocketDirectory() as directory:
+        identity = load_or_create(directory.path / "admission.key")
+        try:
+            async with asyncio.timeout(timeout_s):
+                dht = await Dht.join(
+                    identity=identity, initial_peers=initial_peers, client_mode=True, timeout_s=timeout_s
+                )
+                try:
+                    return await _change(dht, run_id, gate, key, kept_at, ban, unban)
+                finally:
+                    await dht.close()
+        except TimeoutError as error:
+            raise UserError(
+                f"the swarm did not answer within {timeout_s:g} s; try a longer --timeout"
+            ) from error
+
+
+async def _change(
+    dht: Dht,
+    run_id: str,
+    gate: Gate,
+    key: AdmissionKey,
+    kept_at: Path,
+    ban: Collection[str],
+    unban: Collection[str],
+) -> ChangedBans:
+    there = await admitted(dht, run_id, gate)
+    # What follows has to be newer than any list that the swarm has.
+    await exchange(dht, run_id, gate, there)
+    new = frozenset(resolved(text, there) for text in ban) - gate.bans.peer_ids
+    back = frozenset(resolved(text, gate.bans.peer_ids) for text in unban) & gate.bans.peer_ids
+    if new or back:
+        try:
+            gate.learn(banned_more(gate.bans, ban=new, unban=back).encode(key.private_key))
+        except ValueError as error:
+            raise UserError(
+                f"a ban list holds at most {MAX_BANNED} peers. `diloco peers new-secret` shuts out everybody who has "
+                "only the old secret, once their tokens end"
+            ) from error
+    keep(gate, kept_at)
+    if not gate.bans_blob:
+        return ChangedBans(gate.bans, 0, 0, frozenset())
+    num_told = await exchange(dht, run_id, gate, there)
+    return ChangedBans(gate.bans, num_told, min(len(there), MAX_ASKED), new | back)
+
+
+def resolved(text: str, known: Collection[str]) -> str:
+    """The peer id that is meant by itself or by its ending. Raises UserError."""
+    if is_peer_id(text):
+        return text
+    meant = [peer_id for peer_id in known if peer_id.endswith(text)]
+    if len(text) < MIN_ENDING_CHARACTERS or len(meant) != 1:
+        what = "means none" if not meant else "could mean several"
+        raise UserError(
+            f"{text!r:.80} {what} of the {len(known)} peers it could be; give the whole peer id, as `diloco status "
+            f"--json` has it, or {MIN_ENDING_CHARACTERS} or more of its last characters"
+        )
+    return meant[0]

@@ -15,13 +15,11 @@ from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
-from peers.admission.secrets import AdmissionKey, load_key
-from peers.admission.settings import AdmissionSettings
-from peers.admission.token_request import MAX_MESSAGE_BYTES
+from peers.admission.secrets import AdmissionKey, AdmissionSettings, load_key
 from peers.errors import ProtocolError, UserError
 from peers.net.channel import Channel
 from peers.net.rate_limit import counted
-from peers.protocol.admission import NONCE_BYTES, Issued, Join, Nonce, Proof
+from peers.protocol.admission import MAX_MESSAGE_BYTES, NONCE_BYTES, Issued, Join, Nonce, Proof
 from peers.protocol.maddrs import is_peer_id
 from peers.protocol.refusal import Refusal, Refused, Why
 from peers.protocol.tokens import BanList, Token

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peers.errors import UserError
-from peers.protocol.ranks import Grant, Taken
+from peers.protocol.admission import Grant, Taken
 from peers.timing import ANSWER_S
 
 _SCHEMA = """

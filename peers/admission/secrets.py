@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,10 +84,6 @@ class AdmissionKey:
         public = self.private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         return SwarmSecret(public, self._random)
 
-    def with_new_secret(self) -> AdmissionKey:
-        """The same key with a new secret: who knows only the old secret gets no more tokens."""
-        return AdmissionKey(self.private_key, secrets.token_bytes(_PART_BYTES))
-
 
 def load_secret(path: str | None, environment: Mapping[str, str]) -> SwarmSecret | None:
     """The secret in the file, else the one in the environment, else None. Raises UserError."""
@@ -133,8 +130,9 @@ def load_or_create_key(key_path: Path, secret_path: Path) -> AdmissionKey:
 
 
 def replace_secret(key_path: Path, secret_path: Path) -> None:
-    """A new swarm secret for the admission key in a file. Raises UserError."""
-    key = load_key(key_path).with_new_secret()
+    """A new swarm secret for the admission key in a file: who knows only the old one gets no more tokens. Raises
+    UserError."""
+    key = AdmissionKey(load_key(key_path).private_key, secrets.token_bytes(_PART_BYTES))
     try:
         write_private(key_path, key.to_text().encode() + b"\n")
         write_private(secret_path, key.secret.to_text().encode() + b"\n")
@@ -175,3 +173,34 @@ def _parts(text: str, kind: str) -> tuple[bytes, bytes]:
     if (len(first), len(second)) != (_PART_BYTES, _PART_BYTES):
         raise ValueError("a part is too long or too short")
     return first, second
+
+
+DEFAULT_LIFETIME_DAYS = 30.0
+"""Far longer than a coordinator is usually gone: a swarm that goes on without it must not lose its peers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    """What a process was started with; nothing means an open swarm. Paths only, so that no secret shows in a command
+    line.
+    """
+
+    swarm_secret_file: str | None = None
+    """None: the secret is taken from DILOCO_SWARM_SECRET."""
+    admission_key_file: str | None = None
+    """Makes this process an issuer of tokens."""
+    allowlist_file: str | None = None
+    """One peer id a line; only these are given tokens. Read at every request, as the key is."""
+    token_days: float = DEFAULT_LIFETIME_DAYS
+    use_environment: bool = True
+    """False: ignore DILOCO_SWARM_SECRET, which a coordinator's shell may have set for a peer beside it."""
+
+    def secret(self) -> SwarmSecret | None:
+        """The swarm secret, from wherever it is to be had. Raises UserError."""
+        secret = load_secret(self.swarm_secret_file, os.environ if self.use_environment else {})
+        if self.admission_key_file is None:
+            return secret
+        own = load_key(self.admission_key_file).secret
+        if secret is not None and secret.public_key != own.public_key:
+            raise UserError("the swarm secret and the admission key are of different runs; give either alone")
+        return own

@@ -1,6 +1,6 @@
 """One process's part in admission, a peer's or a coordinator's: its own token kept valid, ban lists, tokens for others.
 
-In an open swarm it does nothing.
+In an open swarm it does nothing but guard what this process's DHT node stores.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ import time
 
 from peers.admission import bans
 from peers.admission.issuer import Issuer
-from peers.admission.own_token import OwnToken
-from peers.admission.settings import AdmissionSettings
-from peers.admission.storage_checks import guard_storage
-from peers.admission.token_request import ISSUERS_KEY, Applicant, admission_protocol
+from peers.admission.own_token import Applicant, OwnToken
+from peers.admission.secrets import AdmissionSettings
 from peers.core.admission import Admission
-from peers.errors import PeersError
+from peers.errors import PeersError, ProtocolError
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
-from peers.protocol.records import MAX_MADDRS, CoordinatorRecord
+from peers.protocol.admission import admission_protocol
+from peers.protocol.records import (
+    COORDINATOR_KEY,
+    ISSUERS_KEY,
+    MAX_MADDRS,
+    PEERS_KEY,
+    Announcement,
+    CoordinatorRecord,
+)
 from peers.protocol.refusal import Why
 from peers.tasks import is_set_within
 from peers.timing import LOOK_S, RECORD_TTL_S
 
-_RECORD_TTL_S = 1.5 * RECORD_TTL_S
-
 log = logging.getLogger(__name__)
+
+_RECORD_TTL_S = 1.5 * RECORD_TTL_S
 
 
 class AdmissionService:
@@ -117,3 +123,41 @@ class AdmissionService:
         bans.keep(self.gate, self._bans_path)
         log.info("ban list %d: %d banned", self.gate.bans.version, len(self.gate.bans.peer_ids))
         self._woken.set()
+
+
+MAX_TTL_S = 2 * RECORD_TTL_S
+"""Our longest is 30 s. Without a limit, an old record stored again by somebody else with a later expiry would block
+newer ones.
+"""
+MAX_FOUND = 1024
+"""Records that have been checked and are valid."""
+
+
+def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
+    """From now on store only such records under the run's keys."""
+
+    def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
+        found: dict[tuple[str, bytes], None] = {}
+
+        def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
+            if expiry > time.time() + MAX_TTL_S:
+                return False
+            # Every node that has the record returns it, every few seconds.
+            if is_found and (subkey, value) in found:
+                return True
+            try:
+                record = kind.decode(subkey, value, time.time(), run_id=run_id)
+            except ProtocolError:
+                return False
+            if not is_found:
+                return gate.is_admitted(record)
+            found[subkey, value] = None
+            while len(found) > MAX_FOUND:
+                del found[next(iter(found))]
+            return True
+
+        dht.keep(key, check)
+
+    keep_records(PEERS_KEY(run_id), Announcement)
+    keep_records(COORDINATOR_KEY(run_id), CoordinatorRecord)
+    keep_records(ISSUERS_KEY(run_id), CoordinatorRecord)

@@ -22,7 +22,7 @@ from peers.daemon.worker_monitor import WorkerMonitor
 from peers.net.identity import Identity
 from peers.net.paths.network import Network
 from peers.net.streams import StreamPool
-from peers.protocol.signatures import verify_signature
+from peers.protocol.certificates import verify_signature
 from peers.reduce.all_reduce import OVERLAPPED_NICENESS
 from peers.threads import give_way
 

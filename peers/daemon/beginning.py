@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from peers.errors import UserError
-from peers.protocol.signatures import verify_signature
+from peers.protocol.certificates import verify_signature
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.handover import Start

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peers.admission.settings import AdmissionSettings
+from peers.admission.secrets import AdmissionSettings
 from peers.core import defaults
 from peers.core.schedule import Schedule
 from peers.net.paths.network import NetworkSettings

@@ -1,6 +1,6 @@
 """The coordinator of a run: it bootstraps the DHT, admits peers and assigns world ranks. Training survives its death.
 
-Its messages are in peers/protocol/ranks.py and peers/protocol/admission.py.
+Its messages are in peers/protocol/admission.py.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.admission.ledger import RankLedger
-from peers.admission.rank_request import protocol_of
-from peers.admission.registrar import Registrar
-from peers.admission.secrets import load_or_create_key
+from peers.admission.ranks import Registrar
+from peers.admission.secrets import DEFAULT_LIFETIME_DAYS, AdmissionSettings, load_or_create_key
 from peers.admission.service import AdmissionService
-from peers.admission.settings import DEFAULT_LIFETIME_DAYS, AdmissionSettings
 from peers.errors import UserError
 from peers.monitor.news import Watcher
 from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
 from peers.net.identity import Identity, check_run_id, load_or_create
 from peers.net.paths.reachability import Reachability
+from peers.protocol.admission import coordinator_protocol
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
 from peers.tasks import first_of
@@ -79,7 +78,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         admission = AdmissionService(run_id, identity, dht, settings)
         await admission.enter()
         registrar = Registrar(run_id, ledger, dht, admission.gate)
-        await dht.transport.serve(protocol_of(run_id), registrar.handle)
+        await dht.transport.serve(coordinator_protocol(run_id), registrar.handle)
         reachability = Reachability(run_id, identity, dht.transport, admission.gate)
         await reachability.start()
         await admission.announce(COORDINATOR_KEY(run_id))

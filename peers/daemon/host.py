@@ -16,9 +16,9 @@ from peers.daemon.runtime import Runtime
 from peers.daemon.worker_monitor import WorkerMonitor
 from peers.errors import UserError
 from peers.protocol.mesh import Scalar
+from peers.state.files import Saving
 from peers.state.handover import Memories, Start
 from peers.state.layout import Layout
-from peers.state.saving import Saving
 from peers.tasks import is_set_within
 from peers.timing import START_S
 

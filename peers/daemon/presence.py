@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from peers.admission.rank_request import request_rank
+from peers.admission.ranks import request_rank
 from peers.errors import PeersError, UserError
 from peers.net.channels import Reached
 from peers.net.dht.node import Dht, announced

@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peers.admission.secrets import AdmissionSettings
 from peers.admission.service import AdmissionService
-from peers.admission.settings import AdmissionSettings
 from peers.core import joining
 from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator

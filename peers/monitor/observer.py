@@ -30,11 +30,10 @@ from peers.net.identity import load_or_create
 from peers.net.socket_directory import SocketDirectory
 from peers.protocol import reports
 from peers.protocol.admission import Nonce, Proof
-from peers.protocol.certificates import Certificate
+from peers.protocol.certificates import Certificate, verify_signature
 from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.refusal import Refusal, unless_refused
 from peers.protocol.reports import Report
-from peers.protocol.signatures import verify_signature
 from peers.tasks import cancelled, is_set_within
 from peers.timing import OFTEN_S, PROBE_S, RETRY_S
 

@@ -31,7 +31,7 @@ from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
 from peers.protocol.records import Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
-from peers.reduce.tcp_info import min_round_trip_s
+from peers.reduce.bandwidth import min_round_trip_s
 from peers.timing import ANSWER_S, OFTEN_S, SLICE_S, START_S, status_s
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from typing import Annotated, Protocol
 from msgspec import Meta
 from msgspec.msgpack import Decoder
 
+from peers.protocol import libp2p_keys
 from peers.protocol.limits import (
     MAX_MESSAGE_BYTES,
     MAX_PEERS,
@@ -130,6 +131,11 @@ class Signature(Struct, frozen=True, array_like=True):
 
     public_key: KeyBytes
     signature: SignatureBytes
+
+
+def verify_signature(peer_id: str, payload: bytes, signature: Signature) -> bool:
+    """Whether this peer has signed this payload: its id is the hash of its key, or the key itself."""
+    return libp2p_keys.verify(peer_id, signature.public_key, payload, signature.signature)
 
 
 class Keys(Protocol):

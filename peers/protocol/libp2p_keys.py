@@ -120,17 +120,22 @@ def base58_decode(text: str) -> bytes:
     return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
+def varint(number: int) -> bytes:
+    """A protobuf integer that is not negative."""
+    head = b""
+    while number > 0x7F:
+        head += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return head + bytes([number])
+
+
 def _is_usual(key: RSAPublicKey) -> bool:
     return key.key_size in _RSA_BITS and key.public_numbers().e == _RSA_EXPONENT
 
 
 def _pack_key(key_type: int, data: bytes) -> bytes:
     """libp2p's `message Key {1: type, 2: data}`, public or private."""
-    length, size = len(data), b""
-    while length > 0x7F:
-        size += bytes([length & 0x7F | 0x80])
-        length >>= 7
-    return bytes([0x08, key_type, 0x12]) + size + bytes([length]) + data
+    return bytes([0x08, key_type, 0x12]) + varint(len(data)) + data
 
 
 def _unpack_key(message: bytes) -> tuple[int, bytes]:

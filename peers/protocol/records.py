@@ -12,7 +12,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import asdict
 
 from peers.errors import ProtocolError, UserError
-from peers.protocol.certificates import Keys, Signature
+from peers.protocol.certificates import Keys, Signature, verify_signature
 from peers.protocol.limits import (
     MAX_MESSAGE_BYTES,
     ClaimedRank,
@@ -27,7 +27,6 @@ from peers.protocol.limits import (
 )
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.messages import Status
-from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import Struct, decode, encode
 from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 
@@ -61,6 +60,11 @@ def PEERS_KEY(run_id: str) -> str:
 def COORDINATOR_KEY(run_id: str) -> str:
     """The DHT key under which a run's coordinator announces itself; the subkeys are peer ids."""
     return f"diloco/{run_id}/coordinator"
+
+
+def ISSUERS_KEY(run_id: str) -> str:
+    """The DHT key under which whoever issues tokens announces itself; the subkeys are peer ids."""
+    return f"diloco/{run_id}/issuers"
 
 
 class Path(StrEnum):

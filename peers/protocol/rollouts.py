@@ -30,10 +30,9 @@ from msgspec import Meta
 from msgspec.msgpack import Decoder
 
 from peers.errors import ProtocolError
-from peers.protocol.certificates import Keys, Signature
+from peers.protocol.certificates import Keys, Signature, verify_signature
 from peers.protocol.limits import Count, Hash, HashOrNone, PeerId, RunId, ShortText, TokenBytes
 from peers.protocol.mesh import Manifest
-from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import Struct, decode, encode
 
 MAX_MESSAGE_BYTES = 8 << 20

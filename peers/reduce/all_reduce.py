@@ -131,7 +131,7 @@ def reduce_pseudo_gradients(
         except ProtocolError as error:
             raise RoundFailed(f"this peer {error}", plan.members) from error
     reduction.run(cancelled, timeout_s)
-    return ReduceReport(reduction.sent_bytes, reduction.received_bytes, reduction.bandwidth())
+    return reduction.report()
 
 
 class _Reduction:
@@ -170,17 +170,8 @@ class _Reduction:
         self._silent: set[int] = set()
         self._offenders: set[int] = set()
 
-    @property
-    def sent_bytes(self) -> int:
-        return sum(self._sent.values())
-
-    @property
-    def received_bytes(self) -> int:
-        return sum(self._received.values())
-
-    def bandwidth(self) -> float:
-        """The peak rate of this peer's link in bytes/s; 0: the reduction was too short to tell."""
-        return self._meter.bytes_per_s()
+    def report(self) -> ReduceReport:
+        return ReduceReport(sum(self._sent.values()), sum(self._received.values()), self._meter.bytes_per_s())
 
     def run(self, cancelled: threading.Event, timeout_s: float) -> None:
         """Start the threads and see them end. Raises RoundFailed."""

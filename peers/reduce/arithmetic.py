@@ -16,7 +16,7 @@ from peers.reduce.commit_log import Recording
 from peers.reduce.kernels import Bytes, energy
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan
 from peers.reduce.residuals import Residuals, contribution
-from peers.reduce.robust_sums import combine, rows_for
+from peers.reduce.robust_sums import combine
 
 _PIECE_NUMEL = 1 << 16
 """Values encoded and sent at a time, if the codec is divisible: 256 KiB in fp32, which stay in a core's cache between
@@ -67,7 +67,7 @@ class Arithmetic:
         """Finished chunks that are longer encoded than their values, by index."""
         share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
         count = len(plan.members)
-        self._rows = rows_for(count, share) if holds_all(plan.rule, count) else None
+        self._rows = np.empty((count, share), np.float32) if holds_all(plan.rule, count) else None
 
     def contribution_bytes(self, owner: int, index: int) -> int:
         """Payload size of a member's contribution to a chunk of this owner's share."""
@@ -169,9 +169,7 @@ class Arithmetic:
             self._recording.keep(owner, index, payload)
 
     def _encoded(self, owner: int, part: slice, scratch: Scratch) -> Bytes:
-        values = self._contribution.of(part)
-        payload = self._codec.encode_contribution(values, scratch.values, scratch.payload)
-        return payload
+        return self._codec.encode_contribution(self._contribution.of(part), scratch.values, scratch.payload)
 
     def _within_share(self, part: slice) -> slice:
         start = self._plan.bounds[self._plan.me]

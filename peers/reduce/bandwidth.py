@@ -1,4 +1,4 @@
-"""The bandwidth of this peer's link, measured in the reductions that it takes part in.
+"""The bandwidth of this peer's link, measured in the reductions that it takes part in, by the kernel's counters.
 
 The shares of the next rounds depend on it, so it must be the limit of this link, not the pace of the slowest member,
 which all others wait for. It is therefore the highest rate in any short window: at the start of a round every peer has
@@ -13,8 +13,32 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from peers.reduce.tcp_info import bytes_acked, bytes_received
+from peers.system import tcp_info
 from peers.timing import WINDOW_S
+
+_BYTES_ACKED = struct.Struct("120xQ")
+_BYTES_RECEIVED = struct.Struct("128xQ")
+_MIN_RTT_US = struct.Struct("148xI")
+
+
+def bytes_acked(sock: socket.socket) -> int:
+    """Bytes sent that the other end has acknowledged."""
+    return _field(sock, _BYTES_ACKED)
+
+
+def bytes_received(sock: socket.socket) -> int:
+    return _field(sock, _BYTES_RECEIVED)
+
+
+def min_round_trip_s(sock: socket.socket) -> float:
+    """The shortest round trip of the last minutes, without queueing; above an hour: none has been measured."""
+    return 1e-6 * _field(sock, _MIN_RTT_US)
+
+
+def _field(sock: socket.socket, field: struct.Struct) -> int:
+    value: int = field.unpack(tcp_info(sock, field.size))[0]
+    return value
+
 
 SAMPLE_S = WINDOW_S / 4
 """Not shorter: a getsockopt waits for a running copy on that socket, and holds the interpreter lock meanwhile."""

@@ -20,7 +20,7 @@ from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
 
-from peers.reduce.tcp_info import min_round_trip_s
+from peers.reduce.bandwidth import min_round_trip_s
 from peers.timing import NEAR_S, SLICE_S
 
 HEADER = struct.Struct("<BII")
@@ -52,10 +52,6 @@ class Header(NamedTuple):
     chunk: int
     """The chunk's index; for ABORT and ALIVE the index of a member."""
     payload_bytes: int
-
-
-def _ignore(_num_bytes: int) -> None:
-    return
 
 
 class Stopped(Exception):
@@ -100,7 +96,7 @@ def send_frame(
     pieces: Iterable[memoryview],
     stall_timeout_s: float,
     stop: Callable[[], bool],
-    moved: Callable[[int], None] = _ignore,
+    moved: Callable[[int], object] = lambda _num_bytes: None,
 ) -> None:
     """Send a whole frame. The timeout restarts with every byte sent, because the receiver may have to wait within a
     frame. Raises Stopped, Stalled, Closed.
@@ -124,7 +120,7 @@ def receive_into(
     buffer: memoryview,
     timeout_s: float,
     stop: Callable[[], bool],
-    moved: Callable[[int], None] = _ignore,
+    moved: Callable[[int], object] = lambda _num_bytes: None,
 ) -> None:
     """Fill the whole buffer within `timeout_s`. Raises Stopped, Stalled, Closed."""
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
@@ -168,7 +164,7 @@ def _until_done(
     move: Callable[[int], int],
     timeout_s: float,
     stop: Callable[[], bool],
-    moved: Callable[[int], None],
+    moved: Callable[[int], object],
     *,
     counts_from_last_byte: bool = True,
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from peers.protocol.rules import num_trimmed
 from peers.reduce.kernels import Floats, centered_clip, trimmed_mean
 
@@ -33,8 +31,3 @@ def norm_bound(rule: str, trim: float, norms: Sequence[float]) -> float:
         return sum(ascending[: count - num_trimmed(trim, count)])
     median = sum(ascending[: count - (count - 1) // 2])
     return min(sum(ascending), (2 ** (CLIP_ITERATIONS + 1) - 1) * median)
-
-
-def rows_for(num_members: int, numel: int) -> Floats:
-    """Room for every member's values of a share."""
-    return np.empty((num_members, numel), np.float32)

@@ -5,10 +5,12 @@ Under a lossy codec `residuals.safetensors` is saved beside them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import torch
@@ -23,6 +25,7 @@ from peers.reduce.residuals import Residuals
 from peers.state.header import DIGEST_BYTES, HEADER_FILE, STATE_CHUNK_NUMEL, StateHeader
 from peers.state.outer_state import Digests, OuterState
 from peers.state.whole_files import FileRecord, write_bytes, write_tensors
+from peers.threads import stand_back
 
 TENSORS_FILE = "outer.safetensors"
 RESIDUALS_FILE = "residuals.safetensors"
@@ -74,9 +77,7 @@ class HeldState:
     def __enter__(self) -> HeldState:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -191,3 +192,50 @@ def _checked(values: Tensor, size: int) -> Tensor:
         raise ValueError(f"a tensor of {values.dtype} {tuple(values.shape)} where {size} fp32 values belong")
     # The tensor may be a view of the mapped file, which the next commit would write to.
     return values.clone()
+
+
+# Below the priority of rounds.
+_NICENESS = 10
+# More than the one that is being written: a worker that died never asks for the outcome of its own.
+_MAX_REMEMBERED = 4
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written to the directory."""
+
+    files: dict[str, FileRecord]
+    head: str
+
+
+class Saving:
+    """Used from the daemon's event loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "saving", stand_back, (_NICENESS,))
+        self._writing: dict[Path, asyncio.Future[Written]] = {}
+
+    async def begin(self, state: OuterState, residuals: Sequence[Residuals], directory: Path) -> None:
+        """Take a snapshot of the state, and begin to write it; later commits do not change what is written.
+
+        Raises OSError if a commit is being applied.
+        """
+        held = await asyncio.to_thread(HeldState, state, residuals)
+        while len(self._writing) >= _MAX_REMEMBERED:
+            self._writing.pop(next(iter(self._writing)))
+        writing = asyncio.get_running_loop().run_in_executor(self._pool, _write, held, directory)
+        # Retrieve the exception: perhaps nobody ever calls `finish`.
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._writing[directory] = writing
+
+    async def finish(self, directory: Path) -> Written:
+        """Wait for what `begin` started for this directory. To be called once. Raises OSError."""
+        writing = self._writing.pop(directory, None)
+        if writing is None:
+            raise OSError(f"nothing is being saved to {directory}")
+        return await asyncio.shield(writing)
+
+
+def _write(held: HeldState, directory: Path) -> Written:
+    with held:
+        return Written(held.write(directory), held.snapshot.header.head)

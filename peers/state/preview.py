@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from torch import Tensor
 
@@ -45,9 +44,7 @@ class Preview:
     def __enter__(self) -> Preview:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def settled(self, part: slice) -> None:

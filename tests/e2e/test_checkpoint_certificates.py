@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from diloco.checkpoint.mark import read_mark, write_mark
-from peers.protocol.certificates import Certificate, decode_certificate
-from peers.protocol.signatures import verify_signature
+from peers.protocol.certificates import Certificate, decode_certificate, verify_signature
 from peers.protocol.wire import encode
 from peers.state.header import HEADER_FILE
 from peers.state.whole_files import record_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peers.protocol.ranks import Taken
+from peers.protocol.admission import Taken
 from peers.protocol.refusal import Refusal, Why
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.exhaustive import exhaustive_but

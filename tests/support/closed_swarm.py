@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission.ban_change import ChangedBans, change_bans
+from peers.admission.bans import ChangedBans, change_bans
 from peers.admission.secrets import AdmissionKey, load_key
 from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.protocol.tokens import Token

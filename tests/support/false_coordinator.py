@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
-from peers.admission.rank_request import coordinators, protocol_of
+from peers.admission.ranks import coordinators
 from peers.net.channel import Channel
 from peers.net.gate import Gate
-from peers.protocol.ranks import AskRank, Grant
+from peers.protocol.admission import AskRank, Grant, coordinator_protocol
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.wire import Struct
 from tests.support.hostile import Hostile
@@ -33,7 +33,7 @@ class FalseCoordinator:
     async def begin(self) -> None:
         """Announce itself from now on."""
         self.address = (await self._hostile.dht.maddrs())[0]
-        await self._hostile.dht.transport.serve(protocol_of(self._hostile.run_id), self._handle)
+        await self._hostile.dht.transport.serve(coordinator_protocol(self._hostile.run_id), self._handle)
         await self._announce()
         self._hostile.spawn(self._announce_forever())
 

@@ -14,11 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from peers.errors import PeersError
 from peers.net.paths.greeting import Hello
 from peers.net.paths.tls import Credentials
-from peers.protocol.admission import Bans, Join, Proof
+from peers.protocol.admission import AskRank, Bans, Join, Proof
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.mesh import Announced, Manifest, WantManifest
 from peers.protocol.messages import Ask, Status
-from peers.protocol.ranks import AskRank
 from peers.protocol.relays import Want
 from peers.protocol.states import WantState
 from peers.protocol.wire import Struct, encode

@@ -15,9 +15,9 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from diloco.cli.app import exit_code
-from peers.admission.rank_request import request_rank
+from peers.admission.own_token import Applicant, request_token
+from peers.admission.ranks import request_rank
 from peers.admission.secrets import AdmissionKey, SwarmSecret
-from peers.admission.token_request import Applicant, request_token
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.channel import Channel
 from peers.net.paths import greeting

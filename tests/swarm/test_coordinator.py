@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from peers.admission.rank_request import request_rank
+from peers.admission.ranks import request_rank
 from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.errors import UserError
 from peers.net.dht.node import Dht

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import peers
-from peers.admission.storage_checks import guard_storage
+from peers.admission.service import guard_storage
 from peers.core.admission import Admission
 from peers.net.gate import Gate
 from peers.net.identity import load

@@ -23,8 +23,7 @@ from peers.net.identity import load_or_create
 from peers.net.paths import reachability
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
-from peers.net.paths.reachability import Reachability
-from peers.net.paths.reachability_request import DIALLED_PROTOCOL, Busy, asking
+from peers.net.paths.reachability import DIALLED_PROTOCOL, Busy, Reachability, asking
 from peers.net.paths.tls import Credentials
 from peers.protocol import reach
 from peers.protocol.refusal import Refused, Why

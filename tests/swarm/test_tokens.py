@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from peers.admission import bans, own_token
-from peers.admission.secrets import load_or_create_key, replace_secret
+from peers.admission.secrets import AdmissionSettings, load_or_create_key, replace_secret
 from peers.admission.service import AdmissionService
-from peers.admission.settings import AdmissionSettings
 from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.errors import PeersError, UserError
 from peers.net.identity import Identity, load, load_or_create

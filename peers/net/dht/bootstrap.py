@@ -69,18 +69,13 @@ class ClockOff(UserError):
 
 
 def not_taken(error: str) -> UserError:
-    """What to raise for Hivemind's refusal of a new DHT node."""
-    return (ClockOff if _CLOCKS.search(error) else UserError)(why_not_taken(error))
-
-
-def why_not_taken(error: str) -> str:
-    """What Hivemind's refusal of a new DHT node means to a person, and the next move."""
+    """What to raise for Hivemind's refusal of a new DHT node: what it means to a person, and the next move."""
     clocks = _CLOCKS.search(error)
     if clocks is None:
-        return f"the swarm's DHT does not take this machine: {error}"
+        return UserError(f"the swarm's DHT does not take this machine: {error}")
     ahead_s = float(clocks[1]) - float(clocks[2])
     off = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
-    return (
+    return ClockOff(
         f"this machine's clock is {off} the swarm's, and at most 3 s are allowed. Set it right (`timedatectl set-ntp "
         "true`, or the clock of the machine that hosts this one), then start again"
     )

@@ -17,7 +17,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.socket_io import receive_exactly
-from peers.protocol.libp2p_keys import base58_decode, base58_encode
+from peers.protocol.libp2p_keys import base58_decode, base58_encode, varint
 from peers.timing import CONNECT_S
 
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -101,7 +101,7 @@ async def _call(
         async with asyncio.timeout(timeout_s):
             await loop.sock_connect(sock, str(control))
             body = request.SerializeToString()
-            await loop.sock_sendall(sock, _varint(len(body)) + body)
+            await loop.sock_sendall(sock, varint(len(body)) + body)
             response = p2pd_pb2.Response()
             response.ParseFromString(await _read_message(sock, _MAX_MESSAGE_BYTES))
         if response.type == p2pd_pb2.Response.ERROR:
@@ -130,14 +130,6 @@ async def _read_message(sock: socket.socket, max_bytes: int) -> bytes:
     if length > max_bytes:
         raise ProtocolError(f"a message of {length} bytes from p2pd")
     return await receive_exactly(sock, length)
-
-
-def _varint(number: int) -> bytes:
-    head = b""
-    while number > 0x7F:
-        head += bytes([number & 0x7F | 0x80])
-        number >>= 7
-    return head + bytes([number])
 
 
 def _whole_seconds(timeout_s: float) -> int:

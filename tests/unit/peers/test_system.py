@@ -18,7 +18,7 @@ from peers import system
 from peers.daemon.link import LinkMemory
 from peers.net.identity import load_or_create
 from peers.net.paths.tls import Credentials, _load_key
-from peers.reduce import tcp_info
+from peers.reduce import bandwidth
 
 ROOT = Path(__file__).parents[3]
 LINK = Link(up_mbps=100, down_mbps=100, delay_ms=1)
@@ -110,7 +110,7 @@ def test_cores_are_counted_and_connections_kept_alive_by_the_names_that_are_ther
 def test_a_connection_of_which_the_kernel_tells_nothing_is_one_of_another_kind(elsewhere):
     left, right = socket.socketpair()
     with left, right, pytest.raises(OSError, match="no struct tcp_info"):
-        tcp_info.bytes_acked(left)
+        bandwidth.bytes_acked(left)
 
 
 def test_no_other_process_is_made_nicer_in_a_threads_stead(elsewhere, monkeypatch):

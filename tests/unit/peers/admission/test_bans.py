@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 
 from peers.admission import bans
-from peers.admission.ban_change import resolved
+from peers.admission.bans import resolved
 from peers.admission.issuer import Issuer
-from peers.admission.secrets import AdmissionKey, load_or_create_key
-from peers.admission.settings import AdmissionSettings
+from peers.admission.secrets import AdmissionKey, AdmissionSettings, load_or_create_key
 from peers.core.admission import Admission
 from peers.errors import UserError
 from peers.net.gate import Gate

@@ -6,7 +6,7 @@ import pytest
 
 from peers.admission.ledger import RankLedger
 from peers.errors import UserError
-from peers.protocol.ranks import Grant, Taken
+from peers.protocol.admission import Grant, Taken
 
 PEERS = [f"peer-{index}" for index in range(5)]
 

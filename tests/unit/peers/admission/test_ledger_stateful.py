@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from peers.admission.ledger import RankLedger
-from peers.protocol.ranks import Grant, Taken
+from peers.protocol.admission import Grant, Taken
 
 _IS_SEARCH = core.global_force_seed is not None
 peer_ids = st.sampled_from(["ada", "bert", "cleo", "dora"])

@@ -24,8 +24,8 @@ from peers.daemon.runtime import Runtime
 from peers.errors import PeersError, StateUnavailable
 from peers.net.identity import load_or_create
 from peers.net.streams import StreamPool
+from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
-from peers.protocol.signatures import verify_signature
 from peers.state.handover import Memories
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState

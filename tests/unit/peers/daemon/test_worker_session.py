@@ -18,9 +18,9 @@ from peers.daemon.link import WorkerLink, listen
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
 from peers.protocol.reports import Phase
+from peers.state.files import Written
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout, ParameterSlot
-from peers.state.saving import Written
 from peers.state.whole_files import FileRecord
 from tests.support.scripted_daemon import COMMITTED
 from tests.support.swarm import wait_until

@@ -18,8 +18,7 @@ from peers.errors import UserError
 from peers.net import identity
 from peers.net.identity import claim_slot, is_one_more, load
 from peers.protocol import libp2p_keys
-from peers.protocol.certificates import Signature
-from peers.protocol.signatures import verify_signature
+from peers.protocol.certificates import Signature, verify_signature
 
 # Test vectors of https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 SPEC_ED25519_PRIVATE_KEY = bytes.fromhex(

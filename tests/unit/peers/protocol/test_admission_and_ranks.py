@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Decoder
 
-from peers.admission.rank_request import granted
+from peers.admission.ranks import granted
 from peers.errors import ProtocolError, UserError
-from peers.protocol.admission import Bans, Issued, Join, Nonce, Proof
+from peers.protocol.admission import AskRank, Bans, Grant, Issued, Join, Nonce, Proof, Taken
 from peers.protocol.limits import MAX_BANS_BYTES, MAX_TOKEN_BYTES, MAX_WORLD_RANK
-from peers.protocol.ranks import AskRank, Grant, Taken
+
 from peers.protocol.refusal import Refusal, Refused, Why, unless_refused
 from peers.protocol.wire import Struct, decode, encode
 
@@ -34,19 +34,15 @@ MESSAGES = [
     Taken(holder="12D3KooW"),
 ]
 
-
 def read(kind: Any, message: object) -> Any:
     return decode(Decoder(kind), encode(message), 1 << 20)
-
 
 def changed(message: Struct, name: str, value: object) -> dict[str, object]:
     return msgspec.msgpack.decode(encode(message)) | {name: value}
 
-
 @pytest.mark.parametrize("message", MESSAGES)
 def test_every_message_is_read_back_as_it_was_written(message):
     assert read(type(message), message) == message
-
 
 @pytest.mark.parametrize("why", list(Why))
 def test_every_refusal_is_heard_as_it_was_said_and_has_an_advice(why):
@@ -54,7 +50,6 @@ def test_every_refusal_is_heard_as_it_was_said_and_has_an_advice(why):
         unless_refused(decode(ANSWER, encode(Refusal(why=why)), 1024))
     assert caught.value.why is why
     assert len(why.advice("12D3KooW")) > 40
-
 
 @pytest.mark.parametrize(
     ("message", "name", "value"),
@@ -81,7 +76,6 @@ def test_a_value_outside_its_limits_is_refused(message, name, value):
     with pytest.raises(ProtocolError):
         read(type(message), changed(message, name, value))
 
-
 @pytest.mark.parametrize("message", [message for message in MESSAGES if message.__struct_fields__])
 def test_a_message_without_a_field_is_refused(message):
     for name in message.__struct_fields__:
@@ -89,7 +83,6 @@ def test_a_message_without_a_field_is_refused(message):
         del fields[name]
         with pytest.raises(ProtocolError, match="missing"):
             read(type(message), fields)
-
 
 def test_a_rank_is_granted_to_whom_asked_for_it_or_for_any():
     assert granted(GRANT, None) == granted(GRANT, 2) == GRANT
@@ -100,11 +93,9 @@ def test_a_rank_is_granted_to_whom_asked_for_it_or_for_any():
     with pytest.raises(Refused):
         granted(Refusal(why=Why.BANNED), None)
 
-
 def test_a_taken_rank_is_the_users_to_mend():
     with pytest.raises(UserError, match="world rank 4 is taken by the live peer X"):
         granted(Taken(holder="X"), 4)
-
 
 VALUES = (
     st.none()
@@ -119,7 +110,6 @@ VALUES = (
 )
 TAGS = st.sampled_from(["join", "nonce", "proof", "token", "refused", "bans", "rank", "grant", "taken"])
 FIELDS = sorted({name for message in MESSAGES for name in message.__struct_fields__})
-
 
 @given(tag=TAGS | VALUES, fields=st.dictionaries(st.sampled_from(FIELDS), VALUES))
 def test_any_message_is_one_of_those_wanted_or_a_protocol_error(tag, fields):

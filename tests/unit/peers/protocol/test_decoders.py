@@ -32,7 +32,18 @@ from peers.net.paths import greeting
 from peers.net.paths.greeting import Hello
 from peers.net.paths.tls import public_key_of
 from peers.protocol import reach, relays, reports, rollouts, states
-from peers.protocol.admission import NONCE_BYTES, PROOF_BYTES, Bans, Issued, Join, Nonce, Proof
+from peers.protocol.admission import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    AskRank,
+    Bans,
+    Grant,
+    Issued,
+    Join,
+    Nonce,
+    Proof,
+    Taken,
+)
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.limits import MAX_MESSAGE_BYTES
 from peers.protocol.mesh import Announced, Introduction, Manifest, Said, WantManifest
@@ -48,7 +59,6 @@ from peers.protocol.messages import (
     Status,
     Vote,
 )
-from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.records import Spoken
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.wire import Struct, decode, encode

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from peers.reduce import frames
+from peers.reduce.bandwidth import bytes_acked, bytes_received, min_round_trip_s
 from peers.reduce.frames import prepare
-from peers.reduce.tcp_info import bytes_acked, bytes_received, min_round_trip_s
 
 NEAR_WINDOW = 1 << 20
 

@@ -10,8 +10,8 @@ import torch
 
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
+from peers.state.files import Saving
 from peers.state.outer_state import OuterState
-from peers.state.saving import Saving
 from peers.state.whole_files import problem_with
 from tests.support import certified
 from tests.support.certified import begun

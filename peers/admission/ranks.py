@@ -1,27 +1,31 @@
-"""How a peer asks the coordinator of its run for a world rank; the messages are in peers/protocol/ranks.py."""
+"""How a peer asks the coordinator of its run for a world rank, and how the coordinator gives it; the messages are in
+peers/protocol/admission.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
+from collections.abc import Iterable, Sequence
 
 from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
+from peers.admission.ledger import RankLedger
 from peers.errors import PeerUnreachable, ProtocolError, UserError
-from peers.net.channel import call
+from peers.net.channel import Channel, call
 from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
-from peers.protocol.ranks import AskRank, Grant, Taken
-from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.protocol.admission import MAX_MESSAGE_BYTES, AskRank, Grant, Taken, coordinator_protocol
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused
-from peers.timing import ANSWER_S, OFTEN_S, PROBE_S, RETRY_S
+from peers.timing import ANSWER_S, OFTEN_S, PROBE_S, RETRY_S, START_S
 
-MAX_REQUEST_BYTES = 1024
+log = logging.getLogger(__name__)
 
 _ANSWER: Decoder[Grant | Taken | Refusal] = Decoder(Grant | Taken | Refusal)
-
-logger = logging.getLogger(__name__)
 
 
 async def request_rank(
@@ -56,17 +60,13 @@ async def request_rank(
             except UserError as error:
                 refused = refused or error
             except (PeerUnreachable, ProtocolError) as error:
-                logger.info("coordinator %s gave no rank: %s", record.peer_id, error)
+                log.info("coordinator %s gave no rank: %s", record.peer_id, error)
         if refused is not None:
             raise refused
         if not records and time.monotonic() > search_until:
             break
         await asyncio.sleep(RETRY_S)
     return None
-
-
-def protocol_of(run_id: str) -> str:
-    return f"diloco/{run_id}/coordinator"
 
 
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
@@ -80,7 +80,7 @@ async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRec
 async def _ask(
     dht: Dht, record: CoordinatorRecord, wanted: int | None, token: bytes, *, timeout_s: float
 ) -> Grant:
-    protocol = protocol_of(record.run_id)
+    protocol = coordinator_protocol(record.run_id)
     with await call(
         dht.transport, record.peer_id, protocol, timeout_s=timeout_s, maddrs=record.maddrs
     ) as channel:
@@ -103,3 +103,56 @@ def granted(answer: Grant | Taken | Refusal, wanted: int | None) -> Grant:
         case Refusal(why):
             raise Refused(why)
     raise ProtocolError(f"not an answer to a request for world rank {wanted}: {answer!r:.200}")
+
+
+ARRIVAL_S = START_S
+"""A peer that was given a rank so recently counts as present, announced or not."""
+_ASKED = Decoder(AskRank)
+
+
+class Registrar:
+    """Answers requests for ranks."""
+
+    def __init__(self, run_id: str, ledger: RankLedger, dht: Dht, gate: Gate) -> None:
+        self._run_id, self._ledger, self._dht, self._gate = run_id, ledger, dht, gate
+        self._granted_at: dict[str, float] = {}
+
+    async def handle(self, peer_id: str, sock: socket.socket) -> None:
+        """Serve one stream, which may carry several requests."""
+        with Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
+            while True:
+                asked = await channel.read(_ASKED, ANSWER_S)
+                try:
+                    self._gate.check(peer_id, asked.token, "coordinator")
+                except Refused as error:
+                    await channel.send_last(Refusal(why=error.why), ANSWER_S)
+                    return
+                await channel.send(await self.assign(peer_id, asked.wanted), ANSWER_S)
+
+    async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
+        """As RankLedger.assign, but a holder that does not answer loses the rank to a peer that asks for it. Peers
+        that took ranks while no coordinator was there keep them.
+        """
+        here = await announced(
+            self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_record
+        )
+        others = [r for r in here.values() if r.peer_id != peer_id and r.state != "leaving"]
+        held = {record.world_rank: record for record in others}
+        if wanted in held and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
+            return Taken(held[wanted].peer_id)
+        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(held))
+        if isinstance(answer, Taken) and not await self._is_there(answer.holder):
+            answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
+        if not isinstance(answer, Grant):
+            return answer
+        return replace(answer, galaxy_size=self._num_around(peer_id, others))
+
+    def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
+        """Peers that are present or arriving, the asking one included. (The ledger also has dead ones.)"""
+        now = time.monotonic()
+        self._granted_at[peer_id] = now
+        arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
+        return len(arriving | {record.peer_id for record in others})
+
+    async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
+        return await self._dht.ping(peer_id, timeout_s=PROBE_S, maddrs=maddrs)

@@ -8,11 +8,10 @@ import time
 
 import pytest
 
-from peers.admission import token_request
+from peers.admission import own_token
 from peers.admission.issuer import Issuer
-from peers.admission.secrets import AdmissionKey
-from peers.admission.settings import AdmissionSettings
-from peers.admission.token_request import Applicant, request_token
+from peers.admission.own_token import Applicant, request_token
+from peers.admission.secrets import AdmissionKey, AdmissionSettings
 from peers.errors import PeerUnreachable
 from peers.net.identity import load_or_create
 from peers.net.private_files import write_private
@@ -72,7 +71,7 @@ class Issuers:
 
 @pytest.mark.parametrize("announced", [[SILENT, BROKEN, "real"], ["real", SILENT], ["real"]])
 def test_nobody_who_says_that_it_issues_tokens_holds_up_who_asks(tmp_path, announced, monkeypatch):
-    monkeypatch.setattr(token_request, "ANSWER_S", 20.0)
+    monkeypatch.setattr(own_token, "ANSWER_S", 20.0)
     issuers = Issuers(tmp_path, announced)
     began = time.monotonic()
     token = Token.decode(issuers.ask(), issuers.key.secret.public_key)
