@@ -1,14 +1,22 @@
-"""The types that hold the limits of what peers send."""
+"""The limits of what peers send: the types that hold them, and that every message has them."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import unicodedata
 
+import msgpack
 import msgspec
 import pytest
+from msgspec import inspect
+from msgspec.msgpack import Decoder
 
-from peers.protocol.limits import Port, ShownText
+from peers.errors import ProtocolError
+from peers.protocol import relays, wire
+from peers.protocol.limits import ShownText
+from tests.unit.peers.protocol.test_decoders import CERTIFICATE, INTRODUCTIONS, SAID, STANDING, WORDS
 
 BIDIRECTIONAL = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
@@ -55,8 +63,146 @@ def test_texts_of_many_languages_are_shown():
         assert is_shown(text)
 
 
-@pytest.mark.parametrize("port", [0, -1, 65536, True, "22", 22.5, None])
-def test_a_port_is_one(port):
-    assert msgspec.convert(65535, Port) == 65535
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(port, Port)
+# All messages
+
+SAMPLES = [*itertools.chain.from_iterable(WORDS.values()), *SAID, *INTRODUCTIONS, *STANDING, CERTIFICATE]
+WITHOUT_LIMIT = {
+    # Part of a message or record whose whole length is bounded, and verified before it is read.
+    *((kind, "payload") for kind in ("Sealed", "_Signed")),
+    # core/joining.py checks every value of a manifest.
+    ("Manifest", "fields"),
+    # As many as fit into MAX_MESSAGE_BYTES; each costs less than a byte of it.
+    *(("Completion", name) for name in ("tokens", "logprobs")),
+}
+
+
+def kinds(kind=wire.Struct):
+    for below in kind.__subclasses__():
+        yield below
+        yield from kinds(below)
+
+
+def is_bounded(told) -> bool:
+    """Whether all that a value of this type may hold has a limit."""
+    match told:
+        case inspect.IntType() | inspect.FloatType():
+            return told.le is not None or (told.lt is not None and told.ge is not None)
+        case inspect.StrType():
+            return told.max_length is not None or (told.pattern is not None and "*" not in told.pattern)
+        case inspect.BytesType():
+            return told.max_length is not None
+        case inspect.VarTupleType() | inspect.FrozenSetType():
+            return told.max_length is not None and is_bounded(told.item_type)
+        case inspect.DictType():
+            return told.max_length is not None and is_bounded(told.key_type) and is_bounded(told.value_type)
+        case inspect.TupleType():
+            return all(map(is_bounded, told.item_types))
+        case inspect.UnionType():
+            return all(map(is_bounded, told.types))
+    one_of_few = inspect.EnumType | inspect.LiteralType | inspect.BoolType | inspect.NoneType
+    # Structs are looked at by themselves.
+    return isinstance(told, one_of_few | inspect.StructType)
+
+
+def test_everything_in_every_message_has_a_limit():
+    found = {
+        (kind.__name__, field.name)
+        for kind in kinds()
+        for field in inspect.type_info(kind).fields
+        if not is_bounded(field.type)
+    }
+    assert found == WITHOUT_LIMIT
+
+
+def outside(told) -> list:
+    """Values that a field of this type must not take: of another type, and just beyond each limit."""
+    match told:
+        case inspect.IntType():
+            return ["1", 1.5, True, None, *([told.le + 1] if told.le else []), told.ge - 1]
+        case inspect.FloatType():
+            return ["1", True, None, math.nan, math.inf, -math.inf, *((1.1 * told.le,) if told.le else ())]
+        case inspect.StrType():
+            long = [] if told.max_length is None else ["x" * (told.max_length + 1)]
+            obeyed = ["\x1b[2J", "a\nb", "a\u202eb", "a\n"] if told.pattern else []
+            return [7, None, b"x", *long, *obeyed, *([""] if told.min_length else [])]
+        case inspect.BytesType():
+            long = [] if told.max_length is None else [b"x" * (told.max_length + 1)]
+            return [7, None, "x", [1], *long, *([b"x" * (told.min_length - 1)] if told.min_length else [])]
+        case inspect.VarTupleType():
+            return [7, None, {"a": 1}, *([[]] if told.min_length else [])]
+        case inspect.DictType():
+            return [7, None, [["a", 1.0]]]
+        case inspect.LiteralType() | inspect.EnumType():
+            return ["another", "", None, 7]
+        case inspect.BoolType():
+            return [1, "yes", None]
+        case inspect.StructType():
+            return [7, None, "x"]
+        case inspect.UnionType():
+            of_each = [outside(one) for one in told.types]
+            return [value for value in of_each[0] if value is not None and value not in (1.5, "1")]
+    return []
+
+
+def places(told, at):
+    """All values within this message: what holds each, under which key, and its type."""
+    if isinstance(told, inspect.UnionType):
+        told = next(one for one in told.types if not isinstance(one, inspect.NoneType))
+    if isinstance(told, inspect.StructType):
+        names = told.cls.__struct_fields__
+        for field in told.fields:
+            key = names.index(field.name) if isinstance(at, list) else field.encode_name
+            yield at, key, field.type
+            if at[key] is not None:
+                yield from places(field.type, at[key])
+    elif isinstance(told, inspect.VarTupleType):
+        if told.max_length is not None and at and len(at) * told.max_length < 10_000:
+            yield at, None, told.max_length
+        if at:
+            yield at, 0, told.item_type
+            yield from places(told.item_type, at[0])
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_a_value_beyond_its_limit_a_missing_one_and_an_unknown_one_are_refused(sample):
+    kind = inspect.type_info(type(sample))
+    decoder = Decoder(type(sample))
+    fields = msgpack.unpackb(wire.encode(sample))
+
+    def is_refused() -> bool:
+        try:
+            wire.decode(decoder, msgpack.packb(fields), 1 << 30)
+        except ProtocolError:
+            return True
+        return False
+
+    assert not is_refused()
+    for at, key, told in places(kind, fields):
+        if key is None:
+            before = list(at)
+            at[:] = at[:1] * (told + 1)
+            assert is_refused(), f"{told + 1} of {before[0]!r:.80}"
+            at[:] = before
+            continue
+        before = at[key]
+        for value in outside(told):
+            at[key] = value
+            assert is_refused(), f"{key}: {value!r:.80}"
+        at[key] = before
+    for field in kind.fields if isinstance(fields, dict) else ():
+        without = {name: value for name, value in fields.items() if name != field.encode_name}
+        if field.required:
+            with pytest.raises(ProtocolError, match="missing"):
+                wire.decode(decoder, msgpack.packb(without), 1 << 30)
+    if isinstance(fields, dict) and kind.forbid_unknown_fields:
+        fields["more"] = 1
+        assert is_refused()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"type": "\x1b[2J"}, {"type": "go", "\x1b[2J": 1}, {"type": "go", "a\u202eb": 1}]
+)
+def test_what_is_said_of_a_message_that_is_none_holds_nothing_that_a_terminal_obeys(fields):
+    with pytest.raises(ProtocolError) as caught:
+        wire.decode(Decoder(relays.Go | relays.Ready), wire.encode(fields), 1024)
+    assert str(caught.value).isprintable()

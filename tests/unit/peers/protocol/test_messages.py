@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
 from peers.protocol import limits
@@ -83,34 +79,6 @@ MESSAGES = [
 ]
 
 
-def raw(message) -> dict:
-    return msgspec.msgpack.decode(encode(message))
-
-
-def changed(message, path: str, value: object) -> bytes:
-    """The message with the field at this dotted path replaced; an unknown one is added."""
-    fields = raw(message)
-    *way, last = path.split(".")
-    at, typed = fields, message
-    for name in way:
-        at = at[place_of(name, at, typed)]
-        typed = typed[int(name)] if name.isdigit() else getattr(typed, name)
-    place = place_of(last, at, typed)
-    if place == len(at):
-        at.append(value)
-    else:
-        at[place] = value
-    return msgspec.msgpack.encode(fields)
-
-
-def place_of(name: str, at: dict | list, typed) -> str | int:
-    """Where a field is in what its struct was written as: some go without the names of their fields."""
-    if isinstance(at, dict):
-        return name
-    names = list(getattr(typed, "__struct_fields__", ()))
-    return int(name) if name.isdigit() else names.index(name) if name in names else len(at)
-
-
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_is_read_back_as_it_was_written(message):
     assert decode_message(encode(message)) == message
@@ -124,78 +92,14 @@ def test_a_certificate_in_a_file_is_read_back_as_it_was_written():
         decode_certificate(encode(STATUS))
 
 
-@pytest.mark.parametrize(
-    ("message", "path", "value"),
-    [
-        *[(STATUS, f"work.{name}", -1) for name in ("tokens", "norm", "step", "based_on", "bandwidth")],
-        (STATUS, "work.tokens", limits.MAX_TOKENS + 1),
-        (STATUS, "work.step", limits.MAX_COUNT + 1),
-        (STATUS, "work.norm", math.nan),
-        (STATUS, "work.norm", math.inf),
-        (STATUS, "work.norm", 1.1 * limits.MAX_NORM),
-        (STATUS, "work.bandwidth", math.nan),
-        (STATUS, "work.bandwidth", math.inf),
-        (STATUS, "work.last", 1),
-        (STATUS, "step_s", math.nan),
-        (STATUS, "step_s", -1.0),
-        (STATUS, "world_rank", -2),
-        (STATUS, "world_rank", limits.MAX_WORLD_RANK + 1),
-        (STATUS, "phase", "asleep"),
-        (STATUS, "phase", None),
-        (STATUS, "head", "b" * 63),
-        (STATUS, "head", "B" * 64),
-        (STATUS, "head", "b" * 64 + "\n"),
-        (STATUS, "head", "\n"),
-        (STATUS, "head", None),
-        (STATUS, "attempt", limits.MAX_COUNT),
-        (STATUS, "incarnation", limits.MAX_COUNT + 1),
-        (STATUS, "sequence", 1.5),
-        (STATUS, "offer.certificate", 1),
-        (STATUS, "offer.anchor", ""),
-        (STATUS, "more", 1),
-        (STATUS, "work.more", 1),
-        (STATUS, "type", "letter"),
-        (STATUS, "type", 3),
-        (Propose(plan=PLAN), "plan.roster", []),
-        (Propose(plan=PLAN), "plan.parent", "x"),
-        (Propose(plan=PLAN), "plan.manifest", ""),
-        (Propose(plan=PLAN), "plan.contributors.0.weight", math.nan),
-        (Propose(plan=PLAN), "plan.contributors.0.weight", 1.5),
-        (Propose(plan=PLAN), "plan.contributors.0.weight", -0.5),
-        (Propose(plan=PLAN), "plan.contributors.0.peer_id", ""),
-        (Propose(plan=PLAN), "plan.contributors.0.peer_id", "p" * 129),
-        (Propose(plan=PLAN), "plan.contributors.0.world_rank", -1),
-        (MESSAGES[3], "signature.signature", b"s" * 1025),
-        (MESSAGES[3], "signature.public_key", b"k" * 1025),
-        (MESSAGES[3], "signature.signature", "text"),
-        (MESSAGES[3], "plan", ""),
-        (MESSAGES[5], "reason", "r" * 301),
-        (MESSAGES[5], "suspects", ["q"] * (limits.MAX_PEERS + 1)),
-        (MESSAGES[6], "lost", [""]),
-        (MESSAGES[7], "head", ""),
-        (MESSAGES[7], "certificates.0.signatures", []),
-    ],
-)
-def test_a_value_outside_its_limits_is_refused(message, path, value):
-    with pytest.raises(ProtocolError, match="not a message of the swarm"):
-        decode_message(changed(message, path, value))
-
-
-@pytest.mark.parametrize(
-    ("message", "name"),
-    [
-        (STATUS, "type"),
-        (STATUS, "sequence"),
-        (STATUS, "phase"),
-        (MESSAGES[2], "plan"),
-        (MESSAGES[3], "signature"),
-    ],
-)
-def test_a_message_without_a_field_that_it_needs_is_refused(message, name):
-    fields = raw(message)
-    del fields[name]
-    with pytest.raises(ProtocolError, match="not a message of the swarm"):
-        decode_message(msgspec.msgpack.encode(fields))
+def test_a_phase_is_one_that_is_known_and_a_hash_a_hash():
+    fields = msgspec.msgpack.decode(encode(STATUS))
+    for name, value in (
+        ("phase", "asleep"),
+        *(("head", head) for head in ("b" * 63, "B" * 64, "b" * 64 + "\n")),
+    ):
+        with pytest.raises(ProtocolError, match="not a message of the swarm"):
+            decode_message(msgspec.msgpack.encode({**fields, name: value}))
 
 
 def test_more_certificates_than_one_message_may_carry_are_refused():
@@ -263,44 +167,3 @@ def test_a_plan_of_as_many_peers_as_a_roster_may_have_fits_into_a_message():
     odd = tuple(OddVote(peer_id=name, anchor=A, momentum=B, signature=signature) for name in names)
     abort = Abort(head=A, attempt=0, reason="differ", lost=tuple(names), votes=odd)
     assert decode_message(encode(abort)) == abort
-
-
-@given(st.binary(max_size=300))
-def test_garbage_is_refused_as_such(blob):
-    with pytest.raises(ProtocolError):
-        decode_message(blob)
-
-
-json = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=70)
-    | st.binary(max_size=70),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=60)
-@given(st.sampled_from(MESSAGES), st.data())
-def test_a_message_with_any_value_in_any_field_is_read_or_refused(message, data):
-    fields = raw(message)
-    fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(json)
-    try:
-        decoded = decode_message(msgspec.msgpack.encode(fields))
-    except ProtocolError:
-        return
-    assert decode_message(encode(decoded)) == decoded
-
-
-@given(st.sampled_from(MESSAGES), st.integers(0, 400), st.integers(0, 255))
-def test_a_message_with_one_byte_changed_is_read_or_refused(message, at, byte):
-    blob = bytearray(encode(message))
-    blob[at % len(blob)] = byte
-    try:
-        decoded = decode_message(bytes(blob))
-    except ProtocolError:
-        return
-    assert decode_message(encode(decoded)) == decoded

@@ -78,46 +78,14 @@ def test_a_coordinator_record_arrives_as_it_was_sent(peer):
     [
         ("peer_id", "12D3KooWsomebodyelse"),
         ("run_id", "another"),
-        ("run_id", 5),
-        ("world_rank", -2),
-        ("world_rank", True),
-        ("world_rank", 1 << 40),
-        ("incarnation", 1.5),
-        ("state", "dancing"),
-        ("state", ["training"]),
-        ("epoch", "3"),
-        ("epoch", 1 << 63),
-        ("head", "XY"),
-        ("head", "a" * 129),
-        ("step", None),
-        ("tokens_per_s", float("nan")),
-        ("tokens_per_s", float("inf")),
-        ("tokens_per_s", -1.0),
-        ("step_s", float("nan")),
-        ("anchor_digest", b"ab"),
-        ("token", b"x" * 513),
-        ("token", "x"),
         ("maddrs", ["not an address"]),
-        ("maddrs", ["/ip4/127.0.0.1/tcp/1"] * 9),
-        ("maddrs", "x"),
-        ("time", float("nan")),
-        ("time", float("inf")),
         ("time", NOW - MAX_AGE_S - 1),
         ("time", NOW + 60),
-        ("another", 1),
     ],
 )
 def test_a_signed_record_with_a_bad_field_is_refused(peer, field, value):
     fields = msgspec.structs.asdict(announcement(peer)) | {field: value}
     with pytest.raises(ProtocolError):
-        Announcement.decode(peer.peer_id, seal(encode(fields), peer), NOW, run_id="run")
-
-
-@pytest.mark.parametrize("field", ["peer_id", "run_id", "maddrs", "time", "world_rank", "head"])
-def test_a_signed_record_without_a_field_is_refused(peer, field):
-    fields = msgspec.structs.asdict(announcement(peer))
-    del fields[field]
-    with pytest.raises(ProtocolError, match="missing"):
         Announcement.decode(peer.peer_id, seal(encode(fields), peer), NOW, run_id="run")
 
 
@@ -185,12 +153,10 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_refused(peer, field, value)
     "fields",
     [
         {"endpoints": ("/ip4/10.0.0.1/tcp/0",)},
-        {"endpoints": ("/ip4/10.0.0.1/tcp/7",) * 5},
         {"endpoints": ("10.0.0.1:7",)},
         {"paths": ((1, "carrier pigeon"),)},
         {"paths": ((-1, "direct"),)},
         {"paths": ((1, "direct", 2),)},
-        {"paths": ((1, "direct"),) * 33},
     ],
 )
 def test_fields_that_may_be_left_out_are_refused_out_of_bounds(peer, fields):
