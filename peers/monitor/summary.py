@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from peers.monitor.observations import LOST, SILENT, Event, Observation, Observations
 from peers.monitor.phases import furthest_training, in_short, in_words, training_left_s
-from peers.monitor.stragglers import stragglers_of
 from peers.monitor.verdict import PeerFacts, SwarmFacts, is_still, verdict_of
 from peers.protocol.records import NO_RANK
 from peers.protocol.reports import MAX_POINTS, Figures, Phase, RoundEntry
@@ -279,3 +279,63 @@ def share_of(seconds: Sequence[float], rounds: Sequence[RoundEntry]) -> float:
 
 def _gone_s(peer: Observation, now: float) -> float | None:
     return None if peer.lost_at is None else max(0.0, now - peer.lost_at)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A peer that a round waits for."""
+
+    world_rank: int
+    leader: int
+    """Who waits for it: the leader of the attempt, or, if the leader itself is late, a peer that is ready."""
+    reason: str
+    """For people."""
+
+
+def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -> list[Straggler]:
+    """By world rank. `states` are the peers' states as shown, LOST and SILENT among them."""
+    found: dict[int, Straggler] = {}
+    tellers = [rank for rank in sorted(peers) if states[rank] not in (LOST, SILENT)]
+    for teller in tellers:
+        report = peers[teller].report
+        if report is None:
+            continue
+        standing = report.standing
+        # The lead rotates, also to peers that are late and so cannot report.
+        if standing.leader != teller and standing.leader not in standing.missing:
+            continue
+        for rank in standing.missing:
+            if rank != teller and (rank not in found or standing.leader == teller):
+                reason = _reason(peers.get(rank), states.get(rank, LOST), standing.step)
+                found[rank] = Straggler(rank, teller, reason)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _reason(peer: Observation | None, state: str, step: str) -> str:
+    if peer is None or state == LOST:
+        return "it is lost"
+    if state == SILENT:
+        return "it does not answer"
+    if step in ("voted", "reducing"):
+        return "it has not voted yet" + _doing(peer)
+    if state == "training":
+        return _trains(peer)
+    if state in ("joining", "waiting"):
+        return "it is joining" + _doing(peer)
+    return "it has not come to this round yet" + _doing(peer)
+
+
+def _doing(peer: Observation) -> str:
+    waits_for = peer.report.standing.waits_for if peer.report else ""
+    return f": waits for {waits_for}" if waits_for else ""
+
+
+def _trains(peer: Observation) -> str:
+    steps = peer.report.figures.steps_per_epoch if peer.report else 0
+    done = peer.announcement.local_step
+    if not steps:
+        return f"it still trains, at step {done} of its epoch"
+    # By the pace of its last steps.
+    left_s = training_left_s(peer.curve.points[-8:], done, steps) or 0.0
+    left = f", about {left_s:.0f} s to go" if left_s >= 1 else ""
+    return f"it still trains, at step {done} of {steps}{left}"

@@ -10,8 +10,7 @@ from peers.monitor.observations import (
     QUIET_AFTER_S,
     Observations,
 )
-from peers.monitor.stragglers import stragglers_of
-from peers.monitor.summary import holders_of, path_in_a_word, summary_of
+from peers.monitor.summary import holders_of, path_in_a_word, stragglers_of, summary_of
 from peers.protocol.reports import Certified, Evaluation, Incident, Phase, Point, Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis
