@@ -109,10 +109,11 @@ def test_code_that_goes_too_far_passes_no_test(code):
         "import os\nfor d in range(20):\n    try: os.write(d, b'\\0\\0\\0\\x04true' * 9)\n    except OSError: pass",
         "import gc\nfor o in gc.get_objects():\n    if isinstance(o, dict) and 'tests' in o: o['tests'] = ['pass']\n"
         "def f(x): raise SystemExit(0)",
-        "import sys\nwire = sys.modules['diloco.rl.sandbox.wire']\nwire.encoded = lambda _: b'[true, {\"a\": 1}]'\n"
+        "import sys\ninside = sys.modules['diloco.rl.sandbox.inside']\n"
+        "inside.encoded = lambda _: b'[true, {\"a\": 1}]'\n"
         "def f(x): return 1",
     ],
-    ids=["equal", "subclass", "math", "builtins", "verdict", "replies", "collector", "wire"],
+    ids=["equal", "subclass", "math", "builtins", "verdict", "replies", "collector", "protocol"],
 )
 def test_code_cannot_forge_its_verdict(sandbox, forgery):
     tests = ["assert f(1) == 7", "assert set(f(1)) == {7}", "assert math.isclose(f(1), 7)", "assert not f(1)"]
