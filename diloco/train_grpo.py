@@ -37,8 +37,9 @@ from diloco.outer.diloco import Commit, Diloco
 from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
 from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
+from diloco.rl.dialogues import judged_again
 from diloco.rl.evaluation import evaluated
-from diloco.rl.generator import generated, judged_again
+from diloco.rl.generator import generated
 from diloco.rl.gpus import split_gpus, starts_server
 from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
 from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of

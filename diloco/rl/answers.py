@@ -1,10 +1,14 @@
-"""Parses completions into answer and reasoning, and compares answers."""
+"""Parses completions into answer and reasoning, and compares answers: texts, numbers, and, by math-verify, LaTeX."""
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from dataclasses import dataclass
 from fractions import Fraction
+
+from diloco.errors import UserError
 
 _ANSWER = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
 _REASONING = re.compile(
@@ -16,6 +20,8 @@ _RATIO = re.compile(r"[-+]?\d+/\d+")
 _CURRENCIES = "$€£"
 # Longer texts are not parsed as numbers: a Fraction of extreme size would take minutes.
 _LONGEST_NUMBER = 100
+_MATH_TIMEOUT_S = 5
+_BOXES = ("\\boxed", "\\fbox")
 
 
 @dataclass(frozen=True)
@@ -80,3 +86,45 @@ def same_answer(answer: str, gold: str) -> bool:
     if left is not None and right is not None:
         return left == right
     return " ".join(answer.split()).casefold() == " ".join(gold.split()).casefold()
+
+
+def boxed(solution: str) -> str:
+    """The content of the last \\boxed{...} of a solution; empty if there is none."""
+    start = max(solution.rfind(box) for box in _BOXES)
+    opening = solution.find("{", start) if start >= 0 else -1
+    if opening < 0:
+        return ""
+    depth = 0
+    for index in range(opening, len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[index], 0)
+        if depth == 0:
+            return solution[opening + 1 : index].strip()
+    return ""
+
+
+def equivalent(answer: str, gold: str) -> bool:
+    """Whether two answers are the same number or expression. An empty answer equals nothing."""
+    if not answer.strip() or not gold.strip():
+        return False
+    left, right = number_of(answer), number_of(gold)
+    if left is not None and right is not None:
+        return left == right
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise UserError(
+            "answers of --dataset math are judged by math-verify: pip install 'diloco[grpo]'"
+        ) from error
+    # math-verify implements timeouts by SIGALRM, which works in the main thread only.
+    timeout_s = _MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    wanted = parse(f"${gold}$", parsing_timeout=timeout_s)
+    given = parse(f"${_undelimited(answer)}$", parsing_timeout=timeout_s)
+    return bool(wanted and given) and bool(verify(wanted, given, timeout_seconds=timeout_s))
+
+
+def _undelimited(answer: str) -> str:
+    """The LaTeX without surrounding dollars and \\boxed."""
+    answer = answer.strip().strip("$").strip()
+    return boxed(answer) if answer.startswith(_BOXES) else answer

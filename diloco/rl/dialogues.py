@@ -1,22 +1,23 @@
-"""Dialogues of a model with an environment (rl/environments.py), as tokens: what the model said, and what it was told.
+"""Judged completions of a task, as tokens: what the model said, and, in a dialogue, what an environment has told it.
 
-Only the model's own tokens are trained on. `turns` has the numbers of tokens by turns: the model's, the environment's,
-the model's, and so on; the model has the last word.
+All completions that are trained on or evaluated are made here, whoever generates. Only the model's own tokens are
+trained on. `turns` has the numbers of tokens of a dialogue by turns: the model's, the environment's, the model's, and
+so on; the model has the last word.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from diloco.rl.environments import EnvironmentTask
 from diloco.rl.sampling import token_ids
 from diloco.rl.server_client import Sampling, Written
-from diloco.rl.tasks import Example, Message
+from diloco.rl.tasks import Example, Message, Task
 
 Complete = Callable[[Sequence[list[int]], int, Sampling, int], list[Written]]
 """(prompts, completions of each, sampling, seed) -> completions by the newest weights."""
@@ -42,8 +43,8 @@ class _Dialogue:
         self.room -= len(tokens)
 
 
-def held(
-    task: EnvironmentTask,
+def judged(
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     count: int,
@@ -51,7 +52,10 @@ def held(
     sampling: Sampling,
     seed: int,
 ) -> list[list[dict[str, Any]]]:
-    """`count` judged dialogues of each example, each of at most `sampling.max_tokens`, as rl/generator.py has them."""
+    """`count` completions of each example, each of at most `sampling.max_tokens` tokens.
+
+    With their log-probabilities and scores, and with turns if there was more than one.
+    """
     prompts = token_ids(tokenizer, [example.prompt for example in examples])
     every = [
         _Dialogue(example, prompt, sampling.max_tokens)
@@ -71,40 +75,42 @@ def held(
         written = complete(
             [dialogue.prompt + dialogue.tokens for dialogue in talking], 1, longest, seed + turn
         )
-    judged = [
+    found = [
         {
             "tokens": one.tokens,
             "logprobs": one.logprobs,
-            "turns": one.turns,
-            "scores": [task.reward(one.example, one.said)],
+            "turns": one.turns if len(one.turns) > 1 else [],
+            "scores": task.scores(one.example, one.said),
         }
         for one in every
     ]
-    return [judged[start : start + count] for start in range(0, len(judged), count)]
+    return [found[start : start + count] for start in range(0, len(found), count)]
 
 
-def scored_again(
-    task: EnvironmentTask,
+def judged_again(
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
-    example: Example,
+    number: int,
     tokens: Sequence[int],
     turns: Sequence[int],
 ) -> list[float]:
-    """The scores of a dialogue by its tokens; infinite if the environment would not have said what it holds."""
+    """The scores of a completion, as whoever generated it should have found them; infinite if that cannot be one:
+    the environment would not have said what it holds."""
+    example = task.example(number)
     said: list[str] = []
-    place = 0
-    for own, told in _pairs(turns or [len(tokens)]):
-        spoken = list(tokens[place : place + own])
+    for spoken, told in _turns_of(tokens, turns):
         said.append(_text(tokenizer, spoken))
-        place += own
         reply = task.reply(example, said) if told else None
-        if told and (
-            reply is None
-            or list(tokens[place : place + told]) != _told(tokenizer, example, said, task, spoken, reply)
-        ):
+        if told and (reply is None or told != _told(tokenizer, example, said, task, spoken, reply)):
             return [math.inf]
-        place += told
-    return [task.reward(example, said)]
+    return task.scores(example, said)
+
+
+def is_solved(
+    task: Task, tokenizer: PreTrainedTokenizerBase, example: Example, completion: Mapping[str, Any]
+) -> bool:
+    turns = _turns_of(completion["tokens"], completion["turns"])
+    return task.is_solved(example, [_text(tokenizer, spoken) for spoken, _ in turns])
 
 
 def own_mask(turns: Sequence[int], num_tokens: int) -> list[int]:
@@ -114,9 +120,11 @@ def own_mask(turns: Sequence[int], num_tokens: int) -> list[int]:
     return [1 - index % 2 for index, length in enumerate(turns) for _ in range(length)]
 
 
-def _pairs(turns: Sequence[int]) -> list[tuple[int, int]]:
-    """The lengths of what the model said and of what it was told then; the last is 0."""
-    return list(zip(turns[::2], (*turns[1::2], 0), strict=True))
+def _turns_of(tokens: Sequence[int], turns: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """What the model said, and what it was told then, turn by turn; at last it was told nothing."""
+    ends = list(itertools.accumulate(turns or [len(tokens)]))
+    parts = [list(tokens[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    return list(zip(parts[::2], [*parts[1::2], []], strict=True))
 
 
 def _each(written: Sequence[Written]) -> list[tuple[list[int], list[float | None]]]:
@@ -124,7 +132,7 @@ def _each(written: Sequence[Written]) -> list[tuple[list[int], list[float | None
 
 
 def _goes_on(
-    task: EnvironmentTask,
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
     dialogue: _Dialogue,
     tokens: list[int],
@@ -151,7 +159,7 @@ def _told(
     tokenizer: PreTrainedTokenizerBase,
     example: Example,
     said: Sequence[str],
-    task: EnvironmentTask,
+    task: Task,
     spoken: Sequence[int],
     reply: str,
 ) -> list[int]:

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from diloco.errors import UserError
 from diloco.rl.answers import Completion
-from diloco.rl.own_code import loaded, options_of
-from diloco.rl.own_reward import finite
-from diloco.rl.tasks import Example, Message, Reward
+from diloco.rl.own_code import finite, loaded, options_of
+from diloco.rl.tasks import Example, Message, Reward, Task
 
 T = TypeVar("T")
 _NUM_HELD_OUT = 64
@@ -28,23 +27,22 @@ _MAX_TURNS = 8
 _PARTS = ("num_examples", "prompt", "reply", "reward")
 
 
-class EnvironmentTask:
-    """An environment as a task. Its completions are dialogues (rl/dialogues.py), never single texts."""
+class EnvironmentTask(Task):
+    """An environment as a task. Its completions are dialogues (rl/dialogues.py)."""
 
     def __init__(self, name: str, environment: Any) -> None:
-        self.name, self._environment = name, environment
-        self.num_examples = int(environment.num_examples)
-        self.num_held_out = int(getattr(environment, "num_held_out", _NUM_HELD_OUT))
-        self.max_turns = int(getattr(environment, "max_turns", _MAX_TURNS))
-        self.rewards: tuple[Reward, ...] = (Reward("reward", 1.0, self._of_a_text),)
-
-    def example(self, index: int) -> Example:
-        prompt = self._asked(lambda: self._environment.prompt(index))
-        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Example(messages, "", {"number": index})
-
-    def held_out(self, index: int) -> Example:
-        return self.example(self.num_examples + index)
+        self._environment = environment
+        num_examples = int(environment.num_examples)
+        super().__init__(
+            name=name,
+            num_examples=num_examples,
+            num_held_out=int(getattr(environment, "num_held_out", _NUM_HELD_OUT)),
+            example=self._example,
+            held_out=lambda index: self._example(num_examples + index),
+            rewards=(Reward("reward", 1.0, self._of_a_text),),
+            solved=self._of_a_text,
+            max_turns=int(getattr(environment, "max_turns", _MAX_TURNS)),
+        )
 
     def reply(self, example: Example, said: Sequence[str]) -> str | None:
         """What the environment says next; None if it is over. Raises UserError where the user's code fails."""
@@ -56,8 +54,16 @@ class EnvironmentTask:
         value = self._asked(lambda: self._environment.reward(example.data["number"], list(said)))
         return finite(value, f"--dataset {self.name}: reward")
 
-    def is_solved(self, completion: Completion, example: Example) -> bool:
-        return self.reward(example, [completion.text]) >= 1.0
+    def scores(self, example: Example, said: Sequence[str]) -> list[float]:
+        return [self.reward(example, said)]
+
+    def is_solved(self, example: Example, said: Sequence[str]) -> bool:
+        return self.reward(example, said) >= 1.0
+
+    def _example(self, index: int) -> Example:
+        prompt = self._asked(lambda: self._environment.prompt(index))
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return Example(messages, "", {"number": index})
 
     def _of_a_text(self, completion: Completion, example: Example) -> float:
         return self.reward(example, [completion.text])

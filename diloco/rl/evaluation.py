@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from diloco.rl.answers import parsed
-from diloco.rl.dialogues import Complete
-from diloco.rl.environments import EnvironmentTask
-from diloco.rl.generator import judged
+from diloco.rl.dialogues import Complete, is_solved, judged
 from diloco.rl.server_client import Sampling
 from diloco.rl.tasks import Example, Task, weighted
 
@@ -42,19 +38,10 @@ def evaluated(
     groups = judged(task, tokenizer, examples, samples, complete, sampling, seed)
     rewards = [weighted(task, one["scores"]) for group in groups for one in group]
     solved = [
-        sum(_is_solved(task, tokenizer, example, one) for one in group)
+        sum(is_solved(task, tokenizer, example, one) for one in group)
         for example, group in zip(examples, groups, strict=True)
     ]
     figures = {"reward": sum(rewards) / len(rewards)}
     for k in sorted({1, samples}):
         figures[f"pass_at_{k}"] = sum(pass_at_k(samples, count, k) for count in solved) / len(solved)
     return figures
-
-
-def _is_solved(
-    task: Task, tokenizer: PreTrainedTokenizerBase, example: Example, completion: Mapping[str, Any]
-) -> bool:
-    if isinstance(task, EnvironmentTask):
-        return sum(completion["scores"]) >= 1.0
-    text = str(tokenizer.decode(completion["tokens"], skip_special_tokens=True))
-    return bool(text.strip()) and task.is_solved(parsed(text), example)

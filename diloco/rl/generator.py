@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from diloco.errors import DilocoError
 from diloco.options.flags import GrpoConfig
 from diloco.options.trainer import TrainConfig
-from diloco.rl import dialogues
-from diloco.rl.dialogues import Complete
-from diloco.rl.environments import EnvironmentTask
+from diloco.rl.dialogues import Complete, judged
 from diloco.rl.rollouts import Rollouts
-from diloco.rl.sampling import sampled, token_ids
+from diloco.rl.sampling import sampled
 from diloco.rl.server_client import Sampling, Written
-from diloco.rl.tasks import Example, Task, scores
+from diloco.rl.tasks import Task
 from diloco.rl.weights import ANY_FLOAT, Expected, Held
 
 _FLOAT_BYTES = 4
@@ -87,51 +84,6 @@ def generated(
     examples = [task.example(number) for number in numbers]
     sampling = Sampling(max_tokens=grpo.max_completion_length, temperature=grpo.temperature)
     return judged(task, tokenizer, examples, grpo.num_generations, complete, sampling, seed)
-
-
-def judged(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    count: int,
-    complete: Complete,
-    sampling: Sampling,
-    seed: int,
-) -> list[list[dict[str, Any]]]:
-    """`count` completions of each example: tokens, log-probabilities, scores, and turns if they have any.
-
-    All completions that are trained on or evaluated are made here, whatever `complete` is.
-    """
-    if isinstance(task, EnvironmentTask):
-        return dialogues.held(task, tokenizer, examples, count, complete, sampling, seed)
-    prompts = token_ids(tokenizer, [example.prompt for example in examples])
-    written = complete(prompts, count, sampling, seed)
-    return [_judged(task, tokenizer, example, one) for example, one in zip(examples, written, strict=True)]
-
-
-def judged_again(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    tokens: Sequence[int],
-    turns: Sequence[int],
-) -> list[float]:
-    """The scores of a completion, as whoever generated it should have found them; infinite if that cannot be one."""
-    if isinstance(task, EnvironmentTask):
-        return dialogues.scored_again(task, tokenizer, task.example(number), tokens, turns)
-    text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    return [math.inf] if turns else scores(task, text, task.example(number))
-
-
-def _judged(
-    task: Task, tokenizer: PreTrainedTokenizerBase, example: Example, written: Written
-) -> list[dict[str, Any]]:
-    """The completions of one prompt with their scores."""
-    texts = tokenizer.batch_decode(written.token_ids, skip_special_tokens=True)
-    return [
-        {"tokens": tokens, "logprobs": logprobs, "scores": scores(task, text, example)}
-        for tokens, logprobs, text in zip(written.token_ids, written.logprobs, texts, strict=True)
-    ]
 
 
 def of_model(

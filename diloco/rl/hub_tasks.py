@@ -1,19 +1,25 @@
-"""The tasks gsm8k, math and mbpp, from Hugging Face or from a directory in the same format."""
+"""The tasks gsm8k, math and mbpp, from Hugging Face or from a directory in the same format.
+
+The code of mbpp is rewarded by the share of tests that it passes in the sandbox.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.rl.answers import Completion, number_of, same_answer
-from diloco.rl.code_rewards import code_rewards, passes_all
-from diloco.rl.math_answers import boxed, equivalent
+from diloco.rl.answers import Completion, boxed, equivalent, number_of, same_answer
+from diloco.rl.sandbox.run import Verdict, run_tests
 from diloco.rl.tasks import (
     SYSTEM,
     Example,
     Reward,
+    Task,
     answered,
     conversation,
     nothing_after,
@@ -22,36 +28,8 @@ from diloco.rl.tasks import (
 )
 
 Row = Mapping[str, Any]
+_FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 _CODE_SYSTEM = SYSTEM.replace("your answer", "the Python code, without any explanation,")
-
-
-@dataclass
-class HubTask:
-    """A finite data set: trains on the training split and holds out the test split."""
-
-    name: str
-    rewards: tuple[Reward, ...]
-    solved: Callable[[Completion, Example], bool]
-    read: Callable[[Row], Example]
-    train: Any
-    test: Any
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.train)
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self.test)
-
-    def example(self, index: int) -> Example:
-        return self.read(self.train[index])
-
-    def held_out(self, index: int) -> Example:
-        return self.read(self.test[index])
-
-    def is_solved(self, completion: Completion, example: Example) -> bool:
-        return self.solved(completion, example)
 
 
 @dataclass(frozen=True)
@@ -61,10 +39,10 @@ class _HubTaskSpec:
     columns: tuple[str, ...]
     read: Callable[[Row], Example]
     rewards: tuple[Reward, ...]
-    solved: Callable[[Completion, Example], bool]
+    """A completion that earns all of the first has solved the example."""
 
 
-def open_hub_task(kind: str, directory: str | None = None) -> HubTask:
+def open_hub_task(kind: str, directory: str | None = None) -> Task:
     """Open gsm8k, math or mbpp. Raises UserError if the data cannot be loaded or lacks the columns of the task."""
     known = HUB_TASKS[kind]
     splits = _loaded(directory or known.path, None if directory else known.configuration, kind)
@@ -73,7 +51,16 @@ def open_hub_task(kind: str, directory: str | None = None) -> HubTask:
     missing = sorted(set(known.columns) - set(splits["train"].column_names))
     if missing:
         raise UserError(f"--dataset {kind}: {directory or known.path} has no column {missing[0]}")
-    return HubTask(kind, known.rewards, known.solved, known.read, splits["train"], splits["test"])
+    train, test = splits["train"], splits["test"]
+    return Task(
+        name=kind,
+        num_examples=len(train),
+        num_held_out=len(test),
+        example=lambda index: known.read(train[index]),
+        held_out=lambda index: known.read(test[index]),
+        rewards=known.rewards,
+        solved=known.rewards[0].score,
+    )
 
 
 def _loaded(path: str, configuration: str | None, kind: str) -> Any:
@@ -119,6 +106,35 @@ def _equivalent(completion: Completion, example: Example) -> float:
     return float(completion.has_answer and equivalent(completion.answer, example.gold))
 
 
+def _code_of(completion: Completion) -> str:
+    """The code of an answer, without its Markdown fence if it has one."""
+    match = _FENCE.search(completion.answer)
+    return match[1] if match else completion.answer
+
+
+def _compiles(completion: Completion, _example: Example) -> float:
+    """1 if the answer parses as Python and is not empty, else 0."""
+    try:
+        tree = ast.parse(_code_of(completion))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0.0
+    return float(bool(tree.body))
+
+
+def _pass_rate(completion: Completion, example: Example) -> float:
+    """The share of the example's tests that pass. Code that does not parse is not run and fails all."""
+    tests = tuple(example.data["tests"])
+    if not tests or not _compiles(completion, example):
+        return 0.0
+    return _tested(_code_of(completion), tests, str(example.data.get("setup") or "")).num_passed / len(tests)
+
+
+@lru_cache(maxsize=512)
+def _tested(code: str, tests: tuple[str, ...], setup: str) -> Verdict:
+    """Completions of a group are often identical, and each is judged for its reward and as solved."""
+    return run_tests(code, tests, setup=setup)
+
+
 HUB_TASKS: dict[str, _HubTaskSpec] = {
     "gsm8k": _HubTaskSpec(
         path="openai/gsm8k",
@@ -132,7 +148,6 @@ HUB_TASKS: dict[str, _HubTaskSpec] = {
             Reward("answer_tag", 0.1, answered),
             Reward("no_trailing", 0.05, nothing_after),
         ),
-        solved=lambda completion, example: _same_number(completion, example) == 1.0,
     ),
     "math": _HubTaskSpec(
         path="DigitalLearningGmbH/MATH-lighteval",
@@ -145,14 +160,17 @@ HUB_TASKS: dict[str, _HubTaskSpec] = {
             Reward("thinking", 0.1, reasoned),
             Reward("no_trailing", 0.05, nothing_after),
         ),
-        solved=lambda completion, example: _equivalent(completion, example) == 1.0,
     ),
     "mbpp": _HubTaskSpec(
         path="google-research-datasets/mbpp",
         configuration="full",
         columns=("test_list",),
         read=_mbpp,
-        rewards=code_rewards(),
-        solved=passes_all,
+        rewards=(
+            Reward("pass_rate", 0.7, _pass_rate),
+            Reward("syntax", 0.1, _compiles),
+            Reward("answer_tag", 0.1, answered),
+            Reward("thinking", 0.1, reasoned),
+        ),
     ),
 }

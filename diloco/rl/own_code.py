@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,6 +56,13 @@ def options_of(name: str, settings: Sequence[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[key.strip()] = value
     return options
+
+
+def finite(value: object, what: str) -> float:
+    """A reward that the user's code has returned. Raises UserError unless it is a finite number."""
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise UserError(f"{what} returned {value!r}; it must return a finite number")
+    return float(value)
 
 
 def _spec_of(module: str) -> object:

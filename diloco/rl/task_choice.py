@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
+from diloco.rl.answers import Completion
 from diloco.rl.environments import named_of, open_environment
 from diloco.rl.hub_tasks import HUB_TASKS, open_hub_task
-from diloco.rl.own_code import check_named
-from diloco.rl.own_reward import FLAG, use_reward
+from diloco.rl.own_code import check_named, finite, loaded
 from diloco.rl.reasoning import PREFIX, open_generator
 from diloco.rl.sandbox.run import check_sandbox
-from diloco.rl.tasks import Task
+from diloco.rl.tasks import Component, Example, Reward, Task
+
+FLAG = "--grpo.reward"
 
 
 def check_task(grpo: GrpoConfig) -> None:
@@ -43,14 +45,31 @@ def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
     name = grpo.dataset
     kind, _, place = name.partition("=")
     if kind in HUB_TASKS:
-        task: Task = open_hub_task(kind, place or None)
+        task = open_hub_task(kind, place or None)
     elif name.partition(":")[0] == PREFIX:
         task = open_generator(name, seed=seed)
     else:
         return open_environment(name)
     if grpo.reward:
-        use_reward(task, grpo.reward)
+        score = _checked(loaded(FLAG, grpo.reward), grpo.reward)
+        task.rewards = (Reward(grpo.reward.rpartition(":")[2], 1.0, score),)
     return task
+
+
+def _checked(function: Component, name: str) -> Component:
+    """The user's function, whose failures are the user's errors."""
+
+    def score(completion: Completion, example: Example) -> float:
+        try:
+            value = function(completion, example)
+        except Exception as error:
+            raise UserError(
+                f"{FLAG} {name} failed with {type(error).__name__}: {error}, for the completion "
+                f"{completion.text[:200]!r}"
+            ) from error
+        return finite(value, f"{FLAG} {name}")
+
+    return score
 
 
 def _is_ours(name: str) -> bool:

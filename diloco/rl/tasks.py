@@ -1,10 +1,10 @@
-"""The interface of tasks: prompts, correct answers, and rewards."""
+"""What a task is: examples by number, and how what a model says of them is judged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from diloco.rl.answers import Completion, parsed
 
@@ -39,40 +39,43 @@ class Reward:
     score: Component
 
 
-class Task(Protocol):
-    """Examples by number, the same on every machine. Training and held-out examples are numbered separately."""
+@dataclass
+class Task:
+    """Its examples are the same on every machine. Training and held-out examples are numbered separately.
+
+    The model says one text, or, where `reply` answers it, several (rl/environments.py): `said` has all of them.
+    """
 
     name: str
+    num_examples: int
+    """The size of a finite data set; for a generator, the number of examples per pass."""
+    num_held_out: int
+    example: Callable[[int], Example]
+    held_out: Callable[[int], Example]
+    """A held-out example, for an index below `num_held_out`."""
     rewards: tuple[Reward, ...]
+    solved: Component
+    """1 for a completion that solves the example, less for others."""
+    max_turns: int = 1
 
-    @property
-    def num_examples(self) -> int:
-        """The size of a finite data set; for a generator, the number of examples per pass."""
-        ...
+    def reply(self, example: Example, said: Sequence[str]) -> str | None:
+        """What the model is told after what it has said; None: it is over."""
+        return None
 
-    def example(self, index: int) -> Example: ...
+    def scores(self, example: Example, said: Sequence[str]) -> list[float]:
+        """The score in each component of the reward; all 0 if the text is empty."""
+        if not said[-1].strip():
+            return [0.0] * len(self.rewards)
+        completion = parsed(said[-1])
+        return [reward.score(completion, example) for reward in self.rewards]
 
-    def held_out(self, index: int) -> Example:
-        """A held-out example, for an index below `num_held_out`."""
-        ...
-
-    @property
-    def num_held_out(self) -> int: ...
-
-    def is_solved(self, completion: Completion, example: Example) -> bool: ...
+    def is_solved(self, example: Example, said: Sequence[str]) -> bool:
+        return bool(said[-1].strip()) and self.solved(parsed(said[-1]), example) >= 1.0
 
 
 def weighted(task: Task, scores: Sequence[float]) -> float:
     """The reward of a completion by its scores."""
     return sum(reward.weight * value for reward, value in zip(task.rewards, scores, strict=True))
-
-
-def scores(task: Task, text: str, example: Example) -> list[float]:
-    """The score of a completion in each of the task's components; all 0 if it is empty."""
-    if not text.strip():
-        return [0.0] * len(task.rewards)
-    completion = parsed(text)
-    return [reward.score(completion, example) for reward in task.rewards]
 
 
 def conversation(system: str, question: str) -> list[Message]:

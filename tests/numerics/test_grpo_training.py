@@ -21,7 +21,7 @@ from diloco.rl.answers import Completion
 from diloco.rl.push import Publisher
 from diloco.rl.sampling import sampled
 from diloco.rl.task_choice import open_task
-from diloco.rl.tasks import Example, Reward
+from diloco.rl.tasks import Example, Reward, Task
 from diloco.rl.trainer import PeerTrainer
 from diloco.train.model import load_model
 from diloco.train_grpo import Training
@@ -31,30 +31,30 @@ from tests.support.scripted_daemon import ScriptedDaemon
 FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
 
 
-class Letters:
+def letters() -> Task:
     """Prompts are numbers; the reward is the share of small letters, which random bytes hold some of."""
 
-    name, num_examples, num_held_out = "letters", 40, 4
-
-    def __init__(self):
-        self.rewards = (Reward("letters", 1.0, self._share),)
-
-    def example(self, index):
+    def example(index: int) -> Example:
         return Example([{"role": "user", "content": str(index)}], str(index))
 
-    held_out = example
-
-    def is_solved(self, completion, example):
-        return self._share(completion, example) > 0.5
-
-    def _share(self, completion: Completion, example: Example) -> float:
+    def share(completion: Completion, example: Example) -> float:
         return sum(letter.islower() for letter in completion.text) / len(completion.text)
+
+    return Task(
+        name="letters",
+        num_examples=40,
+        num_held_out=4,
+        example=example,
+        held_out=example,
+        rewards=(Reward("letters", 1.0, share),),
+        solved=lambda completion, example: float(share(completion, example) > 0.5),
+    )
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.delenv(LINK_ENV, raising=False)
-    monkeypatch.setattr(train_grpo, "open_task", lambda grpo, seed: Letters())
+    monkeypatch.setattr(train_grpo, "open_task", lambda grpo, seed: letters())
     model = bare_model(
         tmp_path / "model",
         hidden_size=32,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.rl.server_client import Sampling, Written
-from diloco.rl.tasks import Example, Task, scores, weighted
+from diloco.rl.tasks import Example, Task, weighted
 from diloco.rl.weights import Label, State, _changes, _saved, digest_of, packed
 
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -68,4 +68,4 @@ def refused_blobs(state: Mapping[str, Tensor], publisher: str, served: int) -> l
 
 
 def reward_of(task: Task, text: str, example: Example) -> float:
-    return weighted(task, scores(task, text, example))
+    return weighted(task, task.scores(example, [text]))

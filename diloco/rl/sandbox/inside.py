@@ -128,7 +128,7 @@ class Answer:
 
 
 def answer() -> None:
-    """The process that runs the model's code. It gets the arguments of test calls, not the tests: it gives no verdict."""
+    """The process that runs the model's code. It gets the arguments of test calls, not the tests, and has no say."""
     confine(json.loads(sys.argv[1]))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
     # A separate module as __main__, so that pickle finds the classes that the tests' setup defines.

@@ -8,8 +8,7 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
-from diloco.rl.answers import parsed
-from diloco.rl.math_answers import boxed, equivalent
+from diloco.rl.answers import boxed, equivalent
 from diloco.rl.task_choice import open_task
 from tests.support.rollouts import reward_of
 from tests.support.sandboxed import needs_bubblewrap
@@ -82,7 +81,7 @@ def test_gsm8k_compares_numbers_and_pays_for_form(task):
     assert reward_of(gsm8k, answer("1201"), example) == pytest.approx(0.4)
     assert reward_of(gsm8k, answer("1200") + " units", example) == pytest.approx(0.6 + 0.1 + 0.1)
     assert reward_of(gsm8k, "1200", example) == 0.0
-    assert gsm8k.is_solved(parsed("<SOLUTION>1,200</SOLUTION>"), example)
+    assert gsm8k.is_solved(example, ["<SOLUTION>1,200</SOLUTION>"])
 
 
 def test_math_takes_any_form_of_the_same_value(task):
@@ -90,8 +89,8 @@ def test_math_takes_any_form_of_the_same_value(task):
     example = math.example(0)
     assert example.gold == "\\frac{1}{2}"
     for text in ("0.5", "1/2", "\\frac12", "$\\boxed{0.50}$", "\\frac{2}{4}"):
-        assert math.is_solved(parsed(answer(text)), example), text
-    assert not math.is_solved(parsed(answer("0.51")), example)
+        assert math.is_solved(example, [answer(text)]), text
+    assert not math.is_solved(example, [answer("0.51")])
     assert reward_of(math, answer("x"), example) == pytest.approx(0.3)
 
 
@@ -107,9 +106,9 @@ def test_mbpp_is_solved_by_code_that_passes_all_tests_and_pays_for_some(task):
     assert "assert add(1, 2) == 3" in example.prompt[-1]["content"]
     right = answer("```python\ndef add(a, b):\n    return a + b\n```")
     part = answer("def add(a, b): return 0")
-    assert reward_of(mbpp, right, example) == pytest.approx(1.0) and mbpp.is_solved(parsed(right), example)
+    assert reward_of(mbpp, right, example) == pytest.approx(1.0) and mbpp.is_solved(example, [right])
     assert reward_of(mbpp, part, example) == pytest.approx(0.7 * 2 / 3 + 0.3)
-    assert not mbpp.is_solved(parsed(part), example)
+    assert not mbpp.is_solved(example, [part])
     assert reward_of(mbpp, answer("def add(a, b: return"), example) == pytest.approx(0.2)
     assert reward_of(mbpp, answer("import os; os._exit(0)"), example) == pytest.approx(0.3)
 
