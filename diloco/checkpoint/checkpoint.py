@@ -20,14 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.checkpoint import shards
-from diloco.checkpoint.choice import Candidate, to_delete
-from diloco.checkpoint.dirs import own_part
-from diloco.checkpoint.finder import candidates_in
-from diloco.checkpoint.mark import Mark, write_mark
-from diloco.checkpoint.opened import open_store
-from diloco.checkpoint.restore import fetched, others_state, refuse_to_begin_anew, registered, skipped_event
+from diloco.checkpoint.mark import Mark
+from diloco.checkpoint.restore import OwnCheckpoints, others_state, refuse_to_begin_anew, skipped_event
 from diloco.checkpoint.saver import Saver
-from diloco.checkpoint.store import Store
+from diloco.checkpoint.store import own_part
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco, OuterFiles, Restored
@@ -58,21 +54,17 @@ class Checkpoints:
         """`scratch` is a local directory for files being uploaded or downloaded; `beside` maps names to the contents of
         files to add to every checkpoint. Raises UserError if checkpoints cannot be kept at the path."""
         self._config, self._world, self._inner = config, world, inner
-        self._scratch, self._beside = scratch, beside or {}
-        self._store: Store = open_store(config.path, scratch)
+        self._own, self._beside = OwnCheckpoints(config, scratch), beside or {}
+        self._store = self._own.store
         self._saver, self._copies = Saver(tells=world.is_main), shards.HostCopies()
         # A process group for the saving threads only, since training uses the other groups at the same time.
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
-        self._checked_step = self._saved_at_ms = self._number = 0
-        self._contributors: tuple[int, ...] = ()
+        self._checked_step = 0
         self._staging: Path | None = None
         """The directory that is being written, if any."""
-        self._deleting: Candidate | None = None
         self._staging_lock = threading.Lock()
         """Held to create a staging directory. `discard_partial` never releases it, so none is created afterwards."""
         self._fetched = contextlib.ExitStack()
-        self._registered: int | None = None
-        """The world rank that the store records as having a complete checkpoint."""
         self._is_restored = False
         self._skipped: list[str] = []
         """What was wrong with each checkpoint that was skipped."""
@@ -80,21 +72,11 @@ class Checkpoints:
 
     def restore(self, world_rank: int | None) -> Restored | None:
         """Load the checkpoint that the configuration names, if any, into model and optimizer. Raises UserError."""
-        if self._config.interval is not None:
-            self._saved_at_ms = on_rank_zero(lambda: registered(self._store, self._config.path, world_rank))
-        found = fetched(
-            self._config,
-            self._world,
-            world_rank,
-            self._scratch,
-            self._fetched,
-            on_skipped=self._skipped.append,
-        )
+        found = self._own.resumed(self._world, world_rank, self._fetched, self._skipped.append)
         if found is None:
             return None
         mark, directory, self._is_restored = found.mark, found.directory, True
         shards.load(directory, self._inner, rank=self._world.rank, with_random=found.is_own)
-        self._contributors, self._number = mark.contributors, mark.number + 1
         if not found.is_own:
             return others_state(mark, directory)
         tokens = tuple(_share(count * mark.num_ranks, self._world) for count in mark.tokens)
@@ -135,16 +117,13 @@ class Checkpoints:
             self._discard()
             self._saver.failed(step, str(error))
             return
-        if outer.last_commit is not None and outer.last_commit.contributors:
-            self._contributors = tuple(outer.last_commit.contributors)
+        commit = outer.last_commit
         mark = Mark(
             position=outer.position,
             tokens=tuple(outer.tokens),
             num_ranks=self._world.num_ranks,
-            number=self._number,
-            contributors=self._contributors,
+            contributors=tuple(commit.contributors) if commit else (),
         )
-        self._number += 1
         save = _Save(step, outer.world_rank, part, staging, state, copies, mark, outer_files)
         self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
 
@@ -172,7 +151,7 @@ class Checkpoints:
         self._staging_lock.acquire(timeout=_SIGNAL_TIMEOUT_S)
         self._saver.wait(_SIGNAL_TIMEOUT_S)
         self._discard()
-        if (old := self._deleting) is not None:
+        if (old := self._own.deleting) is not None:
             self._store.delete(old.name, old.part)
 
     def _new_directory(self, step: int, part: str) -> Path:
@@ -193,7 +172,7 @@ class Checkpoints:
         finally:
             self._discard()
         if self._world.rank == 0:
-            self._delete_old(save.part)
+            self._own.delete_old(save.world_rank)
         return num_bytes
 
     def _write_and_send(
@@ -216,25 +195,8 @@ class Checkpoints:
         return files
 
     def _finish(self, save: _Save, files: shards.Files) -> None:
-        self._saved_at_ms = max(self._saved_at_ms + 1, time.time_ns() // 1_000_000)
-        mark = replace(save.mark, files=files, saved_at_ms=self._saved_at_ms, head=save.outer.wait().head)
-        write_mark(save.staging, mark)
-        self._store.finish(save.staging, save.step, save.part)
-        if save.world_rank not in (None, self._registered):
-            # If this fails, the next save tries again: the checkpoint itself is complete.
-            with contextlib.suppress(OSError):
-                self._store.register(save.world_rank, has_saved=True)
-                self._registered = save.world_rank
-
-    def _delete_old(self, part: str) -> None:
-        """Delete this peer's checkpoints in excess of `--ckpt.topk`; other peers delete their own."""
-        try:
-            for old in to_delete(candidates_in(self._store, part), topk=self._config.topk):
-                self._deleting = old
-                self._store.delete(old.name, old.part)
-                self._deleting = None
-        except OSError as error:
-            log.error("an old checkpoint was not deleted: %s", error)
+        mark = replace(save.mark, files=files, head=save.outer.wait().head)
+        self._own.complete(save.staging, mark, save.step, save.world_rank)
 
     def _discard(self) -> None:
         """Remove the staging directory unless the checkpoint is complete. Safe to repeat."""
@@ -254,7 +216,7 @@ class _Save:
     state: Mapping[str, Tensor]
     copies: Mapping[str, Tensor]
     mark: Mark
-    """The mark without `files`, `saved_at_ms` and `head`, which are known only after writing."""
+    """The mark without `files` and `head`, which are known only after writing."""
     outer: OuterFiles
 
 

@@ -1,38 +1,82 @@
-"""The interface to the place where checkpoints are kept: a directory, or a URL that fsspec supports.
+"""The place where checkpoints are kept: a directory, or a URL that fsspec supports.
 
-A checkpoint is assembled in a local staging directory and then handed to the store. A local store renames it into
-place; a remote one uploads the files one by one, the mark last.
+<path>/model_step_<N>/[diloco_rank_<world rank>/] is a checkpoint, and <path>/savers/ says which peers save there. A
+checkpoint is assembled in a staging directory on this machine and then handed to the store: a directory renames it into
+place; at a URL the files are uploaded one by one, the mark last.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
+import glob
+import json
+import re
+import shutil
+import tempfile
+import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from diloco.checkpoint.choice import Registration
-from diloco.checkpoint.dirs import STEP, own_part
 from diloco.checkpoint.mark import COMPLETE, PEER_PART
-from diloco.checkpoint.registration import SAVERS, registration_of, savers_of
+from diloco.errors import UserError
+from peers.state.whole_files import flush_to_disk, write_bytes
+
+STEP = re.compile(r"model_step_(\d+)")
+SAVERS = "savers"
+"""Directory of the registration files: each peer's first start there, and whether it has saved."""
+_TEMPORARY = (".partial", ".discarded")
 
 
-class Store(abc.ABC):
-    """`part` is a peer's directory within a step's, empty without a swarm. All methods may raise OSError."""
+def own_part(world_rank: int | None) -> str:
+    return "" if world_rank is None else f"{PEER_PART}{world_rank}"
 
-    @abc.abstractmethod
+
+def step_name(step: int) -> str:
+    return f"model_step_{step}"
+
+
+def open_store(path: str, scratch: Path) -> Store:
+    """The store of --ckpt.path; `scratch` is a local directory for files in transfer. Raises UserError."""
+    if "://" not in path:
+        return Store(Path(path).expanduser())
+    try:
+        import fsspec
+
+        filesystem, root = fsspec.core.url_to_fs(path)
+    except ImportError as error:
+        extra = "pip install 'diloco[s3]'" if path.startswith("s3") else "install the package that it names"
+        raise UserError(f"{path} needs a package that is not here ({error}): {extra}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is no place for checkpoints: {error}") from error
+    return RemoteStore(path, filesystem, root, scratch)
+
+
+class Store:
+    """A local directory, which several peers or nodes may share. All methods may raise OSError.
+
+    `part` is a peer's directory within a step's, empty without a swarm. Does not use fsspec, whose directory listings
+    take ten times the CPU time.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
     def name_of(self, name: str, part: str) -> str:
         """The path or URL of a step's checkpoint, for messages."""
+        return str(self._directory / name / part)
 
     def marks(self, part: str) -> dict[str, bytes]:
         """The contents of complete.json of a peer's checkpoints, by step name."""
-        return self._marks_of((name, (name, part)) for name in self._names() if STEP.fullmatch(name))
+        names = [name for name in self._names() if STEP.fullmatch(name)]
+        return {name: raw for name in names if (raw := self.mark(name, part)) is not None}
 
     def parts(self, name: str) -> dict[str, bytes]:
         """The contents of complete.json of all peers' checkpoints of a step, by part."""
-        return self._marks_of(
-            (part, (name, part)) for part in self._names(name) if part.startswith(PEER_PART)
-        )
+        parts = [part for part in self._names(name) if part.startswith(PEER_PART)]
+        return {part: raw for part in parts if (raw := self.mark(name, part)) is not None}
 
     def mark(self, name: str, part: str) -> bytes | None:
         """The content of complete.json; None if there is none."""
@@ -43,57 +87,252 @@ class Store(abc.ABC):
         file = (SAVERS, own_part(world_rank))
         before = self._read(*file)
         if has_saved or before is None:
-            self._put(registration_of(before, has_saved=has_saved), *file)
+            at_ms = time.time_ns() // 1_000_000 if before is None else _registration(before).at_ms
+            self._put(json.dumps({"at_ms": at_ms, "has_saved": has_saved}).encode(), *file)
 
     def savers(self) -> dict[int, Registration]:
         """World ranks that have registered here, or that have checkpoints here, which may have been copied."""
         names = [name for name in self._names(SAVERS) if name.startswith(PEER_PART)]
-        return savers_of({name: self._read(SAVERS, name) or b"" for name in names}, self._marked_parts())
+        found = {name: _registration(self._read(SAVERS, name) or b"") for name in names}
+        found |= {name: Registration() for name in self._marked_parts()}
+        ranks = {name: name.removeprefix(PEER_PART) for name in found}
+        return {int(ranks[name]): one for name, one in found.items() if ranks[name].isdecimal()}
 
-    @abc.abstractmethod
     def staging(self, step: int, part: str) -> Path:
         """A new local directory in which to assemble a checkpoint."""
+        temporary = _temporary_of(self._directory / step_name(step) / part)
+        temporary.mkdir(parents=True)
+        return temporary
 
-    @abc.abstractmethod
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
-        """Store these finished files of the staging directory. An earlier checkpoint of the step becomes invalid."""
+        """Store these finished files of the staging directory. An earlier checkpoint of the step becomes invalid.
 
-    @abc.abstractmethod
+        Nothing to do in a directory: the staging directory is beside its place, and `finish` renames it.
+        """
+
     def finish(self, staging: Path, step: int, part: str) -> None:
         """Store the mark, which is in the staging directory. All other files must have been sent."""
+        _move(staging, self._directory / step_name(step) / part)
 
-    @abc.abstractmethod
     def discard(self, staging: Path) -> None:
         """Remove the staging directory of an unfinished checkpoint. Safe to repeat, and from two threads at once."""
+        # Renamed first, so that neither this process nor the daemon adds files while it is being deleted.
+        discarded = staging.with_name(f".{staging.name.strip('.')}.discarded")
+        with contextlib.suppress(OSError):
+            staging.rename(discarded)
+            _delete(discarded)
 
-    @abc.abstractmethod
     def clear(self, part: str) -> None:
         """Remove half-written checkpoints that killed workers of this peer have left."""
+        for path in self._directory.glob(f"model_step_*/.{part}.*" if part else ".model_step_*"):
+            if path.name.endswith(_TEMPORARY):
+                _delete(path)
 
-    @abc.abstractmethod
     def delete(self, name: str, part: str) -> None:
         """Delete a checkpoint, the mark first. Safe to repeat."""
+        _delete(self._directory / name / part)
 
-    @abc.abstractmethod
-    def opened(self, name: str, part: str) -> contextlib.AbstractContextManager[Path]:
-        """A context manager that yields a local directory with the checkpoint's files."""
+    @contextlib.contextmanager
+    def opened(self, name: str, part: str) -> Iterator[Path]:
+        """A local directory with the checkpoint's files."""
+        yield self._directory / name / part
 
-    @abc.abstractmethod
     def _names(self, *words: str) -> list[str]:
         """The names in a directory; [] if it does not exist."""
+        directory = self._directory.joinpath(*words)
+        return [path.name for path in directory.iterdir()] if directory.is_dir() else []
 
-    @abc.abstractmethod
     def _marked_parts(self) -> list[str]:
         """The parts that have a mark in any step."""
+        return [path.parent.name for path in self._directory.glob(f"model_step_*/{PEER_PART}*/{COMPLETE}")]
 
-    @abc.abstractmethod
     def _read(self, *words: str) -> bytes | None:
         """The content of a small file; None if it does not exist."""
+        try:
+            return self._directory.joinpath(*words).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:
+            # A file that cannot be read counts as damaged, not as missing.
+            return b""
 
-    @abc.abstractmethod
     def _put(self, content: bytes, *words: str) -> None:
-        """Write a small file, creating its directory if necessary."""
+        """Write a small file atomically, creating its directory if necessary."""
+        path = self._directory.joinpath(*words)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content)
 
-    def _marks_of(self, directories: Iterable[tuple[str, tuple[str, str]]]) -> dict[str, bytes]:
-        found: Iterator[tuple[str, bytes | None]] = ((key, self.mark(*place)) for key, place in directories)
-        return {key: raw for key, raw in found if raw is not None}
+
+class RemoteStore(Store):
+    """On an fsspec file system. It does not rely on renames, only on single files being written atomically."""
+
+    def __init__(self, url: str, filesystem: Any, root: str, scratch: Path) -> None:
+        self._url, self._scratch = url.rstrip("/"), scratch
+        self._files, self._root = filesystem, root.rstrip("/")
+
+    def name_of(self, name: str, part: str) -> str:
+        return "/".join(filter(None, (self._url, name, part)))
+
+    def staging(self, step: int, part: str) -> Path:
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{step_name(step)}-", dir=self._scratch))
+
+    def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
+        with _as_os_errors():
+            # Without its mark, an earlier checkpoint of this step is invalid while its files are being replaced.
+            self._remove(self._path(step_name(step), part, COMPLETE))
+            for name in names:
+                path = self._path(step_name(step), part, name)
+                self._make_parent(path)
+                self._files.put_file(str(staging / name), path)
+
+    def finish(self, staging: Path, step: int, part: str) -> None:
+        self._put((staging / COMPLETE).read_bytes(), step_name(step), part, COMPLETE)
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def discard(self, staging: Path) -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def clear(self, part: str) -> None:
+        """Removes local leftovers only. Files uploaded without a mark are overwritten by the next save of that step."""
+        for left in self._scratch.glob("model_step_*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def delete(self, name: str, part: str) -> None:
+        with _as_os_errors():
+            self._remove(self._path(name, part, COMPLETE))
+            files = self._own_files(name, part)
+            for path in files:
+                self._remove(path)
+            around = {path.rpartition("/")[0] for path in files} | {self._path(name, part), self._path(name)}
+            for directory in sorted(around, key=len, reverse=True):
+                # Fails on stores without directories, and on directories that still hold other peers' checkpoints.
+                with contextlib.suppress(OSError, NotImplementedError):
+                    self._files.rmdir(directory)
+
+    @contextlib.contextmanager
+    def opened(self, name: str, part: str) -> Iterator[Path]:
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self._scratch) as directory:
+            start = len(self._path(name, part)) + 1
+            with _as_os_errors():
+                for path in self._own_files(name, part):
+                    local = Path(directory, *path[start:].split("/"))
+                    local.parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(path, str(local))
+            yield Path(directory)
+
+    def _own_files(self, name: str, part: str) -> list[str]:
+        """Paths of a checkpoint's files, without other peers' parts."""
+        self._files.invalidate_cache()
+        root = self._path(name, part)
+        return [path for path in self._files.find(root) if not path[len(root) + 1 :].startswith(PEER_PART)]
+
+    def _names(self, *words: str) -> list[str]:
+        with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._files.invalidate_cache()
+            return [
+                path.rstrip("/").rpartition("/")[2]
+                for path in self._files.ls(self._path(*words), detail=False)
+            ]
+        return []
+
+    def _marked_parts(self) -> list[str]:
+        with _as_os_errors():
+            # The URL itself may contain characters that glob would interpret.
+            pattern = f"{glob.escape(self._root)}/model_step_*/{PEER_PART}*/{COMPLETE}"
+            return [path.split("/")[-2] for path in self._files.glob(pattern)]
+
+    def _read(self, *words: str) -> bytes | None:
+        with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            content: bytes = self._files.cat_file(self._path(*words))
+            return content
+        return None
+
+    def _put(self, content: bytes, *words: str) -> None:
+        """One request, so the file is written atomically."""
+        path = self._path(*words)
+        with _as_os_errors():
+            self._make_parent(path)
+            self._files.pipe_file(path, content)
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(path)
+
+    def _make_parent(self, path: str) -> None:
+        """No effect on stores without directories."""
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _path(self, *words: str) -> str:
+        return "/".join(filter(None, (self._root, *words)))
+
+
+def _registration(raw: bytes) -> Registration:
+    """An unreadable file counts as a peer that has saved, so that it makes no other peer start from the beginning."""
+    try:
+        content = json.loads(raw)
+        return Registration(at_ms=int(content["at_ms"]), has_saved=bool(content["has_saved"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Registration()
+
+
+def _temporary_of(final: Path) -> Path:
+    """A new temporary name: the daemon may still be writing to a directory left by a worker that died."""
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+
+
+def _move(temporary: Path, final: Path) -> None:
+    """Rename the temporary directory to `final` and flush it to disk, replacing a checkpoint from before a resume."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    if temporary.stat().st_dev != final.parent.stat().st_dev:
+        copied = _temporary_of(final)
+        shutil.copytree(temporary, copied)
+        for path in [copied, *copied.rglob("*")]:
+            flush_to_disk(path)
+        shutil.rmtree(temporary)
+        temporary = copied
+    if not final.exists():
+        temporary.rename(final)
+    else:
+        _empty(final)
+        for entry in sorted(temporary.iterdir(), key=lambda entry: entry.name == COMPLETE):
+            if entry.name == COMPLETE:
+                flush_to_disk(final)
+            entry.rename(final / entry.name)
+        temporary.rmdir()
+        flush_to_disk(final)
+    flush_to_disk(final.parent)
+    flush_to_disk(final.parent.parent)
+
+
+def _delete(directory: Path) -> None:
+    """Delete a checkpoint, and the step's directory if that is then empty. Safe to repeat, and from two threads."""
+    _empty(directory)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+        # In a swarm the step's directory contains those of the peers: the last peer to delete its own removes it.
+        directory.parent.rmdir()
+
+
+def _empty(directory: Path) -> None:
+    """Delete a checkpoint's content, the mark first, but no directories of other peers in it."""
+    (directory / COMPLETE).unlink(missing_ok=True)
+    for entry in list(directory.iterdir()) if directory.is_dir() else []:
+        if entry.name.startswith((PEER_PART, f".{PEER_PART}")):
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Convert every exception of the library behind a URL to OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

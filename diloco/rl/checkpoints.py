@@ -7,7 +7,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.callback import checkpoint_of
-from diloco.checkpoint.choice import to_delete
-from diloco.checkpoint.dirs import own_part
-from diloco.checkpoint.finder import candidates_in
-from diloco.checkpoint.mark import COMPLETE, mark_whole, read_mark, write_mark
-from diloco.checkpoint.opened import open_store
-from diloco.checkpoint.restore import Found, fetched, registered
+from diloco.checkpoint.mark import COMPLETE, mark_whole, read_mark
+from diloco.checkpoint.restore import Found, OwnCheckpoints
 from diloco.checkpoint.saver import Saved
+from diloco.checkpoint.store import own_part
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, barrier, on_rank_zero
@@ -47,26 +43,15 @@ class KeepCheckpoints(TrainerCallback):
 
         `on_event` is called with the outcome of each save, for metrics.jsonl.
         """
-        self._on_event = on_event
-        self._config, self._outer, self._world, self._world_rank = config, outer, world, world_rank
-        self._scratch, self._store = scratch, open_store(config.path, scratch)
-        self._number = self._saved_at_ms = 0
-        self._contributors: tuple[int, ...] = ()
-        self._registered: int | None = None
-        """The world rank that the store records as having a complete checkpoint."""
+        self._on_event, self._outer, self._world, self._world_rank = on_event, outer, world, world_rank
+        self._own = OwnCheckpoints(config, scratch)
 
     def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
         """The checkpoint that --ckpt.resume means; its directory exists until the stack is closed. Raises UserError.
 
         `on_skipped` is called with what is wrong with each checkpoint that is skipped.
         """
-        config, rank = self._config, self._world_rank
-        if config.interval is not None:
-            self._saved_at_ms = on_rank_zero(lambda: registered(self._store, config.path, rank))
-        found = fetched(config, self._world, rank, self._scratch, stack, on_skipped=on_skipped)
-        if found is not None:
-            self._number, self._contributors = found.mark.number + 1, found.mark.contributors
-        return found
+        return self._own.resumed(self._world, self._world_rank, stack, on_skipped)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -91,34 +76,16 @@ class KeepCheckpoints(TrainerCallback):
 
     def _keep(self, written: Path, step: int) -> int:
         """Move the checkpoint to the store and delete old ones. Returns its size in bytes. Raises OSError."""
-        outer, store = self._outer(), self._store
-        part = own_part(outer.world_rank)
+        outer = self._outer()
         if (written / COMPLETE).is_file():
             mark = read_mark(written)
         elif outer.active or not written.is_dir():
             raise OSError("it was not written completely; the log above says why")
         else:
             mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
-        self._saved_at_ms = max(self._saved_at_ms + 1, mark.saved_at_ms)
-        # Before the first commit after a resume, the contributors are those of the resumed checkpoint.
-        self._contributors = mark.contributors or self._contributors
-        mark = replace(
-            mark,
-            number=self._number,
-            saved_at_ms=self._saved_at_ms,
-            contributors=self._contributors,
-        )
-        write_mark(written, mark)
-        store.send(written, mark.files, step, part)
-        store.finish(written, step, part)
-        if outer.world_rank not in (None, self._registered):
-            # If this fails, the next save tries again: the checkpoint itself is complete.
-            with contextlib.suppress(OSError):
-                store.register(outer.world_rank, has_saved=True)
-                self._registered = outer.world_rank
-        self._number += 1
-        for old in to_delete(candidates_in(store, part), topk=self._config.topk):
-            store.delete(old.name, old.part)
+        self._own.store.send(written, mark.files, step, own_part(outer.world_rank))
+        self._own.complete(written, mark, step, outer.world_rank)
+        self._own.delete_old(outer.world_rank)
         return sum(record.num_bytes for record in mark.files.values())
 
 

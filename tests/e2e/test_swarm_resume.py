@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoint.dirs import STEP, own_part
 from diloco.checkpoint.mark import COMPLETE
+from diloco.checkpoint.store import STEP, own_part
 from diloco.train.metrics_file import Tail
 from tests.support.commands import DILOCO, Command, check_whole_files, training_flags, wait_until
 

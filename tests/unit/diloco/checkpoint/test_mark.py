@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, records_below, write_mark
 from diloco.checkpoint.restore import fetched
+from diloco.checkpoint.store import own_part
 from diloco.errors import UserError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Position

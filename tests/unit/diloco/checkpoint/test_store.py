@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from diloco.checkpoint.choice import Registration
-from diloco.checkpoint.dirs import own_part
-from diloco.checkpoint.local import LocalStore
 from diloco.checkpoint.mark import COMPLETE, Mark, records_below, write_mark
-from diloco.checkpoint.opened import open_store
-from diloco.checkpoint.remote import RemoteStore
+from diloco.checkpoint.store import RemoteStore, Store, open_store, own_part
 from diloco.errors import UserError
 from diloco.outer.diloco import Position
 
@@ -30,7 +27,7 @@ def store(request, tmp_path):
         "memory": f"memory://{uuid.uuid4().hex}/kept [1]",
     }
     made = open_store(paths[request.param], tmp_path / "scratch")
-    assert isinstance(made, LocalStore if request.param == "directory" else RemoteStore)
+    assert isinstance(made, Store if request.param == "directory" else RemoteStore)
     made.clear(PART)
     return made
 
@@ -116,7 +113,7 @@ def test_a_checkpoint_that_was_brought_there_from_elsewhere_has_a_saver(store):
 
 
 def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
-    store = LocalStore(tmp_path)
+    store = Store(tmp_path)
     mine, theirs = store.staging(4, PART), store.staging(4, own_part(12))
     alone = store.staging(5, "")
     store.clear(PART)
