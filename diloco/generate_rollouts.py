@@ -15,7 +15,7 @@ from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.worker import exit_code, exit_process
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.rl.generator import Generator, of_model, of_servers, prompts_at_once
-from diloco.rl.servers import opened_servers
+from diloco.rl.rollouts import opened_servers
 from diloco.rl.task_choice import open_task
 from diloco.rl.weights import BadBlob
 from diloco.train.devices import visible_gpus

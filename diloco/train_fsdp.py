@@ -22,8 +22,7 @@ from torch import Tensor
 
 from diloco.checkpoint.checkpoint import Checkpoints
 from diloco.checkpoint.saver import check_saved
-from diloco.data.batches import batches, open_data
-from diloco.data.prefetch import Prefetched
+from diloco.data.batches import Prefetched, batches, open_data
 from diloco.data.sampling import Block
 from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.daemon_process import wants_swarm
@@ -35,17 +34,16 @@ from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, device_mesh, joined, on_rank_zero
 from diloco.train.evaluation import evaluate, seconds_to_evaluate
 from diloco.train.inner import InnerLoop
-from diloco.train.lines import LinePrinter
 from diloco.train.memory import check_memory, memory_needed_bytes
 from diloco.train.metrics import Metrics, Sink
-from diloco.train.metrics_file import line_of
+from diloco.train.metrics_file import LinePrinter, line_of
 from diloco.train.model import load_model, num_parameters
 from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.progress import Progress
 from diloco.train.run_dir import METRICS
 from diloco.train.sharding import Precision, compiles, full_state, prepare
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.train.wandb_runs import opened_sinks
+from diloco.train.sinks import opened_sinks
 
 LONGEST_FIRST_EVALUATION_S = 60.0
 

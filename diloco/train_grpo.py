@@ -35,7 +35,6 @@ from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Commit, Diloco
 from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
-from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
 from diloco.rl.evaluation import evaluated
@@ -43,24 +42,22 @@ from diloco.rl.generator import generated
 from diloco.rl.gpus import split_gpus, starts_server
 from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
 from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of
-from diloco.rl.recorder import Recorder
-from diloco.rl.rollouts import Rollouts
+from diloco.rl.recorder import EvaluateWhenDue, Recorder
+from diloco.rl.rollouts import Rollouts, opened_servers
 from diloco.rl.sampling import AT_ONCE, sampled
 from diloco.rl.server_client import Sampling, Written
-from diloco.rl.servers import opened_servers
 from diloco.rl.task_choice import open_task
-from diloco.rl.trainer import PeerTrainer, reward_functions
-from diloco.rl.turns import EvaluateWhenDue
+from diloco.rl.trainer import PeerTrainer, grpo_arguments, placeholders, reward_functions
 from diloco.train.devices import visible_gpus
-from diloco.train.lines import LinePrinter
 from diloco.train.metrics import Metrics, Sink
+from diloco.train.metrics_file import LinePrinter
 from diloco.train.model import load_model
 from diloco.train.optim import adamw, learning_rate
 from diloco.train.progress import Progress
 from diloco.train.run_dir import METRICS
 from diloco.train.sharding import Precision, full_state
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.train.wandb_runs import opened_sinks
+from diloco.train.sinks import opened_sinks
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.daemon.link import LINK_ENV, WorkerLink
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diloco.data.columns import text_column_of, text_of
-from diloco.data.corpus import is_held_out
+from diloco.data.corpus import is_held_out, text_column_of, text_of
 from diloco.data.held_out import Validation, validation_of
 from diloco.data.sampling import Block, check_offsets
 from diloco.data.tokenizer import encode_documents, is_byte_level

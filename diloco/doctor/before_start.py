@@ -16,8 +16,7 @@ from diloco.rl.gpus import starts_server
 from diloco.rl.hub_tasks import HUB_TASKS
 from diloco.rl.task_choice import check_task, open_task
 from diloco.train.devices import Machine
-from diloco.train.memory import number_in
-from diloco.train.preflight import check_peers_fit
+from diloco.train.memory import check_peers_fit, number_in
 
 # Parts of a model besides the layers that can be fragments: embeddings, the last norm, the head.
 _NUM_NON_LAYER_UNITS = 3

@@ -14,8 +14,14 @@ from diloco.errors import UserError
 from diloco.options.common_names import closest_name
 from diloco.options.model_files import load_model_config, preset_names
 from diloco.options.trainer import TrainConfig
-from diloco.train.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
-from diloco.train.preflight import check_peers_fit, least_num_parameters
+from diloco.train.memory import (
+    MemoryNeed,
+    available_memory_bytes,
+    check_memory,
+    check_peers_fit,
+    least_num_parameters,
+    memory_needed_bytes,
+)
 
 _GIB = 2**30
 _TEST_BYTES = 1 << 20

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import read_phase
-from diloco.train.lines import PhaseLines, RecordLines
-from diloco.train.metrics_file import PeerFigures, Record, Tail, decimals, figure, num_contributors, size
+from diloco.train.metrics_file import (
+    PeerFigures,
+    PhaseLines,
+    Record,
+    RecordLines,
+    Tail,
+    decimals,
+    figure,
+    num_contributors,
+    size,
+)
 from diloco.train.run_dir import METRICS
 from peers.monitor.phases import furthest_training, in_short, in_words, span
 from peers.protocol.reports import Phase

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from diloco.options.trainer import TrainConfig
 from diloco.rl.dialogues import own_mask
-from diloco.rl.policy_files import PolicyFiles
-from diloco.rl.push import Publisher
+from diloco.rl.push import PolicyFiles, Publisher
 from diloco.rl.rollout_checks import RolloutChecks
 from diloco.rl.tasks import Task
 from peers.daemon.link import WorkerLink

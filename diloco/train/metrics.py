@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from diloco.train.queued_sink import QueuedSink, Sink
+from diloco.train.sinks import QueuedSink, Sink
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +101,5 @@ def _plain(value: Any) -> Any:
 
 def _cut_off_partial_line(path: Path) -> None:
     """Remove an incomplete last line, which a power failure may have left."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        file.seek(0, os.SEEK_END)
-        end = file.tell()
-        while end > 0:
-            file.seek(end - 1)
-            if file.read(1) == b"\n":
-                break
-            end -= 1
-        file.truncate(end)
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.train.lines import LEAST_PHASE_S, LINE_INTERVAL_S, PhaseLines
+from diloco.train.metrics_file import LEAST_PHASE_S, LINE_INTERVAL_S, PhaseLines
 from peers.daemon.link import WorkerLink
 from peers.errors import LinkLost
 from peers.monitor.phases import Doing, PhaseClock

@@ -1,14 +1,19 @@
-"""Sinks for Weights & Biases and TensorBoard."""
+"""Sinks of records: Weights & Biases and TensorBoard, opened by configuration, each behind a queue of its own."""
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import secrets
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from diloco.errors import UserError
+from diloco.options.trainer import TrainConfig, flat_values
+from diloco.train.run_dir import slug
 
 log = logging.getLogger(__name__)
 
@@ -115,3 +120,106 @@ def _id_of(run_dir: Path) -> str:
     except FileExistsError:
         pass
     return path.read_text(encoding="utf-8")
+
+
+CAPACITY = 1000
+"""Queued records: minutes' worth, to bridge a short outage of the sink's service."""
+CLOSE_TIMEOUT_S = 15.0
+"""Time for a sink to write its queued records at the end."""
+
+
+class Sink(Protocol):
+    """A receiver of records, used from one thread."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class QueuedSink:
+    """Passes records to a sink in order. Records are dropped while the queue is full, with one warning."""
+
+    def __init__(self, sink: Sink, *, capacity: int = CAPACITY) -> None:
+        self._sink, self._name = sink, type(sink).__name__
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
+        self._has_failed = threading.Event()
+        self._num_dropped = 0
+        # A daemon thread, so that a sink that hangs does not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Queue a record; never blocks."""
+        if self._has_failed.is_set():
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            if self._num_dropped == 0:
+                log.warning(
+                    "%s takes no metrics at the moment; what it misses is in metrics.jsonl", self._name
+                )
+            self._num_dropped += 1
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait at most `timeout_s` for the sink to write the queued records."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            log.warning("%s hangs; its last %d records are lost", self._name, self._queue.qsize())
+        elif self._num_dropped:
+            log.warning("%s has missed %d records", self._name, self._num_dropped)
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            if self._has_failed.is_set():
+                continue
+            try:
+                self._sink.write(record)
+            except Exception as error:  # noqa: BLE001 - no failure of a sink may end the training
+                log.warning("%s failed and gets no more metrics: %s", self._name, error)
+                self._has_failed.set()
+        try:
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001
+            log.warning("%s did not close: %s", self._name, error)
+
+
+def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
+    """The sinks that `--metric-logger-type` names. Raises UserError if one cannot be started."""
+    sinks: list[Sink] = []
+    if "tensorboard" in config.metric_loggers:
+        sinks.append(TensorBoardSink(run_dir=run_dir))
+    if "wandb" in config.metric_loggers:
+        sinks.append(
+            WandbSink(
+                project=config.project,
+                run_dir=run_dir,
+                config=flat_values(config),
+                name=run_name(config),
+                group=config.hv.run_id if is_peer(config) else None,
+                tags=(f"seed{config.seed}",) if config.mode == "grpo" else (),
+            )
+        )
+    return sinks
+
+
+def is_peer(config: TrainConfig) -> bool:
+    """Whether this training is a peer of a swarm."""
+    return config.hv.world_rank is not None or bool(config.hv.initial_peers)
+
+
+def run_name(config: TrainConfig) -> str | None:
+    """The wandb run's name: run id and world rank of a peer; for GRPO, dataset, model, `--grpo.run-suffix` and world
+    rank. None lets wandb choose.
+    """
+    rank = config.hv.world_rank
+    peer = f"peer-{rank}" if rank is not None else ""
+    if config.mode != "grpo":
+        return f"{config.hv.run_id}-{peer}" if peer else None
+    parts = [f"trl_{slug(config.grpo.dataset)}_grpo_{Path(config.path_model).name}", config.grpo.run_suffix]
+    return "_".join(filter(None, (*parts, peer)))

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from diloco.data.prefetch import Prefetched
+from diloco.data.batches import Prefetched
 
 
 def test_items_arrive_in_order_and_once():

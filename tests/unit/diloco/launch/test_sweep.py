@@ -22,7 +22,7 @@ from diloco.options.flags import GrpoConfig, HvConfig, TrainConfig
 from diloco.rl.gpus import gpus_for_ranks, split_gpus
 from diloco.rl.own_server import _only_diloco, server_environment
 from diloco.train.run_dir import slug
-from diloco.train.wandb_runs import run_name
+from diloco.train.sinks import run_name
 from peers.admission.secrets import SECRET_ENV
 
 CONFIG = TrainConfig(mode="grpo", path_model="Qwen/Qwen2.5-1.5B", grpo=GrpoConfig(dataset="gsm8k"))

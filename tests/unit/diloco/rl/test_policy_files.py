@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from diloco.rl import policy_files
-from diloco.rl.policy_files import PolicyFiles
-from diloco.rl.push import Publisher
+from diloco.rl.push import PolicyFiles, Publisher
 from diloco.rl.weights import ANY_FLOAT, BadBlob, Held, digest_of
 
 SHAPES = {"a": (40, 50), "b": (70,)}

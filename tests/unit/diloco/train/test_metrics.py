@@ -14,9 +14,7 @@ from diloco.options.flags import HvConfig
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.train import sinks
 from diloco.train.metrics import Metrics
-from diloco.train.queued_sink import QueuedSink
-from diloco.train.sinks import TensorBoardSink, WandbSink
-from diloco.train.wandb_runs import opened_sinks, run_name
+from diloco.train.sinks import QueuedSink, TensorBoardSink, WandbSink, opened_sinks, run_name
 
 
 class Recording:

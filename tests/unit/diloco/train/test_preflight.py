@@ -5,8 +5,8 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, preset_names
+from diloco.train.memory import check_peers_fit, least_num_parameters
 from diloco.train.model import num_parameters
-from diloco.train.preflight import check_peers_fit, least_num_parameters
 from tests.support.commands import model_directory
 
 TRILLIONS = {
@@ -40,5 +40,5 @@ def test_a_model_of_trillions_is_refused_on_any_machine_and_one_that_fits_is_not
 
 
 def test_checking_loads_no_torch():
-    script = "import sys, diloco.train.preflight; sys.exit('torch' in sys.modules)"
+    script = "import sys, diloco.train.memory; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

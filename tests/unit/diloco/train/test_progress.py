@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from diloco.train import progress as module
-from diloco.train.lines import PhaseLines
-from diloco.train.metrics_file import line_of
+from diloco.train.metrics_file import PhaseLines, line_of
 from diloco.train.progress import Progress
 from peers.monitor.phases import Doing
 from peers.protocol.reports import Phase
