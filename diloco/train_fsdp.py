@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,27 +22,25 @@ from torch import Tensor
 from diloco.checkpoint.checkpoint import Checkpoints
 from diloco.checkpoint.saver import check_saved
 from diloco.data.batches import Prefetched, batches, open_data
-from diloco.data.sampling import Block
+from diloco.data.sampling import place_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
 from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
-from diloco.options.model_files import load_model_config, model_files, save_pretrained_dir
+from diloco.options.model_files import load_model_config, model_files
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, device_mesh, joined, on_rank_zero
 from diloco.train.evaluation import evaluate, seconds_to_evaluate
 from diloco.train.inner import InnerLoop
 from diloco.train.memory import check_memory, memory_needed_bytes
-from diloco.train.metrics import Metrics, Sink
-from diloco.train.metrics_file import LinePrinter, line_of
+from diloco.train.metrics import opened_metrics
+from diloco.train.metrics_file import line_of
 from diloco.train.model import load_model, num_parameters
 from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.progress import Progress
-from diloco.train.run_dir import METRICS
-from diloco.train.sharding import Precision, compiles, full_state, prepare
+from diloco.train.sharding import Precision, compiles, discard_partial_model, prepare, save_model
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.train.sinks import opened_sinks
 
 LONGEST_FIRST_EVALUATION_S = 60.0
 
@@ -99,11 +96,7 @@ class Trainer:
         with progress.phase("tokenizing", config.dataset_name_or_path, unit="bytes") as tokenized:
             self.source = open_data(config, self.tokenizer, on_tokenized=tokenized)
             self.validation = self.source.validation()
-        sinks: list[Sink] = [LinePrinter()]
-        on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
-        self.metrics = Metrics(
-            self.run_dir / METRICS if world.is_main else None, sinks, on_trouble=progress.is_in_trouble
-        )
+        self.metrics = opened_metrics(config, self.run_dir, world, on_trouble=progress.is_in_trouble)
         torch.manual_seed(config.seed + world.rank)
         precision = Precision.of(config.precision, device)
         mesh = device_mesh(world, device, config.sharding_strategy) if world.num_ranks > 1 else None
@@ -163,7 +156,7 @@ class Trainer:
         if outer.evaluates:
             self.evaluate()
         with self.progress.phase("saving", "the model and the last checkpoint"):
-            self.save_model()
+            save_model(self.inner.model, self.run_dir, self.config.path_model, self.tokenizer)
             self.checkpoints.close()
         self.record_checkpoints()
         outer.finish()
@@ -213,13 +206,8 @@ class Trainer:
 
     def samples_left(self) -> Prefetched[np.ndarray]:
         """This rank's samples, int64 [n, seq_length + 1], for each remaining step of the epoch."""
-        outer, steps = self.outer, self.config.hv.steps_per_epoch
-        # Without a swarm there are no epochs: use one block for every `steps` steps.
-        number, local_step = divmod(outer.nominal_step, steps)
-        block = Block(epoch=number, world_rank=0, data_base=number)
-        if outer.world_rank is not None:
-            local_step = outer.local_step
-            block = Block(epoch=outer.epoch, world_rank=outer.world_rank, data_base=outer.position.data_base)
+        steps = self.config.hv.steps_per_epoch
+        block, local_step = place_of(self.outer, steps_per_epoch=steps)
         return Prefetched(
             batches(
                 self.source,
@@ -263,12 +251,6 @@ class Trainer:
             eval_bytes=self.validation.num_bytes,
         )
 
-    def save_model(self) -> None:
-        """Write <run_dir>/model/ in the format of transformers."""
-        state = full_state(self.inner.model)
-        config = load_model_config(self.config.path_model)
-        on_rank_zero(lambda: save_pretrained_dir(self.run_dir / "model", state, config, self.tokenizer))
-
     def record_checkpoints(self) -> None:
         """Record which checkpoints have been written, failed or were skipped since the last call."""
         for event in self.checkpoints.events():
@@ -286,8 +268,7 @@ class Trainer:
     def discard_partial(self) -> None:
         """Remove half-written files. Called when a signal or an error ends the process."""
         self.checkpoints.discard_partial()
-        for partial in self.run_dir.glob(".model.*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        discard_partial_model(self.run_dir)
 
 
 def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:

@@ -26,12 +26,13 @@ from transformers import PrinterCallback
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.checkpoint.restore import refuse_to_begin_anew, skipped_event
 from diloco.checkpoint.saver import check_saved
+from diloco.data.sampling import place_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
 from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
-from diloco.options.model_files import load_model_config, save_pretrained_dir
+from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Commit, Diloco
 from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
@@ -41,7 +42,7 @@ from diloco.rl.evaluation import evaluated
 from diloco.rl.generator import generated
 from diloco.rl.gpus import split_gpus, starts_server
 from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
-from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of
+from diloco.rl.prompts import PromptSchedule, held_out_examples
 from diloco.rl.recorder import EvaluateWhenDue, Recorder
 from diloco.rl.rollouts import Rollouts, opened_servers
 from diloco.rl.sampling import AT_ONCE, sampled
@@ -49,15 +50,12 @@ from diloco.rl.server_client import Sampling, Written
 from diloco.rl.task_choice import open_task
 from diloco.rl.trainer import PeerTrainer, grpo_arguments, placeholders, reward_functions
 from diloco.train.devices import visible_gpus
-from diloco.train.metrics import Metrics, Sink
-from diloco.train.metrics_file import LinePrinter
+from diloco.train.metrics import opened_metrics
 from diloco.train.model import load_model
 from diloco.train.optim import adamw, learning_rate
 from diloco.train.progress import Progress
-from diloco.train.run_dir import METRICS
-from diloco.train.sharding import Precision, full_state
+from diloco.train.sharding import Precision, discard_partial_model, full_state, save_model
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.train.sinks import opened_sinks
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.daemon.link import LINK_ENV, WorkerLink
 
@@ -139,11 +137,7 @@ class Training:
                 device=device,
                 attn_implementation=config.attn_implementation,
             )
-        sinks: list[Sink] = [LinePrinter()]
-        on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
-        self.metrics = Metrics(
-            self.run_dir / METRICS if world.is_main else None, sinks, on_trouble=progress.is_in_trouble
-        )
+        self.metrics = opened_metrics(config, self.run_dir, world, on_trouble=progress.is_in_trouble)
         self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
         clean_ups.append(self.fetched.close)
         self.skipped: list[str] = []
@@ -360,8 +354,7 @@ class Training:
 
     def example_numbers(self) -> list[int]:
         """Of the next generation's prompts."""
-        step = self.trainer.state.global_step
-        block, local_step = place_of(self.outer, step, steps_per_epoch=self.prompts.steps_per_epoch)
+        block, local_step = place_of(self.outer, steps_per_epoch=self.prompts.steps_per_epoch)
         return self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
 
     def start(self) -> None:
@@ -456,9 +449,7 @@ class Training:
         self.recorder.write_commits()
         if self.outer.evaluates and self.held_out:
             self.evaluate()
-        state = full_state(self.model)
-        config = load_model_config(self.config.path_model)
-        on_rank_zero(lambda: save_pretrained_dir(self.run_dir / "model", state, config, self.tokenizer))
+        save_model(self.model, self.run_dir, self.config.path_model, self.tokenizer)
 
     def position(self) -> dict[str, int]:
         return {"step": self.trainer.state.global_step, "epoch": self.outer.epoch}
@@ -466,8 +457,7 @@ class Training:
     def discard_partial(self) -> None:
         """Remove half-written files. Called when a signal or an error ends the process."""
         self.discard_scratch()
-        for partial_model in self.run_dir.glob(".model.*"):
-            shutil.rmtree(partial_model, ignore_errors=True)
+        discard_partial_model(self.run_dir)
 
     def discard_scratch(self) -> None:
         """Remove the trainer's temporary checkpoints, and the weights for servers and rollout peers."""

@@ -9,8 +9,12 @@ i is window `permuted(i mod N)` of pass i div N.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from diloco.outer.diloco import Diloco
 
 _ROUNDS = 6
 
@@ -28,6 +32,17 @@ class Block:
         """Global sample indices (int64) of offsets within the block."""
         check_offsets(offsets, samples_per_block)
         return (self.data_base + self.world_rank) * samples_per_block + offsets
+
+
+def place_of(outer: Diloco, *, steps_per_epoch: int) -> tuple[Block, int]:
+    """The block that this peer's next inner step takes its samples from, and the local step in it."""
+    position = outer.position
+    if outer.world_rank is not None:
+        block = Block(epoch=position.epoch, world_rank=outer.world_rank, data_base=position.data_base)
+        return block, position.local_step
+    # Without a swarm there are no epochs: use one block for every `steps_per_epoch` steps.
+    number, local_step = divmod(position.local_step, steps_per_epoch)
+    return Block(epoch=number, world_rank=0, data_base=number), local_step
 
 
 def check_offsets(offsets: np.ndarray, samples_per_block: int) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco.data.sampling import Block, windows_of
-from diloco.outer.diloco import Diloco
 from diloco.rl.tasks import Example, Task
 
 
@@ -35,17 +34,6 @@ class PromptSchedule:
         offsets = np.arange(first, first + self.prompts_per_generation, dtype=np.int64)
         indices = block.indices(offsets, self.prompts_per_block)
         return [int(number) for number in windows_of(indices, num_windows=num_examples, seed=self.seed)]
-
-
-def place_of(outer: Diloco, step: int, *, steps_per_epoch: int) -> tuple[Block, int]:
-    """The block that inner step `step` takes its prompts from, and the local step in it."""
-    if outer.world_rank is not None:
-        position = outer.position
-        block = Block(epoch=position.epoch, world_rank=outer.world_rank, data_base=position.data_base)
-        return block, position.local_step
-    # Without a swarm there are no epochs: use one block for every `steps_per_epoch` steps.
-    number, local_step = divmod(step, steps_per_epoch)
-    return Block(epoch=number, world_rank=0, data_base=number), local_step
 
 
 def held_out_examples(task: Task, count: int) -> list[Example]:

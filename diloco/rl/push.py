@@ -158,8 +158,8 @@ class PolicyFile:
 class PolicyFiles:
     """A learner's newest policies as files, which its daemon hands to rollout peers. Owns its directory.
 
-    A newcomer takes all weights, which are written now and then, and the patches since; who has the weights before takes
-    one patch. Older files go.
+    A newcomer takes all weights, which are written now and then, and the patches since; who has the weights before
+    takes one patch. Older files go.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -14,7 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from diloco.train.sinks import QueuedSink, Sink
+from diloco.options.trainer import TrainConfig
+from diloco.outer.world import World, on_rank_zero
+from diloco.train.metrics_file import LinePrinter
+from diloco.train.run_dir import METRICS
+from diloco.train.sinks import QueuedSink, Sink, opened_sinks
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +95,15 @@ class Metrics:
             self._file = None
         while self._sinks:
             self._sinks.pop().close()
+
+
+def opened_metrics(
+    config: TrainConfig, run_dir: Path, world: World, *, on_trouble: Callable[[str, str], None]
+) -> Metrics:
+    """A trainer's: a file, lines on stdout, and what `--metric-logger-type` names. Raises UserError. A collective."""
+    sinks: list[Sink] = [LinePrinter()]
+    on_rank_zero(lambda: sinks.extend(opened_sinks(config, run_dir)))
+    return Metrics(run_dir / METRICS if world.is_main else None, sinks, on_trouble=on_trouble)
 
 
 def _plain(value: Any) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco.options.flags import TrainConfig
+from diloco.options.model_files import load_model_config, save_pretrained_dir
+from diloco.outer.world import on_rank_zero
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     """All weights and buffers, unsharded and on the CPU, under the model's own names; empty on ranks other than 0."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_model_state_dict(model, options=options))  # type: ignore[arg-type]
+
+
+def save_model(model: nn.Module, run_dir: Path, path_model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write <run_dir>/model/ in the format of transformers. A collective."""
+    state, config = full_state(model), load_model_config(path_model)
+    on_rank_zero(lambda: save_pretrained_dir(run_dir / "model", state, config, tokenizer))
+
+
+def discard_partial_model(run_dir: Path) -> None:
+    """Remove what a signal or an error has left of `save_model`."""
+    for partial in run_dir.glob(".model.*"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

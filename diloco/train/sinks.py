@@ -17,24 +17,49 @@ from diloco.train.run_dir import slug
 
 log = logging.getLogger(__name__)
 
+CAPACITY = 1000
+"""Queued records: minutes' worth, to bridge a short outage of the sink's service."""
+CLOSE_TIMEOUT_S = 15.0
+"""Time for a sink to write its queued records at the end."""
 _ID_FILE = "wandb-run-id"
 _INIT_TIMEOUT_S = 30.0
+
+
+class Sink(Protocol):
+    """A receiver of records, used from one thread."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
+    """The sinks that `--metric-logger-type` names. Raises UserError if one cannot be started."""
+    sinks: list[Sink] = []
+    if "tensorboard" in config.metric_loggers:
+        sinks.append(TensorBoardSink(run_dir))
+    if "wandb" in config.metric_loggers:
+        sinks.append(WandbSink(config, run_dir))
+    return sinks
+
+
+def run_name(config: TrainConfig) -> str | None:
+    """The wandb run's name: run id and world rank of a peer; for GRPO, dataset, model, `--grpo.run-suffix` and world
+    rank. None lets wandb choose.
+    """
+    rank = config.hv.world_rank
+    peer = f"peer-{rank}" if rank is not None else ""
+    if config.mode != "grpo":
+        return f"{config.hv.run_id}-{peer}" if peer else None
+    parts = [f"trl_{slug(config.grpo.dataset)}_grpo_{Path(config.path_model).name}", config.grpo.run_suffix]
+    return "_".join(filter(None, (*parts, peer)))
 
 
 class WandbSink:
     """A Weights & Biases run. WANDB_MODE has its usual meaning."""
 
-    def __init__(
-        self,
-        *,
-        project: str,
-        run_dir: Path,
-        config: dict[str, Any],
-        name: str | None = None,
-        group: str | None = None,
-        tags: tuple[str, ...] = (),
-    ) -> None:
-        """`group` collects the runs of one swarm. Raises UserError if wandb is missing or the run cannot be started.
+    def __init__(self, config: TrainConfig, run_dir: Path) -> None:
+        """The runs of one swarm are a group. Raises UserError if wandb is missing or the run cannot be started.
 
         A worker restarted in the same run directory resumes its wandb run. If the server does not answer, the run is
         kept offline.
@@ -45,14 +70,15 @@ class WandbSink:
             raise UserError(
                 "--metric-logger-type wandb needs wandb: pip install 'diloco[wandb]', or use dummy"
             ) from error
+        is_peer = config.hv.world_rank is not None or bool(config.hv.initial_peers)
         settings: dict[str, Any] = {
-            "project": project,
+            "project": config.project,
             "dir": run_dir,
-            "config": config,
-            "name": name,
-            "group": group,
-            "job_type": "peer" if group else None,
-            "tags": tags,
+            "config": flat_values(config),
+            "name": run_name(config),
+            "group": config.hv.run_id if is_peer else None,
+            "job_type": "peer" if is_peer else None,
+            "tags": (f"seed{config.seed}",) if config.mode == "grpo" else (),
             "resume": "allow",
         }
         try:
@@ -88,7 +114,7 @@ class WandbSink:
 class TensorBoardSink:
     """Writes event files to <run_dir>/tensorboard: every number of a record as `kind/name` at the record's step."""
 
-    def __init__(self, *, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path) -> None:
         """Raises UserError when tensorboard is missing or the directory cannot be written."""
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -109,31 +135,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _id_of(run_dir: Path) -> str:
-    """The id of this directory's wandb run, created on first use. Raises OSError."""
-    path = run_dir / _ID_FILE
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(secrets.token_hex(8))
-    except FileExistsError:
-        pass
-    return path.read_text(encoding="utf-8")
-
-
-CAPACITY = 1000
-"""Queued records: minutes' worth, to bridge a short outage of the sink's service."""
-CLOSE_TIMEOUT_S = 15.0
-"""Time for a sink to write its queued records at the end."""
-
-
-class Sink(Protocol):
-    """A receiver of records, used from one thread."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class QueuedSink:
@@ -189,37 +190,12 @@ class QueuedSink:
             log.warning("%s did not close: %s", self._name, error)
 
 
-def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
-    """The sinks that `--metric-logger-type` names. Raises UserError if one cannot be started."""
-    sinks: list[Sink] = []
-    if "tensorboard" in config.metric_loggers:
-        sinks.append(TensorBoardSink(run_dir=run_dir))
-    if "wandb" in config.metric_loggers:
-        sinks.append(
-            WandbSink(
-                project=config.project,
-                run_dir=run_dir,
-                config=flat_values(config),
-                name=run_name(config),
-                group=config.hv.run_id if is_peer(config) else None,
-                tags=(f"seed{config.seed}",) if config.mode == "grpo" else (),
-            )
-        )
-    return sinks
-
-
-def is_peer(config: TrainConfig) -> bool:
-    """Whether this training is a peer of a swarm."""
-    return config.hv.world_rank is not None or bool(config.hv.initial_peers)
-
-
-def run_name(config: TrainConfig) -> str | None:
-    """The wandb run's name: run id and world rank of a peer; for GRPO, dataset, model, `--grpo.run-suffix` and world
-    rank. None lets wandb choose.
-    """
-    rank = config.hv.world_rank
-    peer = f"peer-{rank}" if rank is not None else ""
-    if config.mode != "grpo":
-        return f"{config.hv.run_id}-{peer}" if peer else None
-    parts = [f"trl_{slug(config.grpo.dataset)}_grpo_{Path(config.path_model).name}", config.grpo.run_suffix]
-    return "_".join(filter(None, (*parts, peer)))
+def _id_of(run_dir: Path) -> str:
+    """The id of this directory's wandb run, created on first use. Raises OSError."""
+    path = run_dir / _ID_FILE
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(secrets.token_hex(8))
+    except FileExistsError:
+        pass
+    return path.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.rl import policy_files
+from diloco.rl import push
 from diloco.rl.push import PolicyFiles, Publisher
 from diloco.rl.weights import ANY_FLOAT, BadBlob, Held, digest_of
 
@@ -56,7 +56,7 @@ def test_weights_that_did_not_change_are_no_new_version(tmp_path, publisher):
 
 
 def test_all_weights_are_written_anew_after_some_patches_and_older_files_go(tmp_path, publisher, monkeypatch):
-    monkeypatch.setattr(policy_files, "MAX_PATCHES", 2)
+    monkeypatch.setattr(push, "MAX_PATCHES", 2)
     files = PolicyFiles(tmp_path / "policies")
     for step in range(1, 12):
         entries = written(files, publisher, step)

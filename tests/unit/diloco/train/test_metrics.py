@@ -157,12 +157,12 @@ def test_a_sink_that_is_away_for_a_moment_misses_nothing(tmp_path):
 def test_wandb_that_is_missing_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'diloco\[wandb\]'"):
-        WandbSink(project="p", run_dir=tmp_path, config={})
+        WandbSink(TrainConfig(), tmp_path)
 
 
 def test_wandb_honours_its_disabled_mode(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    sink = WandbSink(project="p", run_dir=tmp_path, config={"lr": 1.0})
+    sink = WandbSink(TrainConfig(), tmp_path)
     with Metrics(tmp_path / "m.jsonl", [sink]) as metrics:
         metrics.write("step", step=1, loss=1.0)
     assert len(lines(tmp_path / "m.jsonl")) == 1
@@ -206,7 +206,7 @@ def test_a_wandb_that_does_not_answer_is_done_without(tmp_path, monkeypatch, cap
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     # Nobody listens there.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    sink = WandbSink(project="p", run_dir=tmp_path, config={})
+    sink = WandbSink(TrainConfig(), tmp_path)
     sink.write({"kind": "step", "step": 1, "loss": 2.0})
     sink.close()
     wandb.teardown()
@@ -239,7 +239,7 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
 def test_tensorboard_that_is_missing_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'diloco\[tensorboard\]'"):
-        TensorBoardSink(run_dir=tmp_path)
+        TensorBoardSink(tmp_path)
 
 
 def test_several_loggers_may_be_named_and_unknown_ones_not():
