@@ -26,7 +26,7 @@ from transformers import PrinterCallback
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.checkpoint.restore import refuse_to_begin_anew, skipped_event
 from diloco.checkpoint.saver import check_saved
-from diloco.data.sampling import place_of
+from diloco.data.sampling import PromptSchedule, place_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.launch.daemon_process import wants_swarm
@@ -34,22 +34,20 @@ from diloco.launch.report import report
 from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
-from diloco.outer.diloco import Commit, Diloco
+from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
 from diloco.rl.evaluation import evaluated
 from diloco.rl.generator import generated
-from diloco.rl.gpus import split_gpus, starts_server
 from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
-from diloco.rl.prompts import PromptSchedule, held_out_examples
 from diloco.rl.recorder import EvaluateWhenDue, Recorder
 from diloco.rl.rollouts import Rollouts, opened_servers
 from diloco.rl.sampling import AT_ONCE, sampled
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.task_choice import open_task
 from diloco.rl.trainer import PeerTrainer, grpo_arguments, placeholders, reward_functions
-from diloco.train.devices import visible_gpus
+from diloco.train.devices import split_gpus, starts_server, visible_gpus
 from diloco.train.metrics import opened_metrics
 from diloco.train.model import load_model
 from diloco.train.optim import adamw, learning_rate
@@ -127,7 +125,8 @@ class Training:
             period=self.period,
             prompts_per_generation=int(args.generation_batch_size or 0) // config.grpo.num_generations,
         )
-        self.held_out = held_out_examples(self.task, config.grpo.eval_prompts)
+        num_held_out = min(config.grpo.eval_prompts, self.task.num_held_out)
+        self.held_out = [self.task.held_out(index) for index in range(num_held_out)]
         self.tokenizer = load_tokenizer(config.path_model)
         seed_everything(self.seed + world.rank)
         with progress.phase("starting", "loading the model"):
@@ -161,7 +160,7 @@ class Training:
         self.recorder.at_end = self.finish
         self.callback = DilocoCallback(
             local_steps=config.hv.local_steps,
-            on_commit=self.committed,
+            on_commit=lambda commit: self.recorder.committed(commit, self.outer.nominal_step),
             resume=self.resume.directory if self.resume else None,
             is_own=self.resume is None or self.resume.is_own,
         )
@@ -388,9 +387,6 @@ class Training:
         """Whether this peer runs an evaluation that is due now. At the end of the run, `finish` evaluates instead."""
         is_over = self.outer.done or self.trainer.state.global_step >= self.end_step
         return bool(self.held_out) and not is_over and self.outer.evaluates
-
-    def committed(self, commit: Commit) -> None:
-        self.recorder.committed(commit, self.outer.nominal_step)
 
     def evaluate(self) -> dict[str, float]:
         """Measure pass@k and the mean reward of the current weights on held-out prompts. A collective."""

@@ -21,8 +21,6 @@ class Candidate:
     part: str
     """The peer's directory in it, `diloco_rank_<r>`; empty without a swarm."""
     mark: Mark
-    is_own: bool = True
-    """False if another peer saved it: then only its outer state is of use, not its weights and position."""
 
 
 def newest_first(candidates: Collection[Candidate]) -> list[Candidate]:

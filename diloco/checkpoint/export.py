@@ -76,8 +76,11 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
     else:
         store, is_named = open_store(checkpoint, scratch), False
         parts = ["", *map(own_part, sorted(store.savers()))]
-        found = [one for part in parts for one in candidates_in(store, part, problems.append)]
-        candidates = newest_first(found)
+
+        def is_damaged(_name: str, problem: str) -> None:
+            problems.append(problem)
+
+        candidates = newest_first([one for part in parts for one in candidates_in(store, part, is_damaged)])
     for problem in problems:
         log.warning("skipping a checkpoint: %s", problem)
     for candidate in candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ class Found:
     mark: Mark
     directory: Path
     is_own: bool
+    """False if another peer saved it: then only its outer state is of use, not its weights and position."""
 
 
 class OwnCheckpoints:
@@ -136,7 +137,7 @@ def fetched(
                 for found in each
             ]
             if not problems:
-                return Found(candidate.mark, directory, candidate.is_own)
+                return Found(candidate.mark, directory, candidate.part == own_part(world_rank))
             stack.close()
             name = finder.store.name_of(candidate.name, candidate.part)
             on_rank_zero(partial(finder.refuse, candidate, problems[0].replace(str(directory), name)))
@@ -206,7 +207,7 @@ class Finder:
                     "swarm; one peer is enough: `diloco run --peers 1`"
                 )
         self.store: Store = open_store(path, scratch)
-        self._refused: dict[tuple[str, str], str] = {}
+        self._refused: set[tuple[str, str]] = set()
 
     def next(self) -> Candidate | None:
         """The next candidate, or None if there is none. Raises UserError if a named one is missing or damaged."""
@@ -216,11 +217,11 @@ class Finder:
         """Exclude a damaged candidate. Raises Damaged if the user named it, since no other one may replace it."""
         if not self._is_auto:
             raise Damaged(f"{problem}; resume from another checkpoint, or with --ckpt.resume auto")
-        self._skip(candidate.name, candidate.part, problem)
+        self._skip(candidate.part, candidate.name, problem)
 
     def _named(self) -> Candidate:
         if (raw := self.store.mark(self._name, self._part)) is not None:
-            return self._candidate(self._name, self._part, raw)
+            return candidate_of(self.store, self._name, self._part, raw)
         takes_others = self._world_rank is not None and self._part == self._own
         others = self.store.parts(self._name) if takes_others else {}
         if not others:
@@ -231,10 +232,10 @@ class Finder:
                 )
             raise UserError(f"--ckpt.resume {self._resume}: there is no complete checkpoint in {where}{hint}")
         part = min(others, key=_in_order)
-        return self._candidate(self._name, part, others[part])
+        return candidate_of(self.store, self._name, part, others[part])
 
     def _newest(self) -> Candidate | None:
-        own = newest_first(list(self._whole_marks(self._part)))
+        own = newest_first(self._whole_marks(self._part))
         savers = self.store.savers() if self._world_rank is not None else {}
         if own:
             others = {one.name: self._heads(one.name) for one in own[:3]} if len(savers) > 1 else {}
@@ -243,18 +244,15 @@ class Finder:
         found = [one for rank in sorted(savers) if rank != me for one in self._whole_marks(own_part(rank))]
         return of_others(found, me, None if me is None else savers.get(me))
 
-    def _whole_marks(self, part: str) -> Iterator[Candidate]:
-        for name, raw in self.store.marks(part).items():
-            if (name, part) in self._refused:
-                continue
-            try:
-                yield self._candidate(name, part, raw)
-            except Damaged as error:
-                self._skip(name, part, str(error))
+    def _whole_marks(self, part: str) -> list[Candidate]:
+        found = candidates_in(self.store, part, partial(self._skip, part))
+        return [one for one in found if (part, one.name) not in self._refused]
 
-    def _skip(self, name: str, part: str, problem: str) -> None:
+    def _skip(self, part: str, name: str, problem: str) -> None:
+        if (part, name) in self._refused:
+            return
         log.warning("%s; skipping %s in favour of an older one", problem, self.store.name_of(name, part))
-        self._refused[name, part] = problem
+        self._refused.add((part, name))
         self._on_skipped(problem)
 
     def _heads(self, name: str) -> Mapping[int, str]:
@@ -268,21 +266,18 @@ class Finder:
                 continue
         return found
 
-    def _candidate(self, name: str, part: str, raw: bytes) -> Candidate:
-        return candidate_of(self.store, name, part, raw, is_own=part == self._own)
-
 
 def candidates_in(
-    store: Store, part: str, on_skipped: Callable[[str], object] = lambda _problem: None
+    store: Store, part: str, on_damaged: Callable[[str, str], object] = lambda _name, _problem: None
 ) -> list[Candidate]:
-    """A peer's checkpoints whose marks are valid. Raises OSError."""
+    """A peer's checkpoints whose marks are valid; of others, `on_damaged` gets name and problem. Raises OSError."""
     found = []
     for name, raw in store.marks(part).items():
         try:
-            found.append(Candidate(name=name, part=part, mark=Mark.from_bytes(raw)))
-        except ValueError as error:
+            found.append(candidate_of(store, name, part, raw))
+        except Damaged as error:
             # Skipped, not deleted: it may be of use to the user.
-            on_skipped(f"the mark of {store.name_of(name, part)} is damaged: {error}")
+            on_damaged(name, str(error))
     return found
 
 
@@ -298,14 +293,14 @@ def named_in(store: Store, name: str, part: str) -> Candidate:
     return candidate_of(store, name, part, raw)
 
 
-def candidate_of(store: Store, name: str, part: str, raw: bytes, *, is_own: bool = True) -> Candidate:
+def candidate_of(store: Store, name: str, part: str, raw: bytes) -> Candidate:
     """A Candidate from the content of its complete.json. Raises Damaged."""
     try:
         mark = Mark.from_bytes(raw)
     except ValueError as error:
         where = store.name_of(name, part)
         raise Damaged(f"{where}/{COMPLETE} does not describe a checkpoint: {error}") from error
-    return Candidate(name=name, part=part, mark=mark, is_own=is_own)
+    return Candidate(name=name, part=part, mark=mark)
 
 
 def split(resume: str) -> tuple[str, str, str]:

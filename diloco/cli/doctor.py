@@ -30,8 +30,7 @@ from diloco.options.trainer import (
     with_fitting_batch_size,
     with_mode_defaults,
 )
-from diloco.rl.gpus import gpus_for_ranks, starts_server
-from diloco.train.devices import Machine, num_ranks, this_machine
+from diloco.train.devices import Machine, gpus_for_ranks, num_ranks, starts_server, this_machine
 
 _SOURCE = ValueSource()
 _INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"

@@ -36,8 +36,7 @@ from diloco.options.trainer import (
     with_fitting_batch_size,
     with_mode_defaults,
 )
-from diloco.rl.gpus import gpus_for_ranks
-from diloco.train.devices import num_ranks, this_machine
+from diloco.train.devices import gpus_for_ranks, num_ranks, this_machine
 from diloco.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -40,20 +40,6 @@ class Document:
     held_out: bool
 
 
-class Corpus(Protocol):
-    """A finite set of documents."""
-
-    name: str
-
-    def fingerprint(self) -> str:
-        """A string that changes when the documents may have changed; computed from file sizes and times only."""
-        ...
-
-    def documents(self) -> Iterator[Document]:
-        """All documents, always in the same order."""
-        ...
-
-
 class StdlibCorpus:
     """The sources of the Python standard library: real text on every machine, without a download."""
 
@@ -69,9 +55,11 @@ class StdlibCorpus:
         self.held_out = _held_out_files(self.root, self.files)
 
     def fingerprint(self) -> str:
+        """A string that changes when the documents may have changed; computed from file sizes and times only."""
         return _files_fingerprint(self.root, self.files)
 
     def documents(self) -> Iterator[Document]:
+        """All documents, always in the same order."""
         for path in self.files:
             yield Document(_read_bytes(path), held_out=path in self.held_out)
 
@@ -112,6 +100,9 @@ class FileCorpus:
         for number, row in enumerate(rows, start=1):
             column = column or text_column_of(row, named=self.text_column, dataset=str(path))
             yield text_of(row, column, where=f"{path}, row {number}").encode("utf-8", errors="replace")
+
+
+Corpus = StdlibCorpus | FileCorpus
 
 
 def is_held_out(content: bytes) -> bool:

@@ -102,3 +102,29 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
     for number in range(_ROUNDS):
         left, right = right, left ^ (scrambled(scrambled(keys, np.full_like(right, number)), right) & mask)
     return (left << shift) | right
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSchedule:
+    """How the prompts of a peer's block are divided into generations of GRPO.
+
+    As in pretraining there is no read position to save, and no two peers get the same prompt in the same pass.
+    """
+
+    seed: int
+    steps_per_epoch: int
+    period: int
+    """Inner steps per generation."""
+    prompts_per_generation: int
+    """Distinct prompts, over all ranks."""
+
+    @property
+    def prompts_per_block(self) -> int:
+        return -(-self.steps_per_epoch // self.period) * self.prompts_per_generation
+
+    def numbers(self, block: Block, local_step: int, *, num_examples: int) -> list[int]:
+        """The example numbers of the generation that serves this local step of the block's epoch."""
+        first = min(local_step, self.steps_per_epoch - 1) // self.period * self.prompts_per_generation
+        offsets = np.arange(first, first + self.prompts_per_generation, dtype=np.int64)
+        indices = block.indices(offsets, self.prompts_per_block)
+        return [int(number) for number in windows_of(indices, num_windows=num_examples, seed=self.seed)]

@@ -12,10 +12,9 @@ from diloco.errors import UserError
 from diloco.options.extras import check_extras
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import HvConfig, TrainConfig
-from diloco.rl.gpus import starts_server
 from diloco.rl.hub_tasks import HUB_TASKS
 from diloco.rl.task_choice import check_task, open_task
-from diloco.train.devices import Machine
+from diloco.train.devices import Machine, starts_server
 from diloco.train.memory import check_peers_fit, number_in
 
 # Parts of a model besides the layers that can be fragments: embeddings, the last norm, the head.

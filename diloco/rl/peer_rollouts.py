@@ -181,7 +181,7 @@ def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_genera
 
 
 def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
-    """Judged completions (rl/generator.py) of the learner itself."""
+    """Judged completions (rl/dialogues.py) of the learner itself."""
     tokens, logprobs, scores, turns = (
         [one.get(name, ()) for one in completions] for name in ("tokens", "logprobs", "scores", "turns")
     )

@@ -15,7 +15,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -144,17 +143,6 @@ MAX_PATCHES = 16
 """Between two files of all weights; fewer where they are as long together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyFile:
-    """One file, as peers.daemon.policies.WeightsFile has it."""
-
-    path: str
-    sha256: str
-    num_bytes: int
-    leads_to: str
-    base: str = ""
-
-
 class PolicyFiles:
     """A learner's newest policies as files, which its daemon hands to rollout peers. Owns its directory.
 
@@ -166,13 +154,14 @@ class PolicyFiles:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._directory = directory
-        self._files: list[PolicyFile] = []
+        self._files: list[dict[str, Any]] = []
+        """As the daemon is told of them (peers.daemon.policies.WeightsFile)."""
         self._digest = ""
 
     def write(self, publisher: Publisher) -> list[dict[str, Any]]:
         """Write the publisher's newest version, unless it is there. Returns all files, the oldest first."""
         if publisher.digest == self._digest:
-            return [asdict(file) for file in self._files]
+            return list(self._files)
         label, blob = publisher.blob_for(publisher.name, publisher.version - 1)
         base = "" if label.base is None else self._digest
         self._files.append(self._written(blob, label.digest, base))
@@ -181,31 +170,37 @@ class PolicyFiles:
             self._files.append(self._written(blob, label.digest, ""))
         self._digest = label.digest
         self._forget()
-        return [asdict(file) for file in self._files]
+        return list(self._files)
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _written(self, blob: bytes, leads_to: str, base: str) -> PolicyFile:
+    def _written(self, blob: bytes, leads_to: str, base: str) -> dict[str, Any]:
         sha256 = hashlib.sha256(blob).hexdigest()
         path = self._directory / f"{sha256}.safetensors"
         partial = path.with_suffix(".partial")
         partial.write_bytes(blob)
         partial.replace(path)
-        return PolicyFile(path=str(path), sha256=sha256, num_bytes=len(blob), leads_to=leads_to, base=base)
+        return {
+            "path": str(path),
+            "sha256": sha256,
+            "num_bytes": len(blob),
+            "leads_to": leads_to,
+            "base": base,
+        }
 
     def _needs_whole(self, whole_bytes: int) -> bool:
-        last = max(index for index, file in enumerate(self._files) if not file.base)
+        last = max(index for index, file in enumerate(self._files) if not file["base"])
         patches = self._files[last + 1 :]
-        return len(patches) > MAX_PATCHES or sum(file.num_bytes for file in patches) > whole_bytes
+        return len(patches) > MAX_PATCHES or sum(file["num_bytes"] for file in patches) > whole_bytes
 
     def _forget(self) -> None:
         """Keep what has come since the last file but one of all weights."""
-        wholes = [index for index, file in enumerate(self._files) if not file.base]
+        wholes = [index for index, file in enumerate(self._files) if not file["base"]]
         first = wholes[-2] if len(wholes) > 1 else 0
         kept = self._files[first:]
-        still = {file.path for file in kept}
+        still = {file["path"] for file in kept}
         for file in self._files[:first]:
-            if file.path not in still:
-                Path(file.path).unlink(missing_ok=True)
+            if file["path"] not in still:
+                Path(file["path"]).unlink(missing_ok=True)
         self._files = kept

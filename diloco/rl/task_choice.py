@@ -6,9 +6,8 @@ from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl.answers import Completion
 from diloco.rl.environments import named_of, open_environment
-from diloco.rl.hub_tasks import HUB_TASKS, open_hub_task
+from diloco.rl.hub_tasks import HUB_TASKS, PREFIX, open_generator, open_hub_task
 from diloco.rl.own_code import check_named, finite, loaded
-from diloco.rl.reasoning import PREFIX, open_generator
 from diloco.rl.sandbox.run import check_sandbox
 from diloco.rl.tasks import Component, Example, Reward, Task
 

@@ -19,8 +19,8 @@ from diloco.launch.sweep import (
 )
 from diloco.launch.sweep_run import Sweep
 from diloco.options.flags import GrpoConfig, HvConfig, TrainConfig
-from diloco.rl.gpus import gpus_for_ranks, split_gpus
 from diloco.rl.own_server import _only_diloco, server_environment
+from diloco.train.devices import gpus_for_ranks, split_gpus
 from diloco.train.run_dir import slug
 from diloco.train.sinks import run_name
 from peers.admission.secrets import SECRET_ENV

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.data.sampling import Block
-from diloco.rl.prompts import PromptSchedule
+from diloco.data.sampling import Block, PromptSchedule
 
 DEAL = PromptSchedule(seed=5, steps_per_epoch=6, period=2, prompts_per_generation=4)
 
