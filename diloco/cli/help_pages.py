@@ -1,28 +1,21 @@
-"""Generates the pages of `--help` from the code. `make docs` writes them to diloco/help/; options/help.py prints them.
+"""Generates the pages of `--help` and docs/reference.md from the code; `python -m diloco.cli.reference` writes them.
 
-A command with many flags has two pages: `--help` shows the main flags, and `--help-all` shows all of them.
+A command with many flags has two pages: `--help` shows the main flags, and `--help-all` shows all of them. The pages
+are files in diloco/help/, which options/help.py prints, so that no `--help` has to load a command.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cyclopts.annotations import resolve_optional
 
 from diloco.cli.app import COMMANDS, make_app
-from diloco.cli.command_info import (
-    arguments_of,
-    commands_of,
-    default_of,
-    field_of,
-    help_of,
-    names_of,
-    paragraphs_of,
-)
 from diloco.cli.machine_recipes import RECIPES
-from diloco.options.help import PAGES_DIR, page_path
+from diloco.options.help import page_path
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import trainer_app
 
@@ -32,8 +25,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = 80
 _INDENT = 30
-# Groups of shared flags, in the order in which pages show them.
-_GROUPS_IN_ORDER = ("Swarm", "Training", "Checkpoints")
+_SHARED_GROUPS = ("Swarm", "Training", "Checkpoints", "GRPO")
+"""Groups of flags that several commands share, in the order in which pages show them."""
 
 _PEER_FLAGS = ("--initial-peers", "--run-id", "--host-maddrs")
 _RUN_FLAGS = ("--path-model", "--dataset-name-or-path", "--lr", "--total-batch-size", "--total-steps")
@@ -112,10 +105,10 @@ EXAMPLES = {
 def pages() -> dict[str, str]:
     """The text of every page by file name."""
     app = make_app()
-    commands = {" ".join(words): command for words, command in commands_of(app)}
-    found = {"": _overview_page()}
-    found |= {group: _group_page(group, app, commands) for group in _groups(commands)}
-    texts = {page_path(words.split()).name: text for words, text in found.items()}
+    commands = dict(commands_of(app))
+    texts = {page_path([]).name: _overview_page()}
+    for group in {words.partition(" ")[0] for words in commands if " " in words}:
+        texts[page_path([group]).name] = _group_page(group, app[group])
     for words, command in commands.items():
         main_flags = MAIN_FLAGS.get(words, ())
         texts[page_path(words.split()).name] = _page(words, command, main_flags)
@@ -125,14 +118,43 @@ def pages() -> dict[str, str]:
     return texts
 
 
-def write_pages() -> None:
-    PAGES_DIR.mkdir(exist_ok=True)
-    texts = pages()
-    for path in PAGES_DIR.glob("*.txt"):
-        if path.name not in texts:
-            path.unlink()
-    for name, text in texts.items():
-        (PAGES_DIR / name).write_text(text, encoding="utf-8")
+def commands_of(app: App, words: str = "") -> Iterator[tuple[str, App]]:
+    """Every command, with the words that call it; groups of commands are left out."""
+    if app.default_command is not None:
+        yield words, app
+    for name in app:
+        if not name.startswith("-"):
+            yield from commands_of(app[name], f"{words} {name}".lstrip())
+
+
+def arguments_of(app: App) -> list[Argument]:
+    return [argument for argument in app.assemble_argument_collection(parse_docstring=True) if argument.show]
+
+
+def field_of(argument: Argument) -> str:
+    """The dotted name of the field that the argument sets."""
+    return ".".join(argument.keys)
+
+
+def paragraphs_of(app: App) -> list[str]:
+    """The paragraphs of the command's docstring before its parameters, without line breaks."""
+    text = str(getattr(app.default_command, "__doc__", "") or "") or str(app.help or "")
+    text = re.split(r"\n\s*Parameters\n", text)[0]
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text.strip())]
+
+
+def flags_text(arguments: Sequence[Argument], labels: Sequence[str] = ()) -> str:
+    """The flags by group, with their descriptions. `labels` are the names to show; default: all of them."""
+    rows = list(zip(arguments, labels or map(_label, arguments), strict=True))
+    lines: list[str] = []
+    for group in _ordered_groups(arguments):
+        lines += [f"{group}:"]
+        for argument, label in rows:
+            if _group_of(argument) == group:
+                value = _value_placeholder(argument) if label.startswith("-") else ""
+                lines += _flag_lines(f"{label} {value}".rstrip(), _help_text(argument))
+        lines += [""]
+    return "\n".join(lines).rstrip()
 
 
 def _overview_page() -> str:
@@ -143,41 +165,24 @@ def _overview_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _groups(commands: Mapping[str, App]) -> list[str]:
-    """The names of the groups of commands."""
-    found = (words.split()[:number] for words in commands for number in range(1, len(words.split())))
-    return sorted({" ".join(words) for words in found})
-
-
-def _group_page(group: str, app: App, commands: Mapping[str, App]) -> str:
-    for word in group.split():
-        app = app[word]
-    below = {words: command for words, command in commands.items() if words.startswith(f"{group} ")}
+def _group_page(group: str, app: App) -> str:
     lines = [f"Usage: diloco {group} COMMAND [FLAGS]", ""]
     lines += [*textwrap.wrap(paragraphs_of(app)[0], _COLUMNS), "", "Commands:"]
-    for words, command in below.items():
-        lines += _flag_lines(words.removeprefix(f"{group} "), paragraphs_of(command)[0], indent=16)
+    for words, command in commands_of(app):
+        lines += _flag_lines(words, paragraphs_of(command)[0], indent=16)
     return "\n".join([*lines, "", f"`diloco {group} COMMAND --help` describes a command."]) + "\n"
 
 
 def _page(words: str, command: App, main_flags: Sequence[str]) -> str:
     arguments = arguments_of(command)
-    named = {name: _argument_named(arguments, name) for name in main_flags}
-    rows = [(one, name) for name, one in named.items()] or [(one, _label(one)) for one in arguments]
+    shown = [one for flag in main_flags for one in arguments if flag in one.names] or arguments
     program = "torchrun diloco/train_fsdp.py" if words == "trainer" else f"diloco {words}"
     lines = [str(command.usage or f"Usage: {program}{_positional_arguments(arguments)} [FLAGS]"), ""]
     for paragraph in paragraphs_of(command):
         lines += [*textwrap.wrap(paragraph, _COLUMNS), ""]
-    lines += ["Example:", f"  {EXAMPLES[words]}", ""]
-    for group in _ordered_groups([argument for argument, _name in rows]):
-        lines += [f"{group}:"]
-        for argument, name in rows:
-            if _group_of(argument) == group:
-                value = _value_placeholder(argument) if name.startswith("-") else ""
-                lines += _flag_lines(f"{name} {value}".rstrip(), _help_text(argument))
-        lines += [""]
+    lines += ["Example:", f"  {EXAMPLES[words]}", "", flags_text(shown, main_flags)]
     if main_flags:
-        lines += [f"`diloco {words} --help-all` lists all {len(arguments)} flags."]
+        lines += ["", f"`diloco {words} --help-all` lists all {len(arguments)} flags."]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -194,20 +199,13 @@ def _positional_arguments(arguments: Sequence[Argument]) -> str:
 def _label(argument: Argument) -> str:
     if argument.index is not None:
         return argument.names[0].lstrip("-").upper()
-    return ", ".join(names_of(argument))
-
-
-def _argument_named(arguments: Sequence[Argument], name: str) -> Argument:
-    return next(argument for argument in arguments if name in argument.names)
+    return ", ".join(name for name in argument.names if name not in argument.negatives)
 
 
 def _ordered_groups(arguments: Sequence[Argument]) -> list[str]:
-    """The groups of flags: the command's own, then the shared ones in their fixed order, and GRPO last."""
-    groups = list(dict.fromkeys(map(_group_of, arguments)))
-    shared = [group for group in _GROUPS_IN_ORDER if group in groups]
-    reinforcement = [group for group in groups if group == "GRPO"]
-    own = [group for group in groups if group not in (*shared, *reinforcement)]
-    return [*own, *shared, *reinforcement]
+    """The groups of flags: the command's own, then the shared ones in their fixed order."""
+    groups = dict.fromkeys(map(_group_of, arguments))
+    return sorted(groups, key=lambda name: _SHARED_GROUPS.index(name) if name in _SHARED_GROUPS else -1)
 
 
 def _group_of(argument: Argument) -> str:
@@ -229,10 +227,33 @@ def _value_placeholder(argument: Argument) -> str:
 
 
 def _help_text(argument: Argument) -> str:
-    default, text = default_of(argument), help_of(argument)
-    if default in ("", "off") or "default" in text or field_of(argument) in _RECIPE_FIELDS:
+    text = " ".join(str(argument.parameter.help or "").split())
+    choices = argument.get_choices()
+    if choices and not all(choice in text for choice in choices):
+        text = f"{text} One of {', '.join(f'`{choice}`' for choice in choices)}."
+    if argument.required:
+        return f"{text} [required]"
+    default = _default_of(argument)
+    if default in ("", "none") or "default" in text or field_of(argument) in _RECIPE_FIELDS:
         return text
-    return f"{text} [{default if default == 'required' else f'default: {default}'}]"
+    return f"{text} [default: {default}]"
+
+
+def _default_of(argument: Argument) -> str:
+    """The default as text; empty if there is none, or it is not shown."""
+    value: Any = argument.field_info.default
+    show = argument.show_default
+    if isinstance(show, str):
+        return show
+    if callable(show):
+        value = show(value)
+    elif value is None or value is False or value is argument.field_info.empty or not show:
+        return ""
+    if value is True:
+        return "on"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _flag_lines(name: str, text: str, *, indent: int = _INDENT) -> Iterator[str]:
