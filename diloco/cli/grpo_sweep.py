@@ -9,7 +9,6 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError, print_note
-from diloco.launch.sweep import check_resources, notes_on_overridden_flags, plan_instances
 from diloco.options.checks import at_least, whole
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
@@ -17,6 +16,7 @@ from diloco.options.trainer import (
     ConfigPath,
     TrainConfig,
     TrainFlags,
+    flat_values,
     notes_on_unused_flags,
     with_fitting_batch_size,
     with_mode_defaults,
@@ -30,7 +30,6 @@ app = App(name="grpo-sweep", config=[_SOURCE])
 Instances = Annotated[int, Parameter(group="Sweep", converter=whole, validator=at_least(1))]
 Seeds = Annotated[str | None, Parameter(group="Sweep", metavar="S,S,...")]
 Average = Annotated[bool, Parameter(group="Sweep", negative="")]
-FreeSpace = Annotated[float, Parameter(name="--min-free-gb", group="Sweep", validator=at_least(0))]
 
 
 @app.default
@@ -40,7 +39,6 @@ def grpo_sweep(
     instances: Instances = 4,
     seeds: Seeds = None,
     average: Average = False,
-    min_free_gb: FreeSpace = 5.0,
     config: ConfigPath = None,
 ) -> int:
     """Train the same task with several seeds at once; with --average, as the peers of one swarm.
@@ -56,39 +54,36 @@ def grpo_sweep(
         One seed per instance, separated by commas; default: --seed and the numbers after it.
     average: bool
         Average the weights of the instances: they are the peers of one run, with the first seed.
-    min_free_gb: float
-        Minimum free disk space in gigabytes.
     config: Path
         A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags override it.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.doctor.before_start import check_choices
+    from diloco.launch.sweep import PER_INSTANCE_FIELDS, Sweep, plan_instances
 
     named = _SOURCE.named | {"mode"}
     train = replace(train, mode="grpo")
-    for note in [*notes_on_unused_flags(train, named), *notes_on_overridden_flags(train, named)]:
+    for note in notes_on_unused_flags(train, named):
         print_note(note)
+    values, defaults = flat_values(train), flat_values(TrainConfig())
+    for name in PER_INSTANCE_FIELDS:
+        if name in named and values[name] != defaults[name]:
+            print_note(f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own.")
     train = with_fitting_batch_size(with_mode_defaults(train, named), named)
     # A mistyped name is reported once here, instead of by each instance.
     load_model_config(train.path_model)
     check_choices(train, this_machine(os.environ, train.device))
-    plan = plan_instances(
-        train,
-        num_instances=instances,
-        seeds=seeds_of(seeds, instances, train.seed),
-        gpus=visible_gpus(os.environ),
-    )
-    check_resources(plan, train, os.environ, min_free_bytes=int(min_free_gb * 1e9))
-    from diloco.launch.sweep_run import Sweep
-
-    return run_interruptible(Sweep(train, named, plan, average).run())
+    plan = plan_instances(train, seeds=seeds_of(seeds, instances, train.seed), gpus=visible_gpus(os.environ))
+    return run_interruptible(Sweep(train, named, plan, average=average).run())
 
 
 def seeds_of(text: str | None, num_instances: int, first: int) -> list[int]:
     """The seeds of --seeds, or `num_instances` seeds from `first` on. Raises UserError for an invalid list."""
     if text is None:
         return list(range(first, first + num_instances))
-    try:
-        return [int(part) for part in text.replace(" ", ",").split(",") if part]
-    except ValueError as error:
-        raise UserError(f"--seeds {text} is not a list of whole numbers separated by commas") from error
+    seeds = [part for part in text.replace(" ", ",").split(",") if part]
+    if not all(map(str.isdecimal, seeds)) or not len(seeds) == len(set(seeds)) == num_instances:
+        raise UserError(
+            f"--seeds {text} must be {num_instances} different whole numbers, one for each instance"
+        )
+    return list(map(int, seeds))

@@ -1,19 +1,29 @@
-"""Plans a sweep: seed, GPUs, directories and flags of each instance. Pure, except for the checks."""
+"""Runs several GRPO trainings at the same time, which start their own vLLM servers, with a live view and a report."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.errors import UserError
-from diloco.options.trainer import TrainConfig, flat_values
+from diloco.errors import DilocoError, UserError
+from diloco.launch.live import PeerRow, running_view, show
+from diloco.launch.local_swarm import PER_PEER_FIELDS, coordinator_address, coordinator_command, free_port
+from diloco.launch.log_tail import LogTail
+from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings
+from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, slug
+from peers.admission.secrets import SECRET_ENV
 from peers.daemon.link import LINK_ENV
+from peers.daemon.restarts import RestartPolicy
+from peers.daemon.supervisor import Supervisor, WorkerCommand
 
-_LARGEST_SEED = 2**48
+LOGS = Path("logs") / "parallel_training"
 PER_INSTANCE_FIELDS = (
     "run_dir",
     "ckpt.path",
@@ -23,7 +33,9 @@ PER_INSTANCE_FIELDS = (
     "grpo.vllm_gpu",
     "hv.world_rank",
 )
-LOGS = Path("logs") / "parallel_training"
+BETWEEN_TRAINERS_S = 5.0
+# A trainer that fails is not restarted; it can be resumed from its checkpoints.
+_ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +44,8 @@ class Instance:
 
     number: int
     seed: int
-    server_gpu: str | None
-    trainer_gpu: str | None
+    gpus: tuple[str, ...]
+    """The trainer's GPU, then that of its server; empty on the CPU."""
     dataset: str
     """The data set, in the form used in file names."""
 
@@ -42,20 +54,12 @@ class Instance:
         return f"instance{self.number}_seed{self.seed}"
 
     @property
-    def name(self) -> str:
-        return f"instance {self.number}"
-
-    @property
     def output_dir(self) -> Path:
         return Path("outputs") / f"trl_{self.dataset}_{self.suffix}"
 
     @property
-    def deltas_dir(self) -> Path:
-        return Path("checkpoints") / f"deltas_{self.dataset}_{self.suffix}"
-
-    @property
     def log(self) -> Path:
-        where = "cpu" if self.trainer_gpu is None else f"gpu{self.trainer_gpu}"
+        where = f"gpu{self.gpus[0]}" if self.gpus else "cpu"
         return LOGS / f"training_instance{self.number}_{where}_seed{self.seed}.log"
 
     def flags(self, *, seed: int) -> list[str]:
@@ -65,83 +69,129 @@ class Instance:
             "--run-suffix": self.suffix,
             "--run-dir": str(self.output_dir),
             "--ckpt.path": str(self.output_dir / "checkpoints"),
-            "--ckpt.delta-path": str(self.deltas_dir),
+            "--ckpt.delta-path": str(Path("checkpoints") / f"deltas_{self.dataset}_{self.suffix}"),
         }
         return [word for pair in own.items() for word in pair]
 
 
-def plan_instances(
-    config: TrainConfig, *, num_instances: int, seeds: Sequence[int], gpus: Sequence[str]
-) -> list[Instance]:
+def plan_instances(config: TrainConfig, *, seeds: Sequence[int], gpus: Sequence[str]) -> list[Instance]:
     """Instance i has its server on GPU 2i and its trainer on GPU 2i + 1. Raises UserError."""
-    if len(seeds) != num_instances or len(set(seeds)) != num_instances:
-        raise UserError(
-            f"--seeds {','.join(map(str, seeds))}: {num_instances} instances need as many different seeds"
-        )
-    if wrong := [seed for seed in seeds if not 0 <= seed <= _LARGEST_SEED]:
-        raise UserError(f"--seeds: {wrong[0]} is not a seed; use whole numbers from 0 to {_LARGEST_SEED}")
     on_cpu = config.device == "cpu"
-    if not on_cpu and len(gpus) < 2 * num_instances:
+    if not on_cpu and len(gpus) < 2 * len(seeds):
         raise UserError(
-            f"{num_instances} instances need {2 * num_instances} GPUs, two each, but this machine has {len(gpus)}; "
-            f"--instances {len(gpus) // 2} would do"
-            if len(gpus) >= 2
-            else f"an instance needs two GPUs, but this machine has {len(gpus)}; --device cpu needs none"
+            f"{len(seeds)} instances need {2 * len(seeds)} GPUs, two each, but this machine has {len(gpus)}; use a "
+            f"smaller number of --instances, or --device cpu, which needs none"
         )
-    return [
+    instances = [
         Instance(
             number=number,
             seed=seed,
-            server_gpu=None if on_cpu else gpus[2 * number],
-            trainer_gpu=None if on_cpu else gpus[2 * number + 1],
+            gpus=() if on_cpu else (gpus[2 * number + 1], gpus[2 * number]),
             dataset=slug(config.grpo.dataset),
         )
         for number, seed in enumerate(seeds)
     ]
-
-
-def notes_on_overridden_flags(config: TrainConfig, named: Collection[str]) -> list[str]:
-    """One sentence for each flag of the user that the sweep overrides for each instance."""
-    values, defaults = flat_values(config), flat_values(TrainConfig())
-    return [
-        f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own."
-        for name in PER_INSTANCE_FIELDS
-        if name in named and values[name] != defaults[name]
-    ]
-
-
-def check_resources(
-    instances: Sequence[Instance],
-    config: TrainConfig,
-    environment: Mapping[str, str],
-    *,
-    min_free_bytes: int,
-) -> None:
-    """Check directories, disk space and the wandb key before anything is started. Raises UserError."""
     for instance in instances:
         if (instance.output_dir / METRICS).exists() and config.ckpt.resume is None:
             raise UserError(
                 f"{instance.output_dir} already holds a run; remove it, use other --seeds, or resume it with "
                 "--ckpt.resume auto"
             )
-    free = shutil.disk_usage(Path.cwd()).free
-    if free < min_free_bytes:
-        raise UserError(
-            f"{free / 1e9:.1f} GB are free on this disk, less than --min-free-gb {min_free_bytes / 1e9:g}; "
-            "delete files, or lower the limit"
+    return instances
+
+
+class Sweep:
+    """A sweep. `named` are the fields that the user has set; with `average`, the instances form one swarm."""
+
+    def __init__(
+        self, config: TrainConfig, named: frozenset[str], instances: Sequence[Instance], *, average: bool
+    ) -> None:
+        own = {"seed", *PER_INSTANCE_FIELDS}
+        self._environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
+        if average:
+            # As in `diloco run`, the coordinator is on loopback and admits every peer.
+            own |= PER_PEER_FIELDS
+            self._environment.pop(SECRET_ENV, None)
+            # The keys and the ledger of this sweep's swarm must not mix with those of other runs.
+            self._environment["XDG_STATE_HOME"] = str((instances[0].output_dir / "state").absolute())
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self.config_path = LOGS / "sweep.toml"
+        self.config_path.write_text(to_toml(config, only=named - own), encoding="utf-8")
+        self._run_id = config.hv.run_id
+        self._instances = instances
+        self._average = average
+        what = "peer" if average else "instance"
+        self._rows = [PeerRow(f"{what} {one.number}", one.output_dir) for one in instances]
+        self._rewards: list[list[float]] = [[] for _ in instances]
+
+    async def run(self) -> int:
+        """Run the sweep and print its report. Returns 0 if every instance has finished. No process is left."""
+        supervisors: list[Supervisor] = []
+        try:
+            async with running_view(show(self._rows, on_records=self._received)):
+                await self._train(supervisors)
+        finally:
+            await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+        return self._report()
+
+    def trainer(self, instance: Instance, flags: Sequence[str] = ()) -> WorkerCommand:
+        """The trainer of an instance. It sees its own GPU and, as the last one, that of its server."""
+        gpus: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ",".join(instance.gpus)} if instance.gpus else {}
+        threads = thread_settings(self._environment, len(self._instances))
+        seed = self._instances[0].seed if self._average else instance.seed
+        words = ("--config", str(self.config_path), *instance.flags(seed=seed), *flags)
+        return WorkerCommand(
+            argv=(sys.executable, "-m", "diloco.train_grpo", *words),
+            env={**self._environment, **threads, "PYTHONUNBUFFERED": "1", **gpus},
+            cwd=Path.cwd(),
+            log_path=instance.log,
         )
-    if "wandb" in config.metric_loggers and environment.get("WANDB_MODE", "online") == "online":
-        netrc = Path(environment.get("NETRC") or Path.home() / ".netrc")
-        if not environment.get("WANDB_API_KEY") and not netrc.is_file():
-            raise UserError("WANDB_API_KEY is not set: set it, `wandb login`, or set WANDB_MODE=offline")
 
+    async def _train(self, supervisors: list[Supervisor]) -> None:
+        swarm: list[str] = []
+        if self._average:
+            command = coordinator_command(
+                self._run_id, free_port(), self._environment, LOGS / "coordinator.log"
+            )
+            log = LogTail(command.log_path)
+            supervisors.append(Supervisor(command, policy=RestartPolicy(stop_timeout_s=6.0)))
+            end = asyncio.create_task(supervisors[0].run())
+            swarm = ["--hv.initial-peers", await coordinator_address(end, log)]
+            swarm += ["--hv.galaxy-size", str(len(self._instances))]
+            swarm += ["--hv.host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+        ends: list[asyncio.Task[None]] = []
+        for instance in self._instances:
+            if ends:
+                await asyncio.sleep(BETWEEN_TRAINERS_S)
+            flags = [*swarm, "--hv.world-rank", str(instance.number)] if swarm else []
+            supervisors.append(Supervisor(self.trainer(instance, flags), policy=_ONCE))
+            ends.append(asyncio.create_task(self._run_trainer(instance, supervisors[-1])))
+        await asyncio.gather(*ends)
 
-def trainer_environment(
-    instance: Instance, environment: Mapping[str, str], *, num_instances: int
-) -> dict[str, str]:
-    """The environment of an instance's trainer. It sees its own GPU and, as the last one, that of its server."""
-    own = {**thread_settings(environment, num_instances), "PYTHONUNBUFFERED": "1"}
-    if instance.trainer_gpu is not None:
-        own["CUDA_VISIBLE_DEVICES"] = f"{instance.trainer_gpu},{instance.server_gpu}"
-    kept = {name: value for name, value in environment.items() if name != LINK_ENV}
-    return {**kept, **own}
+    async def _run_trainer(self, instance: Instance, supervisor: Supervisor) -> None:
+        row = self._rows[instance.number]
+        row.since = time.time()
+        log = LogTail(instance.log)
+        code = (await supervisor.run()).code
+        row.state = "FAILED" if code else "finished"
+        if code:
+            print(
+                f"--- {row.name} failed with {code}; the end of {log.path}:\n{log.last_words()}", flush=True
+            )
+
+    def _received(self, index: int, new: Sequence[Record]) -> None:
+        steps = (record for record in new if record.get("kind") == "step")
+        self._rewards[index] += [float(r["reward"]) for r in steps if r.get("reward") is not None]
+
+    def _report(self) -> int:
+        failed = []
+        for instance, row, rewards in zip(self._instances, self._rows, self._rewards, strict=True):
+            last = f"last reward {rewards[-1]:.3f} after {len(rewards)} steps" if rewards else "no step"
+            print(f"{row.name}, seed {instance.seed}: {row.state}, {last}, {instance.output_dir}", flush=True)
+            if row.state == "FAILED":
+                failed.append(f"{row.name} ({instance.log})")
+        if failed:
+            raise DilocoError(
+                f"{len(failed)} of {len(self._instances)} instances failed: {', '.join(failed)}"
+            )
+        return 0

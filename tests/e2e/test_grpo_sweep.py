@@ -24,7 +24,7 @@ SHORT = (
         "--grpo.eval-prompts",
         2,
     ),
-    *("--grpo.max-completion-length", 8, "--grpo.num-generations", 4, "--min-free-gb", 0, "--eval-every", 40),
+    *("--grpo.max-completion-length", 8, "--grpo.num-generations", 4, "--eval-every", 40),
 )
 
 

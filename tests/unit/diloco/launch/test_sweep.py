@@ -11,13 +11,7 @@ import pytest
 
 from diloco.cli.grpo_sweep import seeds_of
 from diloco.errors import UserError
-from diloco.launch.sweep import (
-    check_resources,
-    notes_on_overridden_flags,
-    plan_instances,
-    trainer_environment,
-)
-from diloco.launch.sweep_run import Sweep
+from diloco.launch.sweep import Sweep, plan_instances
 from diloco.options.flags import GrpoConfig, HvConfig, TrainConfig
 from diloco.rl.own_server import _only_diloco, server_environment
 from diloco.train.devices import gpus_for_ranks, split_gpus
@@ -31,16 +25,10 @@ EIGHT = [str(number) for number in range(8)]
 
 
 def test_four_instances_on_eight_gpus_share_nothing():
-    plan = plan_instances(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)
-    assert [(one.server_gpu, one.trainer_gpu) for one in plan] == [
-        ("0", "1"),
-        ("2", "3"),
-        ("4", "5"),
-        ("6", "7"),
-    ]
+    plan = plan_instances(CONFIG, seeds=SEEDS, gpus=EIGHT)
+    assert [one.gpus for one in plan] == [("1", "0"), ("3", "2"), ("5", "4"), ("7", "6")]
     second = plan[1]
     assert second.output_dir == Path("outputs/trl_gsm8k_instance1_seed1337")
-    assert second.deltas_dir == Path("checkpoints/deltas_gsm8k_instance1_seed1337")
     assert second.log == Path("logs/parallel_training/training_instance1_gpu3_seed1337.log")
     named = replace(CONFIG, grpo=replace(CONFIG.grpo, run_suffix=second.suffix))
     assert run_name(named) == "trl_gsm8k_grpo_Qwen2.5-1.5B_instance1_seed1337"
@@ -51,47 +39,27 @@ def test_a_generators_options_are_no_part_of_names():
     assert slug("gsm8k=/data/gsm8k") == "gsm8k"
 
 
-def test_the_seed_is_really_in_the_trainers_arguments():
-    second = plan_instances(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)[1]
-    flags = second.flags(seed=second.seed)
-    told = dict(zip(flags[::2], flags[1::2], strict=True))
+def test_a_trainer_gets_its_own_seed_directories_and_gpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    plan = plan_instances(CONFIG, seeds=SEEDS, gpus=EIGHT)
+    command = Sweep(CONFIG, frozenset(), plan, average=False).trainer(plan[1])
+    told = dict(zip(command.argv[3::2], command.argv[4::2], strict=True))
     assert told["--seed"] == "1337"
-    assert trainer_environment(second, {"A": "b", "OMP_NUM_THREADS": "3"}, num_instances=4) == {
-        "A": "b",
-        "OMP_NUM_THREADS": "3",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": "3,2",
-    }
+    assert told["--ckpt.delta-path"] == "checkpoints/deltas_gsm8k_instance1_seed1337"
+    assert (command.env["CUDA_VISIBLE_DEVICES"], command.env["OMP_NUM_THREADS"]) == ("3,2", "3")
     assert split_gpus(["3", "2"], num_ranks=1, server=None, starts_server=True) == (("3",), "2")
 
 
-@pytest.mark.parametrize(
-    ("instances", "seeds", "gpus", "says"),
-    [
-        (
-            4,
-            SEEDS,
-            EIGHT[:6],
-            "4 instances need 8 GPUs, two each, but this machine has 6; --instances 3 would do",
-        ),
-        (1, [1], EIGHT[:1], "--device cpu needs none"),
-        (2, [1], EIGHT, "need as many different seeds"),
-        (2, [1, 1], EIGHT, "need as many different seeds"),
-        (2, [1, -1], EIGHT, "-1 is not a seed"),
-    ],
-)
-def test_what_cannot_be_is_said(instances, seeds, gpus, says):
-    with pytest.raises(UserError, match=says):
-        plan_instances(CONFIG, num_instances=instances, seeds=seeds, gpus=gpus)
-
-
-def test_what_each_instance_has_of_its_own_is_said_to_have_no_effect():
-    config = replace(CONFIG, run_dir="here", grpo=replace(CONFIG.grpo, rollout_url=("http://host:1",)))
-    assert notes_on_overridden_flags(config, {"run_dir", "grpo.rollout_url", "ckpt.path"}) == [
-        "--run-dir has no effect in a sweep: each instance has its own.",
-        "--grpo.rollout-url has no effect in a sweep: each instance has its own.",
-    ]
+def test_too_few_gpus_and_an_old_run_are_found_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="4 instances need 8 GPUs, two each, but this machine has 6"):
+        plan_instances(CONFIG, seeds=SEEDS, gpus=EIGHT[:6])
+    (instance,) = plan_instances(CONFIG, seeds=[1], gpus=EIGHT)
+    instance.output_dir.mkdir(parents=True)
+    (instance.output_dir / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="already holds a run"):
+        plan_instances(CONFIG, seeds=[1], gpus=EIGHT)
 
 
 def test_a_server_finds_this_package_where_another_one_was_before(tmp_path):
@@ -104,32 +72,9 @@ def test_a_server_finds_this_package_where_another_one_was_before(tmp_path):
 def test_seeds_are_numbers_apart_by_commas():
     assert seeds_of("42,1337, 2024", 3, 0) == [42, 1337, 2024]
     assert seeds_of(None, 3, 7) == [7, 8, 9]
-    with pytest.raises(UserError, match="not a list"):
-        seeds_of("42;43", 2, 0)
-
-
-@pytest.fixture
-def plan(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = replace(CONFIG, device="cpu")
-    return config, plan_instances(config, num_instances=1, seeds=[1], gpus=[])
-
-
-def test_a_full_disk_an_old_run_and_a_missing_key_are_found_before_the_start(plan):
-    config, instances = plan
-    check_resources(instances, config, {}, min_free_bytes=0)
-    with pytest.raises(UserError, match="are free on this disk"):
-        check_resources(instances, config, {}, min_free_bytes=10**18)
-    wandb = replace(config, metric_logger_type="wandb")
-    nowhere = {"NETRC": "/nowhere"}
-    with pytest.raises(UserError, match="WANDB_API_KEY is not set"):
-        check_resources(instances, wandb, nowhere, min_free_bytes=0)
-    check_resources(instances, wandb, {**nowhere, "WANDB_API_KEY": "k"}, min_free_bytes=0)
-    check_resources(instances, wandb, {**nowhere, "WANDB_MODE": "offline"}, min_free_bytes=0)
-    instances[0].output_dir.mkdir(parents=True)
-    (instances[0].output_dir / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="already holds a run"):
-        check_resources(instances, config, {}, min_free_bytes=0)
+    for wrong in ("42;43", "1", "1,1", "1,-1"):
+        with pytest.raises(UserError, match="2 different whole numbers"):
+            seeds_of(wrong, 2, 0)
 
 
 def test_a_peers_server_has_a_gpu_that_no_rank_trains_on():
@@ -154,9 +99,9 @@ def test_a_swarm_of_instances_is_open_whatever_secret_the_user_has(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(SECRET_ENV, "of another swarm")
     config = TrainConfig(mode="grpo", device="cpu", lr=1e-5, hv=HvConfig(swarm_secret_file="secret"))
-    instances = plan_instances(config, num_instances=2, seeds=[1, 2], gpus=[])
+    instances = plan_instances(config, seeds=[1, 2], gpus=[])
     named = frozenset({"lr", "hv.swarm_secret_file"})
     sweep = Sweep(config, named, instances, average=True)
-    written = tomllib.loads(sweep._config_path.read_text())
+    written = tomllib.loads(sweep.config_path.read_text())
     assert (written["lr"], written["hv"]) == (1e-5, {})
-    assert SECRET_ENV not in sweep._trainer(instances[0], []).env
+    assert SECRET_ENV not in sweep.trainer(instances[0]).env
