@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -134,7 +134,6 @@ class _Run:
 
         from diloco.launch.live import running_view, show
         from diloco.launch.local_swarm import LocalSwarm
-        from diloco.launch.report import text_if_already_complete
 
         print(f"run directory: {self.run_dir}", flush=True)
         _say(f"each peer {self.description}")
@@ -151,29 +150,21 @@ class _Run:
             step = max(_last_step(records) for records in self.records.values())
             _say(f"stopped at step {step} of {self.config.end_step}; everything is in {self.run_dir}")
             raise
-        models = [path for peer in swarm.rows if (path := peer.run_dir / "model").is_dir()]
-        model = {"model": models[0]} if models else {}
-        if self.config.ckpt.interval is not None and "://" not in self.config.ckpt.path:
-            model["checkpoints"] = Path(self.config.ckpt.path).expanduser().absolute()
-        if text := text_if_already_complete(self.config, self.records, {**model, "everything": self.run_dir}):
-            print(text, flush=True)
-            return 0
-        code = self._report(model)
-        if self.has_baseline:
+        code = self._report()
+        if self.has_baseline and code is not None:
             await self._compare()
-        return code
+        return code or 0
 
     async def _compare(self) -> None:
         """Train the baseline and print its results. Called after the report, which must not depend on the baseline."""
-        from diloco.launch.baseline import NAME, LoneTraining
-        from diloco.launch.report import baseline_line, plot_run, summarise_run
+        from diloco.launch.baseline import LoneTraining
+        from diloco.launch.report import baseline_line, plot_run
 
         _say("training a single peer for as many steps, to compare; Ctrl-C skips this")
         lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
         await lone.run()
-        swarm = summarise_run(self.config, self.records)
-        plot_run(self.config, self.records, self.run_dir, self._title(swarm.num_epochs), lone.records)
-        print(baseline_line(summarise_run(self.config, {NAME: lone.records}), swarm), flush=True)
+        plot_run(self.config, self.records, self.run_dir, self._title, lone.records)
+        print(baseline_line(lone.records, self.records), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """Record a peer's progress, and kill the peer of --lose-peer when it is half-way."""
@@ -189,16 +180,29 @@ class _Run:
                 f"at step {step} of {self.config.end_step}"
             )
 
-    def _report(self, model: Mapping[str, Path]) -> int:
-        from diloco.launch.report import plot_run, report_text, summarise_run
+    def _report(self) -> int | None:
+        """Print the report. Returns the exit code; None if the run was complete already."""
+        from diloco.launch.report import plot_run, print_report, report_of, text_if_already_complete
 
-        summary = summarise_run(self.config, self.records)
-        plot = plot_run(self.config, self.records, self.run_dir, self._title(summary.num_epochs))
-        print(report_text(summary, {**model, **plot, "everything": self.run_dir}), flush=True)
-        return 0 if summary.agrees else 1
+        models = [
+            path
+            for name in self.records
+            if (path := self.run_dir / name.replace(" ", "-") / "model").is_dir()
+        ]
+        paths = {"model": models[0]} if models else {}
+        if self.config.ckpt.interval is not None and "://" not in self.config.ckpt.path:
+            paths["checkpoints"] = Path(self.config.ckpt.path).expanduser().absolute()
+        if text := text_if_already_complete(self.config, self.records):
+            print_report(text, {**paths, "everything": self.run_dir})
+            return None
+        text, agrees = report_of(self.config, self.records)
+        paths |= plot_run(self.config, self.records, self.run_dir, self._title)
+        print_report(text, {**paths, "everything": self.run_dir})
+        return 0 if agrees else 1
 
-    def _title(self, num_epochs: int) -> str:
-        return f"{self.config.project}: {self.num_peers} peers, {num_epochs} epochs"
+    @property
+    def _title(self) -> str:
+        return f"{self.config.project}: {self.num_peers} peers"
 
 
 def _last_step(records: Sequence[Record]) -> int:

@@ -1,152 +1,93 @@
-"""The report at the end of a run."""
+"""The report at the end of a run, from the records of all its peers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import print_note
-from diloco.launch.plot import absences, plot, sessions_of
-from diloco.launch.results import Losses, Rewards, decimal
-from diloco.launch.reward_plot import plot_rewards
-from diloco.launch.run_facts import disagreements, facts_of, waited_s
+from diloco.launch.plot import plot_losses, plot_rewards
+from diloco.launch.run_facts import (
+    RecordsOf,
+    absences,
+    disagreements,
+    facts_of,
+    num_steps,
+    rewards_by_step,
+    sessions_of,
+    span_of,
+    waited_s,
+)
 from diloco.options.flags import TrainConfig
-from diloco.train.metrics_file import Record, Tail, size
+from diloco.train.metrics_file import Record, Tail, figure, size
 from diloco.train.run_dir import METRICS
-from peers.core.schedule import AS_LONG_AS_THE_ROUND
-from peers.monitor.verdict import Verdict, verdict_of
+from peers.monitor.verdict import verdict_of
 
+UNIFORM_BITS_PER_BYTE = 8.0
+_EDGE = 0.1
+"""Fraction of the steps of GRPO that count as the beginning of a run, and as its end."""
 _SHOWN_SHARE = 0.0005
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The figures of a run, from the records of all its peers. None means not recorded."""
+def report_of(config: TrainConfig, records_of: RecordsOf, *, in_swarm: bool = True) -> tuple[str, bool]:
+    """The text, and whether there was at least one epoch, and all peers had identical anchors after each.
 
-    results: Losses | Rewards
-    duration_s: float
-    sent_bytes: int
-    num_epochs: int
-    num_peers: int
-    num_full_epochs: int
-    """Epochs to which all peers contributed."""
-    blocked_share: float | None
-    """Fraction of the time for which training was blocked, by rounds and by waiting for other peers."""
-    waited_share: float
-    """The part of `blocked_share` spent waiting for the last peer to be ready."""
-    verdict: Verdict
-    lost: Sequence[str]
-    """Sentences on the peers that were lost, and when."""
-    disagreements: Mapping[int, Mapping[str, str]]
-    """Epoch -> peer -> anchor digest, for epochs after which peers had different anchors."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether there was at least one epoch, and all peers had identical anchors after each."""
-        return self.num_epochs > 0 and not self.disagreements
-
-
-def summarise_run(config: TrainConfig, records_of: Mapping[str, Sequence[Record]]) -> Summary:
-    """`records_of` holds each peer's records in the order of writing."""
-    batch, hv = config.total_batch_size, config.hv
-    # The records of GRPO steps contain the duration of a step, so the number of tokens is not needed.
-    is_grpo = config.mode == "grpo"
-    return summarise(
-        records_of,
-        tokens_per_step=0 if is_grpo else batch * config.seq_length,
-        completions_per_step=batch if is_grpo else 0,
-        compression=hv.compression,
-        overlaps=hv.overlap_steps == AS_LONG_AS_THE_ROUND,
+    `records_of` holds each peer's records in the order of writing.
+    """
+    records = [record for own in records_of.values() for record in own]
+    began_at, ended_at = span_of(records)
+    verdict = verdict_of(facts_of(config, records_of))
+    together = ", all peers together" if len(records_of) > 1 else ""
+    *results, trained = (
+        _reward_lines(config, records) if config.mode == "grpo" else _loss_lines(config, records)
     )
-
-
-def summarise(
-    records_of: Mapping[str, Sequence[Record]],
-    *,
-    tokens_per_step: int = 0,
-    completions_per_step: int = 0,
-    compression: str = "fp32",
-    overlaps: bool = False,
-) -> Summary:
-    """`overlaps`: whether training went on during every round."""
-    records = [record for peer in records_of.values() for record in peer]
     epochs = [record for record in records if record.get("kind") == "epoch"]
-    times = [_time(record) for record in records if "time" in record]
-    duration_s = max(times) - min(times) if times else 0.0
-    blocked = [float(record["blocked_s"]) for record in epochs if "blocked_s" in record]
-    waited = [waited_s(record) for record in epochs if "blocked_s" in record]
-    whole_s = duration_s * len(records_of)
-    blocked_share = sum(blocked) / whole_s if blocked and whole_s > 0 else None
-    waited_share = sum(waited) / whole_s if blocked_share is not None else 0.0
-    return Summary(
-        results=Rewards.of(records, completions_per_step)
-        if completions_per_step
-        else Losses.of(records, tokens_per_step),
-        duration_s=duration_s,
-        sent_bytes=sum(int(record.get("sent_bytes") or 0) for record in epochs),
-        num_epochs=len({record["epoch"] for record in epochs}),
-        num_peers=len(records_of),
-        num_full_epochs=len(
-            {record["epoch"] for record in epochs if len(record.get("contributors") or ()) >= len(records_of)}
-        ),
-        blocked_share=blocked_share,
-        waited_share=waited_share,
-        verdict=verdict_of(
-            facts_of(records_of, tokens_per_step=tokens_per_step, compression=compression, overlaps=overlaps)
-        ),
-        lost=lost_peers(records_of),
-        disagreements=disagreements(records_of),
-    )
-
-
-def report_text(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
-    """The text of the report."""
-    *results, trained = summary.results.lines()
-    together = ", all peers together" if summary.num_peers > 1 else ""
+    num_epochs, differing = len({record["epoch"] for record in epochs}), disagreements(records_of)
     lines = [
-        f"verdict                 {summary.verdict.text}",
-        *(f"  and                   {one}" for one in summary.verdict.more),
+        f"verdict                 {verdict.text}",
+        *(f"  and                   {one}" for one in verdict.more),
         *results,
-        f"{trained} in {summary.duration_s:.0f} s{together}",
-        *(f"lost                    {one}" for one in summary.lost),
-        *(_averaging_lines(summary) if in_swarm else []),
-        *_path_lines(paths),
+        f"{trained} in {ended_at - began_at:.0f} s{together}",
+        *(f"lost                    {one}" for one in _lost_peers(records_of)),
     ]
-    return "\n".join(lines)
+    if in_swarm:
+        lines += [
+            f"averaged                {_epochs_text(epochs, num_epochs, len(records_of))}, "
+            f"{size(sum(int(record.get('sent_bytes') or 0) for record in epochs))} sent",
+            *_blocked_lines(epochs, (ended_at - began_at) * len(records_of)),
+            _agreement_line(num_epochs, differing, num_peers=len(records_of)),
+        ]
+    return "\n".join(lines), num_epochs > 0 and not differing
 
 
-def text_if_already_complete(
-    config: TrainConfig, records_of: Mapping[str, Sequence[Record]], paths: Mapping[str, Path]
-) -> str:
+def text_if_already_complete(config: TrainConfig, records_of: RecordsOf) -> str:
     """The text that replaces the report if the run was resumed from its last step; empty if it has trained."""
-    records = [record for peer in records_of.values() for record in peer]
+    records = [record for own in records_of.values() for record in own]
     resumed_at = [int(record["step"]) for record in records if record.get("event") == "start"]
     has_trained = any(record.get("kind") in ("step", "epoch") for record in records)
     end = config.end_step
     if has_trained or min(resumed_at, default=0) < end:
         return ""
     flag = "--max-steps" if end < config.total_steps else "--total-steps"
-    text = f"the run is complete already: step {end} of {end}. To go on, raise {flag}"
-    return "\n".join([text, *_path_lines(paths)])
+    return f"the run is complete already: step {end} of {end}. To go on, raise {flag}"
 
 
-def baseline_line(alone: Summary, swarm: Summary) -> str:
+def baseline_line(alone: Sequence[Record], swarm: RecordsOf) -> str:
     """The line of the report that compares the swarm with the same pretraining without a swarm."""
-    assert isinstance(alone.results, Losses) and isinstance(swarm.results, Losses)
+    together = [record for own in swarm.values() for record in own]
+    bits, seconds = [], []
+    for records in (alone, together):
+        began_at, ended_at = span_of(records)
+        bits.append(decimal(_bits(records)[1]))
+        seconds.append(f"{ended_at - began_at:.0f} s")
     return (
-        f"alone                   {decimal(alone.results.bits_after)} bits per byte after as many steps as each "
-        f"peer's, in {alone.duration_s:.0f} s; the swarm {decimal(swarm.results.bits_after)}, in "
-        f"{swarm.duration_s:.0f} s for {swarm.num_peers} times the tokens"
+        f"alone                   {bits[0]} bits per byte after as many steps as each peer's, in {seconds[0]}; "
+        f"the swarm {bits[1]}, in {seconds[1]} for {len(swarm)} times the tokens"
     )
 
 
 def plot_run(
-    config: TrainConfig,
-    records_of: Mapping[str, Sequence[Record]],
-    run_dir: Path,
-    title: str,
-    alone: Sequence[Record] = (),
+    config: TrainConfig, records_of: RecordsOf, run_dir: Path, title: str, alone: Sequence[Record] = ()
 ) -> dict[str, Path]:
     """Write the run's plot. Returns its path, with its name in the report as the key.
 
@@ -158,7 +99,7 @@ def plot_run(
         if is_grpo:
             plot_rewards(records_of, path, title=title)
         else:
-            plot(records_of, path, title=title, alone=alone)
+            plot_losses(records_of, path, title=title, alone=alone)
     except OSError as error:
         print_note(f"the plot {path} cannot be written: {error.strerror}")
         return {}
@@ -168,18 +109,86 @@ def plot_run(
 def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
     """Print the report of one trainer, from its metrics, and write its plot."""
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
-    model = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
-    if text := text_if_already_complete(config, records_of, {**model, "everything": run_dir}):
-        print(text, flush=True)
-        return
-    paths = {**model, **plot_run(config, records_of, run_dir, config.project), "everything": run_dir}
-    print(report_text(summarise_run(config, records_of), paths, in_swarm=in_swarm), flush=True)
+    paths = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
+    text = text_if_already_complete(config, records_of)
+    if not text:
+        paths |= plot_run(config, records_of, run_dir, config.project)
+        text, _ = report_of(config, records_of, in_swarm=in_swarm)
+    print_report(text, {**paths, "everything": run_dir})
 
 
-def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
+def print_report(text: str, paths: Mapping[str, Path]) -> None:
+    """The report, and below it where things are: paths below the current directory are shown relative to it."""
+    here = Path.cwd()
+    shown = {
+        name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in paths.items()
+    }
+    print(text, *(f"{name:<23} {path}" for name, path in shown.items()), sep="\n", flush=True)
+
+
+def decimal(value: float | None) -> str:
+    return f"{value:.3f}" if value is not None else "not recorded"
+
+
+def _bits(records: Sequence[Record]) -> tuple[float | None, float | None, Record]:
+    """Bits per byte on validation before and after training, and the last evaluation."""
+    evaluations = [record for record in records if record.get("kind") == "eval"]
+    evaluations.sort(key=lambda record: float(record.get("time") or 0.0))
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+    # A resumed run has no evaluation before training, and neither has a run on a slow machine.
+    before = None if first.get("step") else first.get("bits_per_byte")
+    return before, last.get("bits_per_byte") if last.get("step") else None, last
+
+
+def _loss_lines(config: TrainConfig, records: Sequence[Record]) -> list[str]:
+    """The results of pretraining, evaluated on held-out text. The last line is the amount of training."""
+    before, after, last = _bits(records)
+    tokens = config.total_batch_size * config.seq_length * num_steps(records)
+    trained = f"trained                 {figure(tokens)} tokens"
+    if before is None and after is None:
+        return ["validation              not on this peer", trained]
+    held_out = f" ({figure(last['eval_bytes'])}B held out)" if last.get("eval_bytes") else ""
+    is_above = (before or 0.0) > UNIFORM_BITS_PER_BYTE
+    return [
+        f"bits per byte on validation{held_out}",
+        f"  uniform               {UNIFORM_BITS_PER_BYTE:.3f}",
+        f"  byte frequencies      {decimal(last.get('unigram_bits_per_byte'))}",
+        f"  before training       {decimal(before)}"
+        + (" (above uniform: random weights prefer some bytes)" if is_above else ""),
+        f"  after training        {decimal(after)}",
+        trained,
+    ]
+
+
+def _reward_lines(config: TrainConfig, records: Sequence[Record]) -> list[str]:
+    """The results of reinforcement learning. The last line is the amount of training."""
+    rewards = [reward for _, reward in rewards_by_step(records)]
+    edge = max(1, int(len(rewards) * _EDGE))
+    means = [sum(part) / len(part) if part else None for part in (rewards[:edge], rewards[-edge:])]
+    lines = [
+        "mean reward of completions",
+        f"  first tenth of steps  {decimal(means[0])}",
+        f"  last tenth of steps   {decimal(means[1])}",
+    ]
+    evaluations = [record for record in records if record.get("kind") == "eval" and "reward" in record]
+    evaluations.sort(key=lambda record: int(record.get("step") or 0))
+    for name, record in zip(("before", "after"), (*evaluations[:1], *evaluations[1:][-1:]), strict=False):
+        passes = ", ".join(
+            f"pass@{key.removeprefix('pass_at_')} {decimal(value)}"
+            for key, value in record.items()
+            if key.startswith("pass_at_")
+        )
+        lines.append(f"held out, {name:<13} reward {decimal(record['reward'])}, {passes}")
+    differences = [record.get("logp_difference_max") for record in records]
+    if known := [float(one) for one in differences if one is not None]:
+        lines.append(f"servers and trainers    log-probabilities differ by {max(known):.1e} at most")
+    completions = config.total_batch_size * num_steps(records)
+    return [*lines, f"trained on              {figure(completions)} completions"]
+
+
+def _lost_peers(records_of: RecordsOf) -> list[str]:
     """Sentences on which peers were lost, how long after the start of the run, and when they returned."""
-    times = [_time(record) for records in records_of.values() for record in records if "time" in record]
-    began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
+    began_at, ended_at = span_of([record for own in records_of.values() for record in own])
     return [
         f"{peer}, {lost_at - began_at:.0f} s into training, "
         + (f"back {returned_at - lost_at:.0f} s later" if returned_at < ended_at else "and not back")
@@ -188,59 +197,37 @@ def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
     ]
 
 
-def shown_path(path: Path) -> Path:
-    """The path relative to the current directory, if it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def _epochs_text(epochs: Sequence[Record], num_epochs: int, num_peers: int) -> str:
+    if num_peers == 1:
+        return f"{num_epochs} epoch{'' if num_epochs == 1 else 's'}"
+    full = {record["epoch"] for record in epochs if len(record.get("contributors") or ()) >= num_peers}
+    if len(full) == num_epochs:
+        return f"{num_epochs} epochs by all {num_peers} peers"
+    return f"{num_epochs} epochs, {len(full)} of them by all {num_peers} peers"
 
 
-def _path_lines(paths: Mapping[str, Path]) -> list[str]:
-    return [f"{name:<23} {shown_path(path)}" for name, path in paths.items()]
-
-
-def _averaging_lines(summary: Summary) -> list[str]:
-    return [
-        f"averaged                {_epochs_text(summary)}, {size(summary.sent_bytes)} sent",
-        *_blocked_lines(summary),
-        agreement_line(summary.num_epochs, summary.disagreements, num_peers=summary.num_peers),
-    ]
-
-
-def _epochs_text(summary: Summary) -> str:
-    if summary.num_peers == 1:
-        return f"{summary.num_epochs} epoch{'' if summary.num_epochs == 1 else 's'}"
-    if summary.num_full_epochs == summary.num_epochs:
-        return f"{summary.num_epochs} epochs by all {summary.num_peers} peers"
-    return f"{summary.num_epochs} epochs, {summary.num_full_epochs} of them by all {summary.num_peers} peers"
-
-
-def _blocked_lines(summary: Summary) -> list[str]:
-    if summary.blocked_share is None:
+def _blocked_lines(epochs: Sequence[Record], whole_s: float) -> list[str]:
+    """The fraction of the time for which training was blocked, by rounds and by waiting for other peers."""
+    known = [record for record in epochs if "blocked_s" in record]
+    if not known or whole_s <= 0:
         return []
-    line = f"stood still             {summary.blocked_share:.1%} of the time"
-    if summary.waited_share >= _SHOWN_SHARE:
-        rounds_share = summary.blocked_share - summary.waited_share
-        line += f": {rounds_share:.1%} for averaging, {summary.waited_share:.1%} waiting for the slowest peer"
-    else:
-        line += ", for averaging"
-    return [line]
+    blocked = sum(float(record["blocked_s"]) for record in known) / whole_s
+    waited = sum(map(waited_s, known)) / whole_s
+    line = f"stood still             {blocked:.1%} of the time"
+    if waited < _SHOWN_SHARE:
+        return [f"{line}, for averaging"]
+    return [f"{line}: {blocked - waited:.1%} for averaging, {waited:.1%} waiting for the slowest peer"]
 
 
-def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]], *, num_peers: int) -> str:
-    """The line of the report on whether the `num_peers` peers whose records are known had bit-identical anchors."""
+def _agreement_line(num_epochs: int, differing: Mapping[int, Mapping[str, str]], *, num_peers: int) -> str:
+    """Whether the `num_peers` peers whose records are known had bit-identical anchors."""
     if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"
     if num_peers == 1:
         # The records of the other peers are not here, but a commit has the signatures of all its contributors.
         return "agreement               the contributors of every epoch have signed the same bits"
-    if not disagreements:
+    if not differing:
         return "agreement               all peers held bit-identical anchors after every epoch"
-    epoch, digests = next(iter(disagreements.items()))
+    epoch, digests = next(iter(differing.items()))
     held = ", ".join(f"{peer} {digest[:12]}" for peer, digest in digests.items())
-    return (
-        f"PROBLEM: anchors differed after {len(disagreements)} of {num_epochs} epochs; "
-        f"first after epoch {epoch}: {held}"
-    )
-
-
-def _time(record: Record) -> float:
-    return float(record.get("time") or 0.0)
+    return f"PROBLEM: anchors differed after {len(differing)} of {num_epochs} epochs; first after epoch {epoch}: {held}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.launch.plot import absences, plot, sessions_of, smoothed, validation_of
+from diloco.launch.plot import plot_losses, smoothed, validation_of
+from diloco.launch.run_facts import absences, sessions_of
 
 
 def step(number, loss, at):
@@ -43,7 +44,8 @@ def test_steps_without_a_loss_are_left_out():
 
 
 def test_smoothing_averages_over_a_window():
-    assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+    assert smoothed([1.0, 3.0]) == [1.0, 3.0]
+    assert smoothed([float(n) for n in range(40)])[:3] == [0.0, 0.5, 1.5]
 
 
 def test_validation_losses_stand_at_the_seconds_since_their_own_trainings_beginning():
@@ -60,20 +62,20 @@ def test_the_plot_is_in_the_reports_unit(tmp_path, monkeypatch):
     labels = []
     monkeypatch.setattr("matplotlib.axes.Axes.set", lambda axes, **names: labels.append(names["ylabel"]))
     scored = {"kind": "eval", "step": 2, "loss": 4.0, "bits_per_byte": 2.0, "time": 5.0}
-    plot({"peer 0": [step(1, 5.0, 2.0), scored]}, tmp_path / "a.png", title="test")
-    plot({"peer 0": [step(1, 5.0, 2.0)]}, tmp_path / "b.png", title="test")
+    plot_losses({"peer 0": [step(1, 5.0, 2.0), scored]}, tmp_path / "a.png", title="test")
+    plot_losses({"peer 0": [step(1, 5.0, 2.0)]}, tmp_path / "b.png", title="test")
     assert labels == ["loss (bits per byte)", "loss (nats per token)"]
 
 
 def test_a_training_alone_is_drawn_beside_the_swarms(tmp_path):
-    plot(RECORDS, tmp_path / "without.png", title="test")
-    plot(RECORDS, tmp_path / "with.png", title="test", alone=RECORDS["peer 0"])
+    plot_losses(RECORDS, tmp_path / "without.png", title="test")
+    plot_losses(RECORDS, tmp_path / "with.png", title="test", alone=RECORDS["peer 0"])
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_the_plot_is_a_png_even_of_nothing_and_of_losses_that_are_null(tmp_path):
     for name, records in {"a": RECORDS, "b": {}, "c": {"peer 0": [step(1, None, 1.0)]}}.items():
         path = tmp_path / f"{name}.png"
-        plot(records, path, title="test")
+        plot_losses(records, path, title="test")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".png"] * 3

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.launch.report import report_text, summarise
+from diloco.launch.report import report_of
+from diloco.options.flags import TrainConfig
+
+CONFIG = TrainConfig(mode="grpo", total_batch_size=8)
 
 
 def records(rewards: list[float], **figures: Any) -> list[dict[str, Any]]:
@@ -25,7 +28,7 @@ def records(rewards: list[float], **figures: Any) -> list[dict[str, Any]]:
 
 def first_line(*of_peers: list[dict[str, Any]]) -> str:
     named = {f"peer {rank}": one for rank, one in enumerate(of_peers)}
-    return report_text(summarise(named, completions_per_step=8), {}).splitlines()[0]
+    return report_of(CONFIG, named)[0].splitlines()[0]
 
 
 def test_the_report_begins_with_a_verdict_on_rewards_not_on_losses():
@@ -48,8 +51,6 @@ def test_the_report_says_once_that_nothing_is_learned_and_why():
 def test_a_peer_of_rewards_that_was_lost_is_named():
     finished = {"kind": "event", "event": "finished", "time": 90.0}
     rising = records([n / 60 for n in range(60)])
-    text = report_text(
-        summarise({"peer 0": [*rising, finished], "peer 1": rising[:20]}, completions_per_step=8), {}
-    )
+    text, _ = report_of(CONFIG, {"peer 0": [*rising, finished], "peer 1": rising[:20]})
     assert text.startswith("verdict                 peer 1 was lost, ")
     assert "\nlost                    peer 1, 19 s into training, and not back\n" in text
