@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pod_tables import add_plain_row
+from diloco.cli.pod_tables import print_table
 from diloco.cli.pods_flags import (
     GIVEN,
     Amount,
@@ -26,11 +26,12 @@ from diloco.cli.pods_flags import (
     access,
     ensure_watcher,
     fetched,
+    interruption_told,
     locked,
     results_of,
     say,
+    shouted,
 )
-from diloco.cli.pods_questions import interruption_told, shouted
 from diloco.cli.provision import agreed_to, given_back, shown_plan
 from diloco.cli.state_files import (
     SetStateFile,
@@ -215,15 +216,8 @@ def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
 
 def print_results(results: Sequence[Result], figure_of: str) -> None:
     """A table of the results, and below it what went wrong, whole."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
-        table.add_column(column, overflow="fold")
-    for result in results:
-        add_plain_row(
-            table,
+    rows = [
+        (
             result.name,
             result.pod,
             "done" if result.ok else f"failed: {result.trouble}",
@@ -232,7 +226,9 @@ def print_results(results: Sequence[Result], figure_of: str) -> None:
             "–" if result.figure is None else f"{result.figure:.4f}",
             f"{result.seconds:.0f}",
         )
-    Console().print(table)
+        for result in results
+    ]
+    print_table(("experiment", "pod", "what"), ("lr", "step", figure_of, "seconds"), rows)
     for result in results:
         if not result.ok:
             print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)

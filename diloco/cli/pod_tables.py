@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco.cli.state_files import typed
 from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from provisioning.ledger.ledger import Ledger
     from provisioning.ledger.row import Row
     from provisioning.pods.pod import Offer
     from provisioning.renting.plan import Plan
     from provisioning.swarm.status import Overview
-
-_COLUMNS = ("", "pod", "what", "place", "$/h", "hours", "$")
-_SAME_HOURS = 0.1
 
 
 def plan_json(agreed: Plan) -> dict[str, Any]:
@@ -45,116 +36,93 @@ def plan_json(agreed: Plan) -> dict[str, Any]:
 
 def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
     """A table with prices per hour and in total."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in _COLUMNS:
-        is_figure = column in _COLUMNS[4:]
-        # Figures are never cut; what is too wide for the terminal goes on in the next line.
-        table.add_column(
-            column,
-            overflow="fold",
-            min_width=8 if is_figure else None,
-            justify="right" if is_figure else "left",
-        )
+    rows = []
     for creation in agreed.create:
         offer, hours = creation.offer, creation.spec.ttl_hours
-        add_plain_row(
-            table,
-            "create",
-            creation.spec.name,
-            f"{offer.gpu_count} × {offer.gpu_type}",
-            ", ".join(filter(None, (offer.city, offer.country))) or "–",
-            f"{offer.price_per_hour:.2f}",
-            "–" if hours is None else f"{hours:g}",
-            "–" if hours is None else f"{hours * offer.price_per_hour:.2f}",
-        )
+        what, price = f"{offer.gpu_count} × {offer.gpu_type}", offer.price_per_hour
+        until_end = ("–", "–") if hours is None else (f"{hours:g}", f"{hours * price:.2f}")
+        rows.append(("create", creation.spec.name, what, _place(offer), f"{price:.2f}", *until_end))
     now = time.time()
     for row in agreed.keep:
         what, price = f"{row.offer.gpu_count} × {row.offer.gpu_type}", row.offer.price_per_hour
         left = _hours_left(row, now)
         until_end = ("–", "–") if row.ends_at is None else (f"{left:.1f}", f"{left * price:.2f}")
-        add_plain_row(table, "keep", row.name, what, row.state, f"{price:.2f}", *until_end)
-    for removal in agreed.destroy:
-        add_plain_row(table, "destroy", removal.row.name, removal.reason, "", "", "", "")
+        rows.append(("keep", row.name, what, row.state, f"{price:.2f}", *until_end))
+    rows += [("destroy", removal.row.name, removal.reason, "", "", "", "") for removal in agreed.destroy]
     dollars = _dollars_until_end(agreed, now)
     until = "–" if dollars is None else f"{dollars:.2f}"
-    add_plain_row(table, "", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until)
-    Console(stderr=to_stderr).print(table)
-
-
-def tell_unmoved_ends(agreed: Plan, ledger: Ledger) -> None:
-    """Say of which pods that are kept the end stays where it is, although their `ttl_hours` has changed."""
-    asked = {row.label: row.spec.ttl_hours for row in ledger.rows()}
-    for row in agreed.keep:
-        if row.spec.ttl_hours != asked.get(row.label) and (said := _unmoved_end(row, ledger)):
-            print(f"note: {said}", file=sys.stderr, flush=True)
+    rows.append(("", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until))
+    print_table(("", "pod", "what", "place"), ("$/h", "hours", "$"), rows, to_stderr=to_stderr)
 
 
 def print_status(seen: Overview) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    # Figures are never cut; what is too wide for the terminal goes on in the next line.
-    for column in ("pod", "state", "machine"):
-        table.add_column(column, overflow="fold")
-    for column in ("$/h", "$", "ends in", "epoch", "step", "tokens"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("peer", overflow="fold", min_width=8)
+    rows = []
     for one in seen.pods:
-        row = one.row
-        add_plain_row(
-            table,
-            row.name,
-            row.state,
-            f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",
-            f"{row.offer.price_per_hour:.2f}",
-            f"{one.dollars:.2f}",
-            "–" if row.ends_at is None else clock_hours(row.ends_at - time.time()),
-            "–" if one.progress is None else str(one.progress.epoch),
-            "–" if one.progress is None else str(one.progress.step),
-            "–" if one.progress is None else short_figure(one.progress.tokens),
-            one.peer,
+        row, progress = one.row, one.progress
+        figures = ("–", "–", "–")
+        if progress is not None:
+            figures = (str(progress.epoch), str(progress.step), short_figure(progress.tokens))
+        rows.append(
+            (
+                row.name,
+                row.state,
+                f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",
+                one.peer,
+                f"{row.offer.price_per_hour:.2f}",
+                f"{one.dollars:.2f}",
+                "–" if row.ends_at is None else clock_hours(row.ends_at - time.time()),
+                *figures,
+            )
         )
-    Console().print(table if seen.pods else "there are no pods")
-    if not seen.pods:
+    if not rows:
+        print("there are no pods", flush=True)
         return
+    print_table(("pod", "state", "machine", "peer"), ("$/h", "$", "ends in", "epoch", "step", "tokens"), rows)
     rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
     print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
 
 
 def print_offers(found: Sequence[Offer]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from provisioning.pods.pod import MANY
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
-        is_text = column in ("type", "place", "offer")
-        # Figures are never cut; what is too wide for the terminal goes on in the next line.
-        table.add_column(
-            column,
-            overflow="fold",
-            min_width=None if is_text else max(len(column), 6),
-            justify="left" if is_text else "right",
-        )
-    for one in found:
-        place = ", ".join(filter(None, (one.city, one.country))) or "–"
-        add_plain_row(
-            table,
+    rows = [
+        (
+            f"{one.gpu_type}{' (spot)' if one.spot else ''}",
+            _place(one),
+            one.key,
             f"{one.price_per_hour:.2f}",
             str(one.gpu_count),
-            f"{one.gpu_type}{' (spot)' if one.spot else ''}",
             "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
             "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
-            place,
             "" if one.num_available == MANY else str(one.num_available),
-            one.key,
         )
-    Console().print(table if found else "nothing that fits is offered now")
+        for one in found
+    ]
+    if rows:
+        print_table(("type", "place", "offer"), ("$/h", "GPUs", "up Mbit/s", "down Mbit/s", "free"), rows)
+    else:
+        print("nothing that fits is offered now", flush=True)
+
+
+def print_table(
+    texts: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]], *, to_stderr: bool = False
+) -> None:
+    """A table with columns of text, which goes on in the next line where it is too wide, and then of figures.
+
+    Cells are shown as they are: rich would take the brackets of `[rank0]` for markup.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in texts:
+        table.add_column(column, overflow="fold", min_width=8 if column else None)
+    for column in figures:
+        table.add_column(column, no_wrap=True, justify="right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(stderr=to_stderr).print(table)
 
 
 def clock_hours(seconds: float) -> str:
@@ -163,26 +131,8 @@ def clock_hours(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d} h"
 
 
-def add_plain_row(table: Table, *cells: str) -> None:
-    """Add a row whose cells are shown as they are: rich would take the brackets of `[rank0]` for markup."""
-    from rich.text import Text
-
-    table.add_row(*map(Text, cells))
-
-
-def _unmoved_end(row: Row, ledger: Ledger) -> str:
-    """When this pod ends, and how to move that; empty if it has been moved to where `ttl_hours` wants it."""
-    wanted, end, advice = row.spec.ttl_hours, "has no end", ""
-    if row.ends_at is not None:
-        end = f"still ends in {_hours_left(row, time.time()):.1f} h"
-        more = math.inf if wanted is None else wanted - (row.ends_at - row.asked_at) / 3600
-        if abs(more) < _SAME_HOURS:
-            return ""
-        if more > 0:
-            hours = "HOURS" if wanted is None else f"{more:.3g}"
-            advice = f"`{typed(f'diloco pods extend {row.name} --hours {hours}', ledger)}` moves its end"
-    advice = advice or f"`{typed(f'diloco pods down {row.name}', ledger)}` gives it back sooner"
-    return f"{row.name} is kept and {end}: ttl_hours counts for new pods only. {advice}."
+def _place(offer: Offer) -> str:
+    return ", ".join(filter(None, (offer.city, offer.country))) or "–"
 
 
 def _dollars_until_end(agreed: Plan, now: float) -> float | None:

@@ -20,13 +20,14 @@ from diloco.cli.pods_flags import (
     Switch,
     Yes,
     access,
+    confirmed,
     ensure_watcher,
     locked,
     results_of,
     run,
     say,
+    shouted,
 )
-from diloco.cli.pods_questions import confirmed, shouted
 from diloco.cli.provision import down
 from diloco.cli.state_files import opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError

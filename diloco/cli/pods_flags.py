@@ -1,10 +1,13 @@
-"""What `diloco provision`, `pods` and `experiments` have in common: flags, the lock, and how they speak."""
+"""What `diloco provision`, `pods` and `experiments` have in common: flags, the lock, questions, and how they speak."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,8 +86,6 @@ class Given:
 
     def setup(self) -> Setup:
         """Raises UserError for a secret or a file that is not there."""
-        import os
-
         from provisioning.machines.setup import Setup, mount_of, secrets_of, source_directory
 
         fetched(self.fetch)
@@ -133,8 +134,6 @@ def results_of(ledger: Ledger, given: Given, name: str) -> Results:
 
 
 def access(inventory: Path | None) -> Access:
-    import os
-
     from diloco.launch.swarm_config import state_dir
     from provisioning.providers.registry import Access
 
@@ -157,8 +156,6 @@ def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_
 
 def ensure_watcher(ledger: Ledger) -> None:
     """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
-    import os
-
     from provisioning.renting import watcher
     from provisioning.swarm.keeper import watcher_lacks
 
@@ -176,3 +173,50 @@ def ensure_watcher(ledger: Ledger) -> None:
             "a process in the background gives back pods whose time is over or whose orders were in doubt, and keeps "
             "the swarm as it was asked for",
         )
+
+
+async def confirmed(question: str, *, yes: bool) -> None:
+    """Raises UserError unless somebody says yes."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UserError("Nothing was changed: nobody is there to be asked. Give --yes to go on.")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if (await _typed_line()).strip().lower() not in ("y", "yes"):
+        raise UserError("Nothing was changed.")
+
+
+async def _typed_line() -> str:
+    """What a person types. Waiting in `readline` itself would keep Ctrl-C from being noticed."""
+    loop, typed = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), typed.set)
+    try:
+        await typed.wait()
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+    return sys.stdin.readline()
+
+
+@contextlib.contextmanager
+def interruption_told(ledger: Ledger, give_back: str, also: str = "") -> Iterator[None]:
+    """On an interruption inside, tell which pods stay and how to give them back, and `also`."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        rows = [row for row in ledger.rows() if row.state != "planned"]
+        rate = sum(row.offer.price_per_hour for row in rows)
+        if rows:
+            print(
+                f"Interrupted: {len(rows)} pods stay, {rate:.2f} $/h. The same command goes on from here; "
+                f"`{give_back}` gives them back.{also}",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise
+
+
+def shouted(failures: Mapping[str, Exception]) -> int:
+    """The exit code; what failed goes to stderr, where it cannot be overlooked."""
+    for name, error in failures.items():
+        print(f"!!! {name}: {error}", file=sys.stderr, flush=True)
+    return 1 if failures else 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pod_tables import plan_json, print_plan, tell_unmoved_ends
+from diloco.cli.pod_tables import plan_json, print_plan
 from diloco.cli.pods_flags import (
     GIVEN,
     Amount,
@@ -29,14 +29,16 @@ from diloco.cli.pods_flags import (
     Words,
     Yes,
     access,
+    confirmed,
     ensure_watcher,
     fetched,
+    interruption_told,
     locked,
     results_of,
     run,
     say,
+    shouted,
 )
-from diloco.cli.pods_questions import confirmed, interruption_told, shouted
 from diloco.cli.state_files import opened, opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError
 from diloco.options.checks import not_empty
@@ -81,7 +83,7 @@ class WantedPods:
     volume_id: str | None = None
     """A volume of the provider's to attach."""
     ttl_hours: Hours = None
-    """Hours after which pods are given back by themselves."""
+    """Hours after which new pods are given back by themselves; `diloco pods extend` changes the end of others."""
     min_upload_mbps: Amount = None
     """Upload bandwidth that an offer must have."""
     min_download_mbps: Amount = None
@@ -238,7 +240,6 @@ async def shown_plan(found: Renters, specs: Sequence[PodSpec], *, as_json: bool,
     """What has to be done for these pods, which is also printed. `only_plan`: nothing else is to be done."""
     agreed = await found.plan(specs)
     print_plan(agreed, to_stderr=as_json)
-    tell_unmoved_ends(agreed, found.ledger)
     if only_plan and as_json:
         print(json.dumps({"plan": plan_json(agreed)}), flush=True)
     return agreed

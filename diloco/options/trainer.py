@@ -7,46 +7,14 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import (
-    App,
-    CycloptsError,
-    Parameter,
-)
+from cyclopts import App, CycloptsError, Parameter
 
 from diloco.errors import UserError
-from diloco.options.flags import (
-    GRPO_DEFAULTS,
-    MUON_DEFAULTS,
-    SHARED,
-    CkptConfig,
-    GrpoConfig,
-    HvConfig,
-    TrainConfig,
-)
+from diloco.options.flags import GRPO_DEFAULTS, MUON_DEFAULTS, GrpoConfig, TrainConfig
 from diloco.options.help import HELP_FLAGS, read_page
 from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
 from peers.core.schedule import Schedule
-
-__all__ = [
-    "SHARED",
-    "CkptConfig",
-    "ConfigPath",
-    "GrpoConfig",
-    "HvConfig",
-    "TrainConfig",
-    "TrainFlags",
-    "flat_values",
-    "notes_on_unused_flags",
-    "parse_train_config",
-    "shared_fields",
-    "shared_values",
-    "to_toml",
-    "trainer_of",
-    "with_fitting_batch_size",
-    "with_mode_defaults",
-    "with_shared",
-]
 
 Scalar = str | int | float | bool | None
 

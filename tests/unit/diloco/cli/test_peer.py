@@ -12,7 +12,8 @@ from diloco.cli.machine_recipes import Choice, chosen
 from diloco.cli.peer import NO_CHECKPOINTS, WorkerSetup, note_on_ignored_flags, parse_worker
 from diloco.errors import UserError
 from diloco.launch.peer_workers import PRINTED_LOGGERS
-from diloco.options.trainer import CkptConfig, TrainConfig
+from diloco.options.flags import CkptConfig
+from diloco.options.trainer import TrainConfig
 from diloco.train.devices import Machine
 
 

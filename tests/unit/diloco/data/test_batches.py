@@ -18,7 +18,8 @@ from diloco.data.held_out import cross_entropy_bits
 from diloco.data.token_cache import tokenized
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.options.trainer import HvConfig, TrainConfig
+from diloco.options.flags import HvConfig
+from diloco.options.trainer import TrainConfig
 
 WORDS = [
     "the",
