@@ -20,11 +20,10 @@ from diloco.cli.peer import PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, pars
 from diloco.doctor.findings import Finding, as_json, crashed, failed, run_check
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
-from diloco.options.flags import Seconds
+from diloco.options.flags import HvConfig, Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
-    HvConfig,
     TrainConfig,
     TrainFlags,
     with_fitting_batch_size,
@@ -33,7 +32,6 @@ from diloco.options.trainer import (
 from diloco.train.devices import Machine, gpus_for_ranks, num_ranks, starts_server, this_machine
 
 _SOURCE = ValueSource()
-_INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"
 _NAME_COLUMNS = 18
 _MAX_COLUMNS = 120
 _COLORS = {"pass": "32", "warn": "33", "fail": "31"}
@@ -111,35 +109,29 @@ def _check_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator
     from diloco.doctor.software import check_packages, check_python, check_torch, check_vllm
     from diloco.launch.swarm_config import state_dir
 
-    yield from run_check("python", check_python, _INSTALL)
-    yield from run_check("packages", lambda: check_packages(extras_of(train)), _INSTALL)
-    loaded = list(run_check("torch", check_torch, _INSTALL))
+    yield from run_check("python", check_python)
+    yield from run_check("packages", lambda: check_packages(extras_of(train)))
+    loaded = list(run_check("torch", check_torch))
     yield from loaded
     if all(finding.verdict == "pass" for finding in loaded):
         yield from _check_with_torch(train, ranks, machine)
     if starts_server(train):
-        yield from run_check("vllm", lambda: check_vllm(train.grpo), "--rollout hf")
-    yield from run_check("descriptors", check_descriptors, "ulimit -n 4096")
-    yield from run_check("disk", lambda: check_disk(train, state_dir()), "df -h")
+        yield from run_check("vllm", lambda: check_vllm(train.grpo))
+    yield from run_check("descriptors", check_descriptors)
+    yield from run_check("disk", lambda: check_disk(train, state_dir()))
 
 
 def _check_with_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
     """The checks that import torch."""
-    from diloco.doctor.gpu import check_gpus, check_nccl, gpu_memory_bytes
+    from diloco.doctor.gpu import check_gpus, gpu_memory_bytes
     from diloco.doctor.resources import check_model_memory
     from diloco.doctor.speed import check_speed
 
-    yield from run_check("gpu", lambda: check_gpus(train.device), "nvidia-smi")
-    compiles = train.torch_compile is not False
-    yield from run_check("nccl", lambda: check_nccl(train.device, ranks, compiles=compiles), "nvidia-smi")
-    memory = list(
-        run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes()), "--path-model 2m")
-    )
+    yield from run_check("gpu", lambda: check_gpus(train.device, compiles=train.torch_compile is not False))
+    memory = list(run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes())))
     yield from memory
     if train.mode == "pretrain" and all(finding.verdict == "pass" for finding in memory):
-        yield from run_check(
-            "speed", lambda: check_speed(train, ranks, num_peers=machine.num_peers), "--path-model 2m"
-        )
+        yield from run_check("speed", lambda: check_speed(train, ranks, num_peers=machine.num_peers))
 
 
 def _run_network_checks(
@@ -149,12 +141,14 @@ def _run_network_checks(
     # These checks are preconditions of the others.
     if any(finding.name in ("descriptors", "python") and finding.verdict == "fail" for finding in found):
         return 0
+    from diloco.doctor.software import INSTALL
+
     try:
         from peers.net.dht.node import load_hivemind
 
         load_hivemind()
     except (ImportError, OSError, AttributeError) as error:
-        tell(failed("hivemind", f"cannot be imported: {error}", _INSTALL))
+        tell(failed("hivemind", f"cannot be imported: {error}", INSTALL))
         return 0
     from diloco.cli.interrupts import run_interruptible
 
@@ -163,7 +157,7 @@ def _run_network_checks(
             async for finding in check_network(hv, timeout_s):
                 tell(finding)
         except Exception as error:  # noqa: BLE001 - the earlier findings must still be summarised
-            tell(crashed("swarm", error, "diloco status --initial-peers <maddr>"))
+            tell(crashed("swarm", error))
         return 0
 
     return run_interruptible(examine())

@@ -115,15 +115,12 @@ def launch(
         python=node.python_of(venv),
     )
     if engine == "ray":
-        from diloco.cli.launch_ray import OnPods, print_cluster_yaml, run_on_pods
+        from diloco.cli.launch_ray import print_cluster_yaml, run_on_pods
 
-        options = OnPods(
-            storage=storage,
-            cpus_per_node=cpus_per_node or None,
-            state_file=state_file,
-            inventory=inventory,
-        )
-        return print_cluster_yaml(job, options) if dry_run else run_on_pods(job, options)
+        cpus = cpus_per_node or None
+        if dry_run:
+            return print_cluster_yaml(job, cpus=cpus, state_file=state_file, inventory=inventory)
+        return run_on_pods(job, storage=storage, cpus=cpus, state_file=state_file, inventory=inventory)
     if engine == "torchrun":
         job, nproc = node.checked(job)
         return node.run(job, nproc, os.environ, here)

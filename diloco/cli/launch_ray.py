@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,20 +21,19 @@ if TYPE_CHECKING:
 _CONFIG = "launch.toml"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnPods:
-    """What the Ray engine is told beside the job."""
+def run_on_pods(
+    job: LaunchJob,
+    *,
+    storage: str | None,
+    cpus: int | None,
+    state_file: Path | None,
+    inventory: Path | None,
+) -> int:
+    """Start what of the cluster does not run yet, submit the training, print what it says; its exit code.
 
-    storage: str | None
-    """A directory that all nodes share; on this machine alone it need not be named."""
-    cpus_per_node: int | None
-    state_file: Path | None
-    inventory: Path | None
-
-
-def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
-    """Start what of the cluster does not run yet, submit the training, print what it says; its exit code."""
-    ledger = opened_existing(wish.state_file)
+    `storage` is a directory that all nodes share; on this machine alone it need not be named.
+    """
+    ledger = opened_existing(state_file)
 
     async def work() -> int:
         from provisioning.launchers.ray_cluster import RayCluster
@@ -44,23 +42,25 @@ def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
         from provisioning.renting.renters import renters
 
         rows = _rows(ledger, job.num_nodes)
-        async with renters(ledger, access(wish.inventory), say) as found:
-            told = ray_job(job, wish, rows, ledger)
+        async with renters(ledger, access(inventory), say) as found:
+            told = ray_job(job, storage, rows, ledger)
             for row in rows:
                 machine, pod = await found[row.provider].reached(row)
                 check_reachable(row, pod, num_nodes=len(rows))
                 path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
                 await put_private(machine, path, job.config.read_bytes())
             cluster = RayCluster(found, rows, _python(ledger, found[rows[0].provider]))
-            await cluster.start(cpus=wish.cpus_per_node)
+            await cluster.start(cpus=cpus)
             return await cluster.run(told)
 
     return locked(ledger, work, for_jobs=True)
 
 
-def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
+def print_cluster_yaml(
+    job: LaunchJob, *, cpus: int | None, state_file: Path | None, inventory: Path | None
+) -> int:
     """The cluster for `ray up`; nothing is started."""
-    ledger = opened_existing(wish.state_file)
+    ledger = opened_existing(state_file)
 
     async def work() -> int:
         from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
@@ -68,7 +68,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
         from provisioning.renting.renters import renters
 
         rows = _rows(ledger, job.num_nodes)
-        async with renters(ledger, access(wish.inventory), say) as found:
+        async with renters(ledger, access(inventory), say) as found:
             hosts, users = [], {}
             for row in rows:
                 machine, pod = await found[row.provider].reached(row)
@@ -86,9 +86,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
             ((user, key),) = users
             python = _python(ledger, found[rows[0].provider])
             print(
-                cluster_yaml(
-                    hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=wish.cpus_per_node
-                ),
+                cluster_yaml(hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=cpus),
                 end="",
                 flush=True,
             )
@@ -113,11 +111,11 @@ def check_reachable(row: Row, pod: Pod, *, num_nodes: int) -> None:
         )
 
 
-def ray_job(job: LaunchJob, wish: OnPods, rows: Sequence[Row], ledger: Ledger) -> RayJob:
+def ray_job(job: LaunchJob, storage: str | None, rows: Sequence[Row], ledger: Ledger) -> RayJob:
     from provisioning.launchers.node import num_processes
     from provisioning.launchers.ray_cluster import RayJob
 
-    if wish.storage is None and rows[0].provider != "local":
+    if storage is None and rows[0].provider != "local":
         raise UserError("--storage is missing: a directory that all nodes share, for Ray's checkpoints.")
     on_gpus = [row.offer.gpu_count for row in rows if not row.offer.is_cpu]
     if on_gpus and (len(on_gpus) < len(rows) or len(set(on_gpus)) > 1):
@@ -128,7 +126,7 @@ def ray_job(job: LaunchJob, wish: OnPods, rows: Sequence[Row], ledger: Ledger) -
         num_nodes=job.num_nodes,
         ranks_per_node=num_processes(job.nproc_per_node, on_gpus[0] if on_gpus else 0),
         program=[*job.program, *named, *job.more],
-        storage=wish.storage or str(ledger.path.parent / "ray"),
+        storage=storage or str(ledger.path.parent / "ray"),
         use_gpu=bool(on_gpus),
     )
 

@@ -10,8 +10,9 @@ from diloco.doctor.resources import check_disk
 from diloco.doctor.software import check_vllm
 from diloco.errors import UserError
 from diloco.options.extras import check_extras
+from diloco.options.flags import HvConfig
 from diloco.options.model_files import load_model_config
-from diloco.options.trainer import HvConfig, TrainConfig
+from diloco.options.trainer import TrainConfig
 from diloco.rl.hub_tasks import HUB_TASKS
 from diloco.rl.task_choice import check_task, open_task
 from diloco.train.devices import Machine, starts_server

@@ -34,20 +34,21 @@ def failed(name: str, said: str, fix: str) -> Finding:
     return Finding(name, "fail", said, fix)
 
 
-Check = Callable[[], Iterable[Finding]]
-
-
-def run_check(name: str, check: Check, fix: str) -> Iterator[Finding]:
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """Yield the findings of a check. An exception becomes a failed finding, so that the remaining checks still run."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - a bug in one check must not prevent the others
-        yield crashed(name, error, fix)
+        yield crashed(name, error)
 
 
-def crashed(name: str, error: Exception, fix: str) -> Finding:
+def crashed(name: str, error: Exception) -> Finding:
     """The finding for a check that raised an exception."""
-    return failed(name, f"cannot be checked: {type(error).__name__}: {error}", fix)
+    return failed(
+        name,
+        f"cannot be checked: {type(error).__name__}: {error}",
+        "diloco peer  # may show more of this error",
+    )
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:

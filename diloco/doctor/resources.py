@@ -30,6 +30,7 @@ _STATE_BYTES = 16 << 20
 # fp32: run_dir/model/ holds the weights; a checkpoint holds weights, AdamW's two moments, anchor and momentum.
 _MODEL_BYTES_PER_PARAMETER = 4
 _CHECKPOINT_BYTES_PER_PARAMETER = 20
+_SMALLER_MODEL = "--path-model 2m  # or another that is smaller, shorter samples, or more memory"
 
 
 @dataclass(frozen=True)
@@ -65,37 +66,35 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         # The cheap lower bound first: counting the parameters of a far too large model with transformers takes long.
         check_peers_fit(config.path_model, on_gpu=on_gpu)
     except UserError as error:
-        yield failed("memory", str(error), f"--path-model {_largest_that_fits(on_gpu)}  # or more memory")
+        yield failed("memory", str(error), _SMALLER_MODEL)
         return
     num_parameters = _num_parameters(config.path_model)
 
-    def need_of(samples: int, length: int) -> MemoryNeed:
-        tokens = samples * length * num_ranks
+    def need_of(samples: int) -> MemoryNeed:
         return memory_needed_bytes(
             num_parameters,
-            activation_tokens=tokens,
+            activation_tokens=samples * config.seq_length * num_ranks,
             config=model,
             optimizer=config.optimizer,
             on_gpu=on_gpu,
         )
 
-    def problem_of(samples: int, length: int) -> str:
+    def problem_of(samples: int) -> str:
         try:
             free_bytes = gpu_bytes if on_gpu else None
-            check_memory(need_of(samples, length), path_model=config.path_model, device_available=free_bytes)
+            check_memory(need_of(samples), path_model=config.path_model, device_available=free_bytes)
         except UserError as error:
             return str(error)
         return ""
 
-    samples, length = config.per_device_train_batch_size, config.seq_length
-    if message := problem_of(samples, length):
-        fitting = [
-            f"--per-device-train-batch-size {n}" for n in _smaller(samples) if not problem_of(n, length)
-        ]
-        fitting += [f"--seq-length {n}" for n in _shorter(length) if not problem_of(samples, n)]
-        yield failed("memory", message, fitting[0] if fitting else "--path-model 2m  # or more memory")
+    samples = config.per_device_train_batch_size
+    if message := problem_of(samples):
+        divisors = (size for size in range(samples - 1, 0, -1) if samples % size == 0)
+        fitting = next((size for size in divisors if not problem_of(size)), None)
+        smaller = f"--per-device-train-batch-size {fitting}" if fitting else _SMALLER_MODEL
+        yield failed("memory", message, smaller)
         return
-    need, left = need_of(samples, length), available_memory_bytes()
+    need, left = need_of(samples), available_memory_bytes()
     free = f", {_size_text(left)} are free" if left is not None else ""
     gpus = f" and {_size_text(need.device_bytes)} on GPUs" if on_gpu else ""
     yield passed("memory", f"training {config.path_model} takes {_size_text(need.host_bytes)}{gpus}{free}")
@@ -159,34 +158,12 @@ def _num_parameters(path_model: str) -> int:
     return num_parameters(load_model_config(path_model))
 
 
-def _smaller(samples: int) -> list[int]:
-    """Smaller batch sizes that divide this one, the largest first."""
-    return [size for size in range(samples - 1, 0, -1) if samples % size == 0]
-
-
-def _shorter(length: int) -> list[int]:
-    """The powers of two below this sequence length, the largest first."""
-    return [2**power for power in range((length - 1).bit_length() - 1, 0, -1)]
-
-
 def _least_num_parameters(path_model: str) -> int:
     """A lower bound of the model's number of parameters; 0 if there is no such model, which another check reports."""
     try:
         return least_num_parameters(load_model_config(path_model))
     except UserError:
         return 0
-
-
-def _largest_that_fits(on_gpu: bool) -> str:
-    """The largest preset that fits this machine; the smallest one if none does."""
-    fitting = []
-    for name in sorted(preset_names(), key=_least_num_parameters):
-        try:
-            check_peers_fit(name, on_gpu=on_gpu)
-        except UserError:
-            break
-        fitting.append(name)
-    return fitting[-1] if fitting else "2m"
 
 
 def _size_text(num_bytes: float) -> str:

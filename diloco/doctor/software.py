@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
@@ -18,18 +16,20 @@ from diloco.options.flags import GrpoConfig
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-INSTALL = "pip install --constraint constraints.txt --editable ."
-_UNKNOWN = "diloco is neither installed nor run from a clone, so versions are not checked"
+INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"
+_UNKNOWN = "diloco is not installed, so versions are not checked"
 
 
 def check_python() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     version = platform.python_version()
-    wanted = _wanted_python()
-    if wanted is None:
+    try:
+        wanted = metadata.metadata("diloco")["Requires-Python"]
+    except metadata.PackageNotFoundError:
         yield warned("python", f"{version}; {_UNKNOWN}", INSTALL)
-    elif SpecifierSet(wanted).contains(version, prereleases=True):
+        return
+    if SpecifierSet(wanted).contains(version, prereleases=True):
         yield passed("python", version)
     else:
         yield failed(
@@ -41,8 +41,9 @@ def check_packages(
     extras: Collection[str] = (), version_of: Callable[[str], str] = metadata.version
 ) -> Iterator[Finding]:
     """Check the dependencies of diloco and of these extras."""
-    requirements = list(_requirements(extras))
-    if not requirements:
+    try:
+        requirements = list(_requirements(extras))
+    except metadata.PackageNotFoundError:
         yield warned("packages", _UNKNOWN, INSTALL)
         return
     wrong = list(_unsatisfied(requirements, version_of))
@@ -78,45 +79,16 @@ def check_vllm(grpo: GrpoConfig) -> Iterator[Finding]:
     yield passed("vllm", f"{python} has vLLM")
 
 
-def _wanted_python() -> str | None:
-    if (project := _project()) is not None:
-        return str(project["requires-python"])
-    try:
-        return str(metadata.metadata("diloco")["Requires-Python"])
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _requirements(extras: Collection[str]) -> Iterator[Requirement]:
     from packaging.requirements import Requirement
 
-    for text in _requirement_texts(extras):
+    for text in metadata.requires("diloco") or []:
         requirement = Requirement(text)
         if requirement.marker is None or any(
             requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
         ):
             requirement.marker = None
             yield requirement
-
-
-def _requirement_texts(extras: Collection[str]) -> list[str]:
-    if (project := _project()) is not None:
-        more = project["optional-dependencies"]
-        return [*project["dependencies"], *(text for extra in extras for text in more[extra])]
-    try:
-        return metadata.requires("diloco") or []
-    except metadata.PackageNotFoundError:
-        return []
-
-
-def _project() -> dict[str, Any] | None:
-    """The table `project` of pyproject.toml if diloco runs from a clone, where installed metadata may be outdated."""
-    path = Path(__file__).parents[2] / "pyproject.toml"
-    try:
-        project: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
-    except (OSError, tomllib.TOMLDecodeError, KeyError):
-        return None
-    return project if project.get("name") == "diloco" else None
 
 
 def _unsatisfied(

@@ -34,7 +34,7 @@ from tests.support.namespaces import hub, why_not
 RUN = "examined"
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 OF_A_MACHINE = {
-    *("python", "packages", "torch", "gpu", "nccl", "memory", "speed", "descriptors"),
+    *("python", "packages", "torch", "gpu", "memory", "speed", "descriptors"),
     *("run directory", "state directory", "temporary files", "ports", "p2pd"),
 }
 OF_A_SWARM = {"initial peers", "admission", "swarm", "bandwidth", "libp2p port", "data port", "nat", "clock"}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib import metadata
 
 import pytest
 
 from diloco.doctor import speed
 from diloco.doctor.findings import Finding, as_json, passed, run_check
-from diloco.doctor.gpu import Cuda, first_error_line, judge_gpus
+from diloco.doctor.gpu import judge_gpus
 from diloco.doctor.nat import Observation, Port, judge_announcement, judge_nat, judge_port
 from diloco.doctor.resources import Place, check_model_memory, check_place, places_to_check
 from diloco.doctor.software import check_packages, check_vllm
 from diloco.doctor.swarm import judge_clock
-from diloco.options.trainer import CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig
+from diloco.options.trainer import TrainConfig
 
 PUBLIC, PRIVATE = "203.0.113.7", "192.168.1.5"
 
@@ -89,28 +89,19 @@ def test_a_clock_may_be_off_by_less_than_three_seconds(off_s, verdict):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cuda", "verdict", "fix"),
+    ("gpus", "built_for", "names", "verdict", "fix"),
     [
-        (["0"], Cuda("13.0", True, ("NVIDIA H200",)), "pass", ""),
-        (["0"], Cuda(None, False), "fail", "pip install --force-reinstall"),
-        (["0"], Cuda("13.0", False), "fail", "nvidia-smi"),
-        ([], Cuda("13.0", False), "fail", "leave out --device cuda"),
+        (["0"], "13.0", ["NVIDIA H200"], "pass", ""),
+        (["0"], None, [], "fail", "pip install --force-reinstall"),
+        (["0"], "13.0", [], "fail", "nvidia-smi"),
+        ([], "13.0", [], "fail", "leave out --device cuda"),
     ],
 )
-def test_gpus_that_torch_cannot_use_are_told_from_those_that_are_not_there(gpus, cuda, verdict, fix):
-    found = judge_gpus(gpus, cuda)
+def test_gpus_that_torch_cannot_use_are_told_from_those_that_are_not_there(
+    gpus, built_for, names, verdict, fix
+):
+    found = judge_gpus(gpus, built_for, names)
     assert (found.verdict, fix in found.fix) == (verdict, True)
-
-
-def test_of_ranks_that_failed_the_first_error_is_told_and_not_torchruns_own():
-    log = (
-        "Traceback (most recent call last):\n",
-        "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected\n",
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
-        "=====\n",
-    )
-    assert first_error_line(log) == "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected"
-    assert first_error_line(["NCCL INFO bootstrap\n", "killed\n"]) == "killed"
 
 
 def test_packages_out_of_their_range_are_named_with_the_range():
@@ -152,9 +143,9 @@ def test_a_check_that_breaks_is_a_finding_and_not_the_end():
         yield passed("first", "fine")
         raise RuntimeError("boom")
 
-    first, second = run_check("thing", breaks, "fix it")
+    first, second = run_check("thing", breaks)
     assert (first.verdict, second.verdict, second.name) == ("pass", "fail", "thing")
-    assert "boom" in second.said and second.fix == "fix it"
+    assert "boom" in second.said
 
 
 def test_whatever_does_not_pass_says_what_mends_it():
@@ -209,16 +200,8 @@ def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monk
     assert [one.verdict for one in speed.check_speed(quick, 1)] == ["pass"]
 
 
-def test_the_speed_of_a_machine_is_measured_and_shared_by_its_peers():
+def test_the_speed_of_a_machine_is_shared_by_its_peers(monkeypatch):
+    monkeypatch.setattr(speed, "flops_of", lambda _device: 100e9)
     config = TrainConfig(path_model="demo", total_batch_size=8, device="cpu")
     (alone,), (shared,) = (list(speed.check_speed(config, 1, num_peers=n)) for n in (1, 10_000))
     assert (alone.verdict, shared.verdict) == ("pass", "warn")
-
-
-def test_samples_that_are_too_long_are_told_a_length_that_would_fit():
-    config = TrainConfig(path_model="2m", seq_length=10**8)
-    (found,) = check_model_memory(config, 1, 3 * 2**30)
-    assert found.said.endswith("a smaller --per-device-train-batch-size or a shorter --seq-length")
-    length = int(found.fix.removeprefix("--seq-length "))
-    fitting = replace(config, seq_length=length)
-    assert [one.verdict for one in check_model_memory(fitting, 1, 3 * 2**30)] == ["pass"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli.launch_ray import OnPods, check_reachable, ray_job
+from diloco.cli.launch_ray import check_reachable, ray_job
 from diloco.errors import UserError
 from diloco.launch.ray_node import rank_env, run_all
 from provisioning.launchers.job import LaunchJob
@@ -17,15 +17,13 @@ from provisioning.ledger.row import Row
 from provisioning.pods.pod import Offer, Pod
 from provisioning.pods.spec import PodSpec
 
-WISH = OnPods(storage="/shared", cpus_per_node=None, state_file=None, inventory=None)
 
-
-def job_on(directory: Path, *gpu_counts: int, nproc: str = "auto", wish: OnPods = WISH) -> RayJob:
+def job_on(directory: Path, *gpu_counts: int, nproc: str = "auto") -> RayJob:
     """On pods with so many GPUs; 0: a machine without."""
     ledger = Ledger(directory / "pods.sqlite")
     rows = [_row(ledger, index, count) for index, count in enumerate(gpu_counts)]
     launch = LaunchJob(config=directory / "c.toml", num_nodes=len(rows), nproc_per_node=nproc)
-    return ray_job(launch, wish, rows, ledger)
+    return ray_job(launch, "/shared", rows, ledger)
 
 
 def _row(ledger: Ledger, index: int, num_gpus: int) -> Row:
