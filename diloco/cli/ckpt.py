@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from diloco.errors import UserError
-from diloco.options.checks import at_least, whole
+from diloco.options.flags import AsJson, Whole
 
 rebuild_app = App(name="rebuild")
 
-Step = Annotated[int | None, Parameter(converter=whole, validator=at_least(0))]
-
 
 @rebuild_app.default
-def rebuild(
-    directory: Path, out: Path, *, step: Step = None, as_json: Annotated[bool, Parameter("--json")] = False
-) -> None:
+def rebuild(directory: Path, out: Path, *, step: Whole | None = None, as_json: AsJson = False) -> None:
     """Rebuild a full model from delta checkpoints (--ckpt.delta-interval).
 
     Parameters
@@ -30,8 +25,6 @@ def rebuild(
         Directory to write, which transformers can load; it must not exist.
     step: int
         Training step to rebuild; default: the last one that was saved.
-    as_json: bool
-        Print a JSON object.
     """
     if not directory.is_dir():
         raise UserError(

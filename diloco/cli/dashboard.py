@@ -11,8 +11,8 @@ from cyclopts import App, Parameter
 
 from diloco.cli.watched import Watched
 from diloco.errors import UserError, print_note
-from diloco.options.checks import at_least, up_to, whole
 from diloco.options.extras import require
+from diloco.options.flags import Port
 
 if TYPE_CHECKING:
     from peers.admission.secrets import SwarmSecret
@@ -22,8 +22,6 @@ MIN_TOKEN_CHARACTERS = 16
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 app = App(name="dashboard")
-
-Port = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))]
 
 
 @app.default

@@ -20,7 +20,7 @@ from diloco.cli.peer import PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, pars
 from diloco.doctor.findings import Finding, as_json, crashed, failed, run_check
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
-from diloco.options.flags import HvConfig, Seconds
+from diloco.options.flags import AsJson, HvConfig, Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
@@ -38,9 +38,6 @@ _COLORS = {"pass": "32", "warn": "33", "fail": "31"}
 
 app = App(name="doctor", config=[_SOURCE])
 
-JsonFlag = Annotated[bool, Parameter(name="--json", negative="", group="Doctor")]
-TimeoutFlag = Annotated[Seconds, Parameter(name="--timeout", group="Doctor")]
-
 
 @app.default
 def doctor(
@@ -51,8 +48,8 @@ def doctor(
     peers_here: PeersHereFlag = 1,
     role: RoleFlag = "train",
     worker: WorkerFlag = None,
-    as_json_: JsonFlag = False,
-    timeout: TimeoutFlag = 20.0,
+    as_json_: Annotated[AsJson, Parameter(group="Doctor")] = False,
+    timeout: Annotated[Seconds, Parameter(name="--timeout", group="Doctor")] = 20.0,
 ) -> int:
     """Check this machine and its connection to a swarm: use `doctor` instead of `peer`, with the same flags.
 
@@ -62,18 +59,6 @@ def doctor(
 
     Parameters
     ----------
-    config: Path
-        A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
-    nproc_per_node: str
-        Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
-    peers_here: int
-        Number of peers on this machine, this one included; they share its cores and memory.
-    role: str
-        `rollout`: check this machine for generating completions instead of training.
-    worker: str
-        Your own training program, which calls `Diloco(model)`; default: diloco's trainer.
-    as_json_: bool
-        Print one JSON object.
     timeout: float
         Seconds to wait for the swarm's first answer.
     """

@@ -15,13 +15,11 @@ from diloco.cli.pod_tables import print_table
 from diloco.cli.pods_flags import (
     GIVEN,
     Amount,
-    AsJson,
     Fetch,
     Given,
     Hours,
     Inventory,
-    Number,
-    Switch,
+    WithoutResults,
     Yes,
     access,
     ensure_watcher,
@@ -42,6 +40,7 @@ from diloco.cli.state_files import (
 )
 from diloco.errors import UserError
 from diloco.options.checks import not_empty
+from diloco.options.flags import AsJson, Count, Switch
 from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
@@ -66,9 +65,9 @@ def run(
     trainer: str = "grpo",
     model_id: str | None = None,
     dataset: str | None = None,
-    total_steps: Number = None,
-    batch_size: Number = None,
-    grad_accum_steps: Number = None,
+    total_steps: Count | None = None,
+    batch_size: Count | None = None,
+    grad_accum_steps: Count | None = None,
     max_price: Amount = None,
     ttl_hours: Hours = None,
     plan: Switch = False,
@@ -122,8 +121,6 @@ def run(
         Do not touch the pods' environments either.
     destroy: bool
         Give the pods back at the end.
-    yes: bool
-        Do not ask.
     """
     from provisioning.experiments import runs
     from provisioning.experiments.sets import load
@@ -270,7 +267,7 @@ def list_(*, as_json: AsJson = False) -> int:
 def destroy(
     name: str = "",
     *,
-    yes: Yes = False,
+    yes: WithoutResults = False,
     fetch: Fetch = None,
     state_file: SetStateFile = None,
     inventory: Inventory = None,
@@ -281,8 +278,6 @@ def destroy(
     ----------
     name: str
         The set, as it was given to `run`; or say --state-file.
-    yes: bool
-        Also without their results, where those cannot be fetched.
     """
     if not name and state_file is None:
         raise UserError("Say which: `diloco experiments destroy NAME`, or --state-file FILE.")

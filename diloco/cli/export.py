@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from diloco.errors import UserError
+from diloco.options.flags import AsJson
 
 app = App(name="export")
 
@@ -19,7 +20,7 @@ def export(
     directory: Path,
     *,
     weights: Literal["agreed", "own"] = "agreed",
-    as_json: Annotated[bool, Parameter("--json")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's weights, configuration and tokenizer in the format of transformers.
 
@@ -32,8 +33,6 @@ def export(
     weights: str
         For a checkpoint of a swarm: `agreed` are the weights after the last outer step, which are the same on all
         peers; `own` are the weights of the one peer, with its inner steps since then.
-    as_json: bool
-        Print a JSON object.
     """
     if directory.exists():
         raise UserError(f"{directory} already exists; give a new directory")

@@ -9,13 +9,14 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError, print_note
-from diloco.options.checks import at_least, whole
+from diloco.options.flags import Count, Switch
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
     TrainConfig,
     TrainFlags,
+    flag_of,
     flat_values,
     notes_on_unused_flags,
     with_fitting_batch_size,
@@ -27,18 +28,17 @@ _SOURCE = ValueSource()
 
 app = App(name="grpo-sweep", config=[_SOURCE])
 
-Instances = Annotated[int, Parameter(group="Sweep", converter=whole, validator=at_least(1))]
+OfSweep = Parameter(group="Sweep")
 Seeds = Annotated[str | None, Parameter(group="Sweep", metavar="S,S,...")]
-Average = Annotated[bool, Parameter(group="Sweep", negative="")]
 
 
 @app.default
 def grpo_sweep(
     train: TrainFlags = TrainConfig(),  # noqa: B008
     *,
-    instances: Instances = 4,
+    instances: Annotated[Count, OfSweep] = 4,
     seeds: Seeds = None,
-    average: Average = False,
+    average: Annotated[Switch, OfSweep] = False,
     config: ConfigPath = None,
 ) -> int:
     """Train the same task with several seeds at once; with --average, as the peers of one swarm.
@@ -54,8 +54,6 @@ def grpo_sweep(
         One seed per instance, separated by commas; default: --seed and the numbers after it.
     average: bool
         Average the weights of the instances: they are the peers of one run, with the first seed.
-    config: Path
-        A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags override it.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.doctor.before_start import check_choices
@@ -68,7 +66,7 @@ def grpo_sweep(
     values, defaults = flat_values(train), flat_values(TrainConfig())
     for name in PER_INSTANCE_FIELDS:
         if name in named and values[name] != defaults[name]:
-            print_note(f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own.")
+            print_note(f"{flag_of(name)} has no effect in a sweep: each instance has its own.")
     train = with_fitting_batch_size(with_mode_defaults(train, named), named)
     # A mistyped name is reported once here, instead of by each instance.
     load_model_config(train.path_model)

@@ -5,45 +5,41 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from diloco.cli.pods_flags import Inventory, StateFile
 from diloco.errors import UserError
 from diloco.options.checks import at_least, up_to, whole
-
-if TYPE_CHECKING:
-    from provisioning.launchers.job import LaunchJob
+from diloco.options.flags import Count, Switch, Whole
 
 app = App(
     name="launch",
     usage="Usage: diloco launch [FLAGS] CONFIG [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [-- ARGUMENTS]",
 )
 
-Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
-Rank = Annotated[int, Parameter(converter=whole, validator=at_least(0))]
-Port = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(65535)))]
+MasterPort = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(65535)))]
 
 
 @app.default
 def launch(
     config: Path,
     num_nodes: Count = 1,
-    node_rank: Rank = 0,
+    node_rank: Whole = 0,
     master_addr: str = "localhost",
-    master_port: Port = 29500,
+    master_port: MasterPort = 29500,
     *more: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     engine: Literal["torchrun", "slurm", "pbs", "ray"] = "torchrun",
     program: str = "-m diloco.train_fsdp",
     config_flag: str = "--config",
     venv: Path | None = None,
-    gpus_per_node: Rank = 0,
+    gpus_per_node: Whole = 0,
     time_limit: str = "24:00:00",
     partition: str | None = None,
     storage: str | None = None,
-    cpus_per_node: Rank | None = None,
-    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    cpus_per_node: Whole | None = None,
+    dry_run: Switch = False,
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
@@ -124,20 +120,7 @@ def launch(
     if engine == "torchrun":
         job, nproc = node.checked(job)
         return node.run(job, nproc, os.environ, here)
-    return _submit(job, engine, here, gpus_per_node, time_limit, partition, dry_run)
-
-
-def _submit(
-    job: LaunchJob,
-    engine: str,
-    here: Path,
-    gpus_per_node: int,
-    time_limit: str,
-    partition: str | None,
-    dry_run: bool,
-) -> int:
     from provisioning.launchers.batch import pbs_script, slurm_script, submit
-    from provisioning.launchers.job import LOGS
 
     if engine == "slurm":
         script = slurm_script(
@@ -150,7 +133,6 @@ def _submit(
     if dry_run:
         print(script, end="", flush=True)
         return 0
-    path = here / LOGS / f"{engine}.sh"
-    job_id = submit(script, path, "sbatch" if engine == "slurm" else "qsub")
+    job_id = submit(script, here / LOGS / f"{engine}.sh", "sbatch" if engine == "slurm" else "qsub")
     print(f"submitted job {job_id}; its log will be in {here / LOGS}", flush=True)
     return 0

@@ -23,14 +23,15 @@ from diloco.launch.peer_workers import (
     worker_command,
     worker_log,
 )
-from diloco.options.checks import at_least, whole
 from diloco.options.extras import check_extras
+from diloco.options.flags import Count
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
     Scalar,
     TrainConfig,
     TrainFlags,
+    flag_of,
     notes_on_unused_flags,
     trainer_of,
     with_fitting_batch_size,
@@ -50,12 +51,40 @@ NO_CHECKPOINTS = (
 
 app = App(name="peer", config=[_SOURCE])
 
-RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
-PeersHereFlag = Annotated[
-    int, Parameter(name="--peers-here", group="Swarm", converter=whole, validator=at_least(1))
+RanksFlag = Annotated[
+    str,
+    Parameter(
+        name="--nproc-per-node",
+        group="Training",
+        help="Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).",
+    ),
 ]
-RoleFlag = Annotated[Literal["train", "rollout"], Parameter(name="--role", group="GRPO")]
-WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
+PeersHereFlag = Annotated[
+    Count,
+    Parameter(
+        name="--peers-here",
+        group="Swarm",
+        help="Number of peers on this machine, this one included; they share its cores and memory.",
+    ),
+]
+RoleFlag = Annotated[
+    Literal["train", "rollout"],
+    Parameter(
+        name="--role",
+        group="GRPO",
+        help="`rollout`: do not train, but generate completions for the peers of the run that have --rollout peers.",
+    ),
+]
+WorkerFlag = Annotated[
+    str | None,
+    Parameter(
+        name="--worker",
+        group="Training",
+        metavar="COMMAND",
+        help='Your own training program, which calls `Diloco(model)`, such as "python loop.py"; default: diloco\'s '
+        "trainer.",
+    ),
+]
 
 
 @app.default
@@ -73,19 +102,6 @@ def peer(
     The weights, and all settings of the run that are not given here, come from the swarm. The first peer uses the
     model of --path-model, or chooses a model and batch size that suit its machine; a preset includes batch size and
     sequence length. The same command starts a peer, joins a running swarm, and rejoins it after a crash.
-
-    Parameters
-    ----------
-    config: Path
-        A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
-    nproc_per_node: str
-        Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
-    peers_here: int
-        Number of peers on this machine, this one included; they share its cores and memory.
-    role: str
-        `rollout`: do not train, but generate completions for the peers of the run that have --rollout peers.
-    worker: str
-        Your own training program, which calls `Diloco(model)`, such as "python loop.py"; default: diloco's trainer.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.data.batches import check_data
@@ -154,7 +170,7 @@ def note_on_ignored_flags(named: Collection[str]) -> str:
     # The defaults of the outer step depend on the inner optimizer, so --optimizer has an effect.
     used = ("device", "run_dir", "optimizer")
     unused = [name for name in sorted(named) if not name.startswith("hv.") and name not in used]
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+    flags = ", ".join(map(flag_of, unused))
     return f"{flags}: no effect with --worker; only diloco's own trainer reads such flags." if flags else ""
 
 

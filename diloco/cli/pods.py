@@ -12,12 +12,11 @@ from cyclopts import App, Parameter
 
 from diloco.cli.pod_tables import clock_hours, print_status
 from diloco.cli.pods_flags import (
-    AsJson,
     Fetch,
     Given,
     Inventory,
+    PodNames,
     StateFile,
-    Switch,
     Yes,
     access,
     confirmed,
@@ -32,7 +31,7 @@ from diloco.cli.provision import down
 from diloco.cli.state_files import opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
-from diloco.options.flags import Seconds
+from diloco.options.flags import AsJson, Seconds, Switch
 
 app = App(name="pods", help="Manage rented pods.")
 
@@ -68,7 +67,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
 
 @app.command
 def logs(
-    *names: str,
+    *names: PodNames,
     follow: Annotated[bool, Parameter(alias="-f", negative="")] = False,
     job: str | None = None,
     lines: int = 50,
@@ -79,8 +78,6 @@ def logs(
 
     Parameters
     ----------
-    names: str
-        Pods; default: all.
     follow: bool
         Keep printing new lines.
     job: str
@@ -179,7 +176,7 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
 
 @app.command
 def extend(
-    *names: str,
+    *names: PodNames,
     hours: Annotated[float, Parameter(validator=(at_least(0.01), finite))],
     state_file: StateFile = None,
     inventory: Inventory = None,
@@ -188,8 +185,6 @@ def extend(
 
     Parameters
     ----------
-    names: str
-        Pods; default: all.
     hours: float
         Hours to add.
     """
@@ -215,14 +210,10 @@ def extend(
 
 
 @app.command
-def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, inventory: Inventory = None) -> int:
-    """Copy the results of pods to the run directory, without giving the pods back.
-
-    Parameters
-    ----------
-    names: str
-        Pods; default: all.
-    """
+def fetch(
+    *names: PodNames, fetch: Fetch = None, state_file: StateFile = None, inventory: Inventory = None
+) -> int:
+    """Copy the results of pods to the run directory, without giving the pods back."""
     from provisioning.renting.renter import RUN_DIR
     from provisioning.renting.renters import renters
 
@@ -254,8 +245,6 @@ def forget(
     ----------
     names: str
         Pods.
-    yes: bool
-        Do not ask.
     """
     if not names:
         raise UserError("Say which: `diloco pods forget NAME`; `diloco pods status` lists them.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from diloco.errors import UserError
-from diloco.options.checks import at_least, finite, whole
+from diloco.options.checks import at_least, finite
 
 if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
@@ -41,13 +41,20 @@ Fetch = Annotated[
         "directory, or none; default: logs,metrics,model.",
     ),
 ]
-Switch = Annotated[bool, Parameter(negative="")]
-Yes = Annotated[bool, Parameter(alias="-y", negative="")]
-Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
+Yes = Annotated[bool, Parameter(alias="-y", negative="", help="Do not ask.")]
+WithoutResults = Annotated[
+    bool,
+    Parameter(
+        name="--yes",
+        alias="-y",
+        negative="",
+        help="Also without their results, where those cannot be fetched.",
+    ),
+]
+PodNames = Annotated[str, Parameter(help="Pods; default: all.")]
 Hours = Annotated[float | None, Parameter(validator=(at_least(0.01), finite))]
 Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON on stdout.")]
 
 
 def say(name: str, text: str) -> None:

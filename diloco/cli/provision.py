@@ -18,14 +18,13 @@ from diloco.cli.pod_tables import plan_json, print_plan
 from diloco.cli.pods_flags import (
     GIVEN,
     Amount,
-    AsJson,
     Fetch,
     Given,
     Hours,
     Inventory,
-    Number,
+    PodNames,
     StateFile,
-    Switch,
+    WithoutResults,
     Words,
     Yes,
     access,
@@ -42,7 +41,7 @@ from diloco.cli.pods_flags import (
 from diloco.cli.state_files import opened, opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError
 from diloco.options.checks import not_empty
-from diloco.options.flags import HvConfig, Name, Seconds
+from diloco.options.flags import AsJson, Count, HvConfig, Name, Seconds, Switch
 from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF 
 class WantedPods:
     """Which pods, in the words of PodSpec. What is not given is as is usual for their provider."""
 
-    pods: Number = None
+    pods: Count | None = None
     """Number of pods."""
     file: Path | None = None
     """Instead: a TOML file with [[pods]]."""
@@ -76,7 +75,7 @@ class WantedPods:
     )
     gpu_type: Words = ()
     """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
-    gpu_count: Number = None
+    gpu_count: Count | None = None
     """GPUs of each pod; default 8, for local pods and machines you own whatever they have."""
     country: str | None = None
     """Two letters, such as NL."""
@@ -164,8 +163,6 @@ def provision(
         Only list the offers that match these flags.
     plan: bool
         Only show what would be done.
-    yes: bool
-        Do not ask.
     deploy_only: bool
         Rent the pods and set them up, but start nothing.
     run_id: str
@@ -285,8 +282,8 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_js
 
 
 def down(
-    *names: str,
-    yes: Yes = False,
+    *names: PodNames,
+    yes: WithoutResults = False,
     fetch: Fetch = None,
     state_file: StateFile = None,
     inventory: Inventory = None,
@@ -294,13 +291,6 @@ def down(
     """Copy the results of pods to the run directory, then give the pods back.
 
     A pod whose results cannot be fetched is given back only if you say so.
-
-    Parameters
-    ----------
-    names: str
-        Pods; default: all.
-    yes: bool
-        Also without their results, where those cannot be fetched.
     """
     from provisioning.errors import Busy
     from provisioning.renting import watcher

@@ -9,7 +9,7 @@ from diloco.cli.app import make_app
 from diloco.cli.help_pages import arguments_of, commands_of, field_of, flags_text, pages, paragraphs_of
 from diloco.options.flags import GRPO_DEFAULTS, MUON_DEFAULTS, TrainConfig
 from diloco.options.help import PAGES_DIR
-from diloco.options.trainer import flat_values, shared_fields
+from diloco.options.trainer import flag_of, flat_values, shared_fields
 
 _HEAD = """# Flags
 
@@ -45,7 +45,7 @@ def reference() -> str:
             parts.append(_block(flags_text(arguments)))
         if takes_training:
             parts.append("In addition, all [training flags](#training-flags).\n")
-    of_the_run = ", ".join(map(_flag, sorted(shared_fields())))
+    of_the_run = ", ".join(f"`{flag_of(name)}`" for name in sorted(shared_fields()))
     parts += [
         _TRAINING_HEAD,
         _block(flags_text(common)),
@@ -53,17 +53,13 @@ def reference() -> str:
         f"swarm's value: {of_the_run}.\n",
     ]
     for flag, defaults in (("mode grpo", GRPO_DEFAULTS), ("optimizer muon", MUON_DEFAULTS)):
-        named = ", ".join(f"`--{name.replace('_', '-')} {value:g}`" for name, value in defaults.items())
+        named = ", ".join(f"`{flag_of(name)} {value:g}`" for name, value in defaults.items())
         parts.append(f"Other defaults with `--{flag}`: {named}.\n")
     return "\n".join(parts)
 
 
 def _block(text: str) -> str:
     return f"```text\n{text}\n```\n"
-
-
-def _flag(name: str) -> str:
-    return f"`--{name.replace('_', '-')}`"
 
 
 def main() -> int:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError, print_note
-from diloco.options.checks import at_least, whole
-from diloco.options.flags import CkptConfig
+from diloco.options.flags import CkptConfig, Count, Switch, Whole
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
@@ -35,18 +34,16 @@ _SOURCE = ValueSource()
 
 app = App(name="run", config=[_SOURCE])
 
-NumPeers = Annotated[int, Parameter(group="Swarm", converter=whole, validator=at_least(1))]
-Baseline = Annotated[bool, Parameter(group="Swarm", negative="")]
-LostPeer = Annotated[int | None, Parameter(group="Swarm", converter=whole, validator=at_least(0))]
+OfSwarm = Parameter(group="Swarm")
 
 
 @app.default
 def run(
     train: TrainFlags = TrainConfig(),  # noqa: B008
     *,
-    peers: NumPeers = 2,
-    lose_peer: LostPeer = None,
-    baseline: Baseline = False,
+    peers: Annotated[Count, OfSwarm] = 2,
+    lose_peer: Annotated[Whole | None, OfSwarm] = None,
+    baseline: Annotated[Switch, OfSwarm] = False,
     config: ConfigPath = None,
 ) -> int:
     """Train one model with several peers on this machine.
@@ -63,8 +60,6 @@ def run(
         World rank of a peer to kill half-way and restart.
     baseline: bool
         Afterwards train a single peer for as many steps, and compare the results.
-    config: Path
-        A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.cli.machine_recipes import chosen
@@ -157,14 +152,13 @@ class _Run:
 
     async def _compare(self) -> None:
         """Train the baseline and print its results. Called after the report, which must not depend on the baseline."""
-        from diloco.launch.baseline import LoneTraining
+        from diloco.launch.baseline import train_alone
         from diloco.launch.report import baseline_line, plot_run
 
         _say("training a single peer for as many steps, to compare; Ctrl-C skips this")
-        lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
-        await lone.run()
-        plot_run(self.config, self.records, self.run_dir, self._title, lone.records)
-        print(baseline_line(lone.records, self.records), flush=True)
+        alone = await train_alone(self.config, self.named, self.run_dir, self.num_peers)
+        plot_run(self.config, self.records, self.run_dir, self._title, alone)
+        print(baseline_line(alone, self.records), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """Record a peer's progress, and kill the peer of --lose-peer when it is half-way."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.simulate_flags import Failures, Pods, Switch, Training
+from diloco.cli.simulate_flags import Failures, Pods, Training
 from diloco.errors import UserError
-from diloco.options.checks import at_least, whole
+from diloco.options.flags import AsJson, Count, Switch
 from peers.protocol.limits import MAX_PEERS
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def simulate(
     training: Annotated[Training, Parameter(name="*", group="Training")] = Training(),  # noqa: B008
     pods: Annotated[Pods, Parameter(name="*", group="Peers")] = Pods(),  # noqa: B008
     failures: Annotated[Failures, Parameter(name="*", group="Failures")] = Failures(),  # noqa: B008
-    epochs: Annotated[int | None, Parameter(converter=whole, validator=at_least(1))] = None,
+    epochs: Count | None = None,
     plot: Path | None = None,
     assumptions: Switch = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Estimate the utilisation, time, traffic and cost of a run without running it.
 
@@ -62,8 +62,6 @@ def simulate(
         File for a plot of utilisation over bandwidth (png, svg, pdf).
     assumptions: bool
         Also print the assumptions of the simulation.
-    as_json: bool
-        Print one JSON object.
     """
     if plot is not None:
         from diloco.options.plot_file import check_plot_path

@@ -9,13 +9,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole, whole_or_auto
+from diloco.options.flags import Count, Rate, Whole
 from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
 from peers.protocol.limits import MAX_PEERS
 
-Switch = Annotated[bool, Parameter(negative="")]
-Positive = Parameter(validator=(finite, at_least(0)))
 Bandwidth = Annotated[
     tuple[float, ...],
     Parameter(
@@ -35,7 +34,6 @@ Duration = Parameter(
     converter=one(long_seconds), metavar="TIME", show_default=lambda value: f"{value:g}s" if value else "none"
 )
 Number = Parameter(converter=one(count), metavar="NUMBER")
-Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,7 @@ class Pods:
     """Round-trip time between two peers."""
     window: Annotated[float | None, Number] = None
     """Maximum TCP window in bytes; default: large enough to fill the link."""
-    price: Annotated[float, Positive] = 0.0
+    price: Rate = 0.0
     """Dollars per hour of one peer."""
     peers_file: Path | None = None
     """TOML file with [[peers]]: bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, count."""
@@ -105,5 +103,5 @@ class Failures:
     """Time from a peer's failure until it has restarted and requests the state."""
     jitter: Annotated[float, Parameter(validator=(at_least(0), up_to(0.5)))] = 0.005
     """Variation of a peer's step time from epoch to epoch, as a fraction."""
-    seed: Annotated[int, Parameter(converter=whole, validator=at_least(0))] = 0
+    seed: Whole = 0
     """The same seed gives the same run."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from diloco.cli.watched import Watched
+from diloco.options.flags import AsJson, Switch
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from peers.admission.secrets import SwarmSecret
-    from peers.monitor.observer import Observer
 
 REDRAW_S = 1.0
 """Seconds between two updates while nothing changes."""
@@ -27,8 +27,8 @@ app = App(name="status")
 def status(
     *,
     swarm: Annotated[Watched, Parameter(name="*")] = Watched(),  # noqa: B008
-    watch: Annotated[bool, Parameter(negative="")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    watch: Switch = False,
+    as_json: AsJson = False,
 ) -> int:
     """Show the peers of a swarm, with the state, epoch, loss, speed, bandwidth and anchor of each; the peers that a
     round waits for, and why; and the last rounds with their failures.
@@ -37,8 +37,6 @@ def status(
     ----------
     watch: bool
         Update the table until Ctrl-C; with --json, print a line for each change.
-    as_json: bool
-        Print one JSON object.
     """
     secret = swarm.secret()
     from rich.console import Console
@@ -55,50 +53,35 @@ def status(
 async def _show_status(
     swarm: Watched, secret: SwarmSecret | None, waiting: Status, *, watch: bool, as_json: bool
 ) -> int:
-    async with swarm.observed(secret) as observer:
-        waiting.stop()
-        if not watch:
-            _print(observer.swarm(), as_json=as_json)
-        elif as_json or not sys.stdout.isatty():
-            await _print_forever(observer, as_json=as_json)
-        else:
-            await _redraw_forever(observer)
-    return 0
+    # Not at the top: `--help` needs neither.
+    import asyncio
 
-
-def _print(swarm: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(swarm), flush=True)
-        return
     from rich.console import Console
-
-    from diloco.cli.status_table import render
-
-    console = Console()
-    console.print(render(swarm, width=console.width))
-
-
-async def _print_forever(observer: Observer, *, as_json: bool) -> None:
-    # Not at the top: `--help` needs no event loop.
-    import asyncio
-
-    while True:
-        # In a thread, so that Ctrl-C works even if the reader of a pipe blocks.
-        await asyncio.to_thread(_print, observer.swarm(), as_json=as_json)
-        await asyncio.sleep(MIN_REDRAW_S)
-        await observer.changed(REDRAW_S)
-
-
-async def _redraw_forever(observer: Observer) -> None:
-    import asyncio
-
     from rich.live import Live
 
     from diloco.cli.status_table import render
 
-    with Live(auto_refresh=False, screen=True) as live:
-        while True:
-            table = render(observer.swarm(), width=live.console.width, height=live.console.height)
-            live.update(table, refresh=True)
-            await asyncio.sleep(MIN_REDRAW_S)
-            await observer.changed(REDRAW_S)
+    console = Console()
+
+    def show() -> None:
+        if as_json:
+            print(json.dumps(observer.swarm()), flush=True)
+        else:
+            console.print(render(observer.swarm(), width=console.width))
+
+    async with swarm.observed(secret) as observer:
+        waiting.stop()
+        if not watch:
+            show()
+            return 0
+        is_redrawn = console.is_terminal and not as_json
+        with Live(console=console, auto_refresh=False, screen=True) if is_redrawn else nullcontext() as live:
+            while True:
+                if live is not None:
+                    table = render(observer.swarm(), width=console.width, height=console.height)
+                    live.update(table, refresh=True)
+                else:
+                    # In a thread, so that Ctrl-C works even if the reader of a pipe blocks.
+                    await asyncio.to_thread(show)
+                await asyncio.sleep(MIN_REDRAW_S)
+                await observer.changed(REDRAW_S)

@@ -88,7 +88,7 @@ def whole(_type: Any, tokens: Sequence[Token]) -> int:
 
 
 def rate_or_auto(maximum: float = math.inf) -> Callable[[Any, Sequence[Token]], float | None]:
-    """Converts a number from 0 to `most`; `auto` becomes None."""
+    """Converts a number from 0 to `maximum`; `auto` becomes None."""
 
     def convert(_type: Any, tokens: Sequence[Token]) -> float | None:
         text = tokens[-1].value
@@ -97,11 +97,9 @@ def rate_or_auto(maximum: float = math.inf) -> Callable[[Any, Sequence[Token]], 
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f'"{text}" is neither a number nor auto.') from None
-        if not (math.isfinite(value) and 0 <= value <= maximum):
-            raise ValueError(
-                f"It must be auto or a number from 0{f' to {maximum:g}' if maximum < math.inf else ' on'}."
-            )
+            value = math.nan
+        if not (0 <= value <= maximum and math.isfinite(value)):
+            raise ValueError(f'"{text}" is neither auto nor a number from 0 to {maximum:g}.')
         return value
 
     return convert

@@ -52,6 +52,9 @@ Whole = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(
 Seconds = Annotated[float, Parameter(validator=(finite, at_least(0)))]
 Rate = Annotated[float, Parameter(validator=(finite, at_least(0)))]
 Name = Annotated[str, Parameter(validator=safe_name)]
+Port = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))]
+Switch = Annotated[bool, Parameter(negative="")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 
 
 def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
@@ -161,7 +164,7 @@ class HvConfig:
             "both peers set it: the data is then not encrypted, so use it only on a network you trust."
         ),
     ] = "auto"
-    data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
+    data_port: Port = 0
     """TCP port for pseudo-gradients, on the hosts of --host-maddrs; 0: any free one."""
     announce_data_maddrs: Annotated[tuple[str, ...], address_list()] = ()
     """Addresses at which others reach the data port (port 0: unchanged), if they differ from those of --host-maddrs."""
@@ -183,9 +186,7 @@ class HvConfig:
     """Whether a round waits for every live peer, or only for the matchmaking time."""
     timeout_waiting_for_peers: Seconds = 600.0
     """Seconds to wait for --hv.galaxy-size peers before starting with fewer."""
-    metrics_port: Annotated[int | None, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = (
-        None
-    )
+    metrics_port: Port | None = None
     """Port on loopback that serves this peer's /metrics to Prometheus; 0: any free one, default: none."""
     fail_rank_drop: bool = False
     """Stop when a peer is lost, instead of continuing without it."""

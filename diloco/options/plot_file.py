@@ -21,10 +21,8 @@ def check_plot_path(path: Path) -> None:
         raise UserError(
             f"--plot {path}: {kind} is not a supported format; use one of {', '.join(sorted(kinds))}"
         )
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: the directory {path.parent} does not exist")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"--plot {path} is not writable; use another path")
+        raise UserError(f"--plot {path} cannot be written; is there a directory {path.parent}?")
 
 
 def write_plot(figure: Figure, path: Path) -> None:

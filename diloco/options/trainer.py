@@ -19,7 +19,15 @@ from peers.core.schedule import Schedule
 Scalar = str | int | float | bool | None
 
 TrainFlags = Annotated[TrainConfig, Parameter(name="*", group="Training")]
-ConfigPath = Annotated[Path | None, Parameter(name="--config", group="Training", metavar="FILE.toml")]
+ConfigPath = Annotated[
+    Path | None,
+    Parameter(
+        name="--config",
+        group="Training",
+        metavar="FILE.toml",
+        help="A TOML file of these flags, with sections [hv], [ckpt] and [grpo]; flags override it.",
+    ),
+]
 
 
 def parse_train_config(
@@ -90,34 +98,38 @@ def with_fitting_batch_size(
 
 def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[str]:
     """One sentence for each flag that the user has set without effect."""
-    hv = config.hv
-    substitute = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
-        config.sharding_strategy
+    hv, without_streams = config.hv, "with --hv.transport libp2p: there are no direct streams"
+    waits_for_all = hv.all_reduce_strategy == "WAIT_FOR_ALL"
+    unused = (
+        ("num_workers", True, "has no effect: one background thread reads the data"),
+        ("hv.skip_load_from_peers", True, "has no effect: a peer always loads the swarm's state"),
+        ("ckpt.delta_interval", config.mode != "grpo", "has no effect without --mode grpo"),
+        ("hv.mixing", hv.overlap_steps < 1, "has no effect without a number of --hv.overlap-steps"),
+        ("hv.data_port", hv.transport == "libp2p", f"has no effect {without_streams}"),
+        ("hv.announce_data_maddrs", hv.transport == "libp2p", f"has no effect {without_streams}"),
+        (
+            "hv.matchmaking_time",
+            waits_for_all,
+            "has no effect with WAIT_FOR_ALL: a round waits for all live peers",
+        ),
+        ("sharding_strategy", config.sharding_strategy == "SHARD_GRAD_OP", "is treated as FULL_SHARD"),
+        (
+            "sharding_strategy",
+            config.sharding_strategy == "_HYBRID_SHARD_ZERO2",
+            "is treated as HYBRID_SHARD",
+        ),
     )
-    given = {name for name, value in flat_values(config).items() if value != flat_values(TrainConfig())[name]}
-    known = {
-        "num_workers": "--num-workers has no effect: one background thread reads the data",
-        "hv.skip_load_from_peers": "--hv.skip-load-from-peers has no effect: a peer always loads the swarm's state",
-    }
-    if config.mode != "grpo":
-        known["ckpt.delta_interval"] = "--ckpt.delta-interval has no effect without --mode grpo"
-    if hv.overlap_steps < 1:
-        known["hv.mixing"] = "--hv.mixing has no effect without a number of --hv.overlap-steps"
-    if hv.transport == "libp2p":
-        for name in ("data_port", "announce_data_maddrs"):
-            flag = f"--hv.{name.replace('_', '-')}"
-            known[f"hv.{name}"] = (
-                f"{flag} has no effect with --hv.transport libp2p: there are no direct streams"
-            )
-    if hv.all_reduce_strategy == "WAIT_FOR_ALL":
-        known["hv.matchmaking_time"] = (
-            "--hv.matchmaking-time has no effect with WAIT_FOR_ALL: a round waits for all live peers"
-        )
-    if substitute:
-        known["sharding_strategy"] = (
-            f"--sharding-strategy {config.sharding_strategy} is treated as {substitute}"
-        )
-    return [f"{text}." for name, text in known.items() if name in given.intersection(named)]
+    values, defaults = flat_values(config), flat_values(TrainConfig())
+    return [
+        f"{flag_of(name)} {text}."
+        for name, applies, text in unused
+        if applies and name in named and values[name] != defaults[name]
+    ]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field by its dotted name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def flat_values(config: Any) -> dict[str, Any]:
@@ -181,11 +193,6 @@ def trainer_app(source: ValueSource) -> App:
     def train(train: TrainFlags = TrainConfig(), *, config: ConfigPath = None) -> TrainConfig:  # noqa: B008
         """Train a language model, alone or as a peer of a swarm: diloco.train_fsdp predicts text, diloco.train_grpo
         learns by reinforcement.
-
-        Parameters
-        ----------
-        config: Path
-            A TOML file of these flags, with sections [hv] and [ckpt]; flags override it.
         """
         return train
 

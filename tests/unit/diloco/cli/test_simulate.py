@@ -219,7 +219,7 @@ def test_a_plot_is_drawn_over_bandwidth(tmp_path, capsys):
         (["--fragments", "10000001"], "is more than the"),
         (["--cores", "inf"], "finite"),
         (["--plot", "plan.xyz"], "xyz is not a supported format"),
-        (["--plot", "nowhere/plan.png"], "the directory nowhere does not exist"),
+        (["--plot", "nowhere/plan.png"], "is there a directory nowhere?"),
     ],
 )
 def test_what_the_user_can_mend_is_said_in_one_box(flags, says, capsys):
