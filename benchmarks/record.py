@@ -58,6 +58,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return flags
 
 
+def say(text: str) -> None:
+    """A line on stderr, for each part of a long benchmark that is done."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def report(
     benchmark: str,
     results: Sequence[Result],
@@ -79,6 +84,15 @@ def report(
         if keeps and json_path.exists():
             whole = merged(json.loads(json_path.read_text(encoding="utf-8")), whole)
         json_path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def check_kept(flags: argparse.ArgumentParser, benchmark: str, json_path: Path | None) -> None:
+    """Before hours of measuring: end with an error if the file is not one to which `report` can add."""
+    if json_path is not None and json_path.exists():
+        try:
+            merged(json.loads(json_path.read_text(encoding="utf-8")), record(benchmark, []))
+        except (ValueError, KeyError) as error:
+            flags.error(f"cannot add to {json_path}: {error}")
 
 
 def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Time to average the same bytes with our reduction, Hivemind's averager, torch's gloo, torchft's DiLoCo, and bare TCP.
+"""Time to average the same bytes with our reduction, Hivemind's averager, torch's gloo, and bare TCP.
 
 One process per peer, on loopback. Every repetition is in a fresh group after a warm-up round, with the contenders
 interleaved. A round's time is from when all peers are ready until the last one has the complete average. Ours includes
@@ -18,7 +18,6 @@ from benchmarks.reduction import seats
 from benchmarks.reduction.ours import TRANSPORTS, Ours
 from benchmarks.reduction.rivals import Gloo, Hivemind, RawTcp
 from benchmarks.reduction.seats import Contender, Outcome, Round
-from benchmarks.reduction.torchft_diloco import TorchftDiloco
 from peers.reduce.codecs import codec_names
 
 _TIMEOUT_S = 600.0
@@ -72,7 +71,7 @@ def main() -> None:
 def contenders() -> list[Contender]:
     ours = [Ours(codec, transport) for transport in TRANSPORTS for codec in codec_names()]
     hivemind = [Hivemind(compression) for compression in ("none", "fp16", "8-bit")]
-    return [RawTcp(), Gloo(), TorchftDiloco(), *ours, *hivemind]
+    return [RawTcp(), Gloo(), *ours, *hivemind]
 
 
 def measured(

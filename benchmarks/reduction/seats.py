@@ -65,10 +65,6 @@ class Outcome:
     they had before and without the tensors."""
 
 
-def _nothing() -> None:
-    return
-
-
 class Seat:
     """A peer's end of the pipe to the measuring process."""
 
@@ -90,12 +86,11 @@ class Seat:
         self,
         result: Tensor,
         tensor_bytes: int,
-        prepare: Callable[[], object] = _nothing,
-        conclude: Callable[[], object] = _nothing,
+        prepare: Callable[[], object] = lambda: None,
     ) -> Iterator[int]:
         """Yields the number of each round, which begins when all peers are prepared and ends with the next iteration.
 
-        At its end `result` must hold the average, unless `conclude`, which is not timed, writes it there.
+        At its end `result` must hold the average.
         `tensor_bytes` is the size of the caller's tensors.
         """
         for number in range(self._num_rounds + 1):
@@ -108,7 +103,6 @@ class Seat:
             ended_at = time.perf_counter()
             cpu_s = _cpu_s() - cpu_before
             self.meet(note="measured" if number == 0 else "")
-            conclude()
             error = vectors.relative_error(result, self.num_peers)
             digest = xxhash.xxh3_128(result.numpy().data).hexdigest()
             self.meet(Round(started_at, ended_at, cpu_s, error, digest), "round")

@@ -13,11 +13,10 @@ from typing import Any
 from benchmarks.lab import Lab
 from benchmarks.lab import Link as LabLink
 from benchmarks.light_loop import Loop
-from benchmarks.progress import Progress
-from benchmarks.record import Result
+from benchmarks.record import Result, say
 from benchmarks.swarm_harness import Job, Swarm
 from benchmarks.wan.cases import link
-from benchmarks.wan.rounds import COORDINATOR, START_S, seat
+from benchmarks.wan.rounds import COORDINATOR, seat
 from diloco.sim.cost.figures import Figures
 from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import Machine
@@ -74,31 +73,21 @@ class Measured:
         return [max(values) for values in zip(*([r[part] for r in peer] for peer in self.peers), strict=True)]
 
 
-def steps(setting: Setting) -> dict[str, float]:
-    """The parts of `results` with their estimated seconds, for a Progress."""
-    plan = {"processors": START_S + 3.0 * setting.num_epochs}
-    for mbps in setting.mbps:
-        link_s = 8 * (setting.megabytes << 20) * 1.5 / (mbps * 1e6)
-        for name, schedule in SCHEDULES.items():
-            each_s = schedule.steps_per_epoch * _WAIT_S + link_s / schedule.num_fragments
-            plan[_case(mbps, name)] = START_S + (setting.num_epochs + 2) * each_s
-    return plan
-
-
-def results(setting: Setting, progress: Progress) -> list[Result]:
+def results(setting: Setting) -> list[Result]:
     machine, step_s = calibrated(setting)
-    progress.done("processors", f"a step takes {1e3 * step_s:.0f} ms, {_paces(machine)}")
+    names = ("propose", "reduce", "preview", "apply", "take")
+    paces = ", ".join(f"{name} {getattr(machine, name) / 1e6:.0f} MB/s" for name in names)
+    say(f"processors: a step takes {1e3 * step_s:.0f} ms, {paces}")
     rows: list[Result] = []
     for mbps in setting.mbps:
         for name, schedule in SCHEDULES.items():
             behind = link(mbps, _ROUND_TRIP_MS)
             measured = run(setting, schedule, behind)
             predicted = predict(setting, schedule, behind, machine, step_s)
-            found = compared(_case(mbps, name), measured, predicted)
+            case = f"lab {mbps:g} Mbit/s {name}"
+            found = compared(case, measured, predicted)
             rows += found
-            progress.done(
-                _case(mbps, name), ", ".join(f"{r.metric} {r.median:.3f}" for r in found if "/" in r.metric)
-            )
+            say(f"{case}: " + ", ".join(f"{r.metric} {r.median:.3f}" for r in found if "/" in r.metric))
     return rows
 
 
@@ -198,12 +187,3 @@ def predict(
         num_epochs=setting.num_epochs,
     )
     return simulate(scenario)
-
-
-def _case(mbps: float, name: str) -> str:
-    return f"lab {mbps:g} Mbit/s {name}"
-
-
-def _paces(machine: Machine) -> str:
-    names = ("propose", "reduce", "preview", "apply", "take")
-    return ", ".join(f"{name} {getattr(machine, name) / 1e6:.0f} MB/s" for name in names)

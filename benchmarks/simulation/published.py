@@ -154,29 +154,6 @@ def intellect_1() -> list[Result]:
     return rows
 
 
-def notes(rows: Sequence[Result]) -> list[str]:
-    """Sentences on which results are predicted within 25 %, which are not, and why."""
-    bandwidths = [row for row in rows if row.case.startswith("Streaming")]
-    far = [row for row in bandwidths if row.min < 0.75 or row.max > 1.25]
-    alone = {
-        row.case.removeprefix("INTELLECT-1 "): row.median
-        for row in rows
-        if row.metric == "network alone / published"
-    }
-    paced = [f"{row.median:.2f}" for row in rows if row.metric == "one pace / published"]
-    missed = ", ".join(f"{row.case} ({row.min:.2f} to {row.max:.2f})" for row in far)
-    return [
-        "Streaming DiLoCo: all bandwidths are predicted within 25 % (one point of its grid is 21 %)"
-        + (f", but for {len(far)} of {len(bandwidths)} rows: {missed}; why is not known." if far else "."),
-        "INTELLECT-1: its paper does not say which links each of its three settings had, nor how many nodes took part. "
-        "With those assumed in `simulation/published.py` the network alone would take "
-        + ", ".join(f"{ratio:.2f} ({name})" for name, ratio in alone.items())
-        + " of the published times: nearest where the slowest link bounds them, and far off in the USA, where links of "
-        "4 Gbit/s would have left it idle for most of the time. So the rest there is taken for what its processors and "
-        f"connections add, and the other two follow from it at {' and '.join(paced)}.",
-    ]
-
-
 def all_reduce_s(bits_per_s: float, round_trip_s: float) -> float:
     link = Link(up_bits_per_s=bits_per_s, down_bits_per_s=bits_per_s, delay_s=round_trip_s / 4)
     peer = SimulatedPeer(link=link, machine=IDEAL, step_s=_INTELLECT_STEP_S)

@@ -1,6 +1,6 @@
 """The duration of a round on realistic networks, compared with raw TCP in the same laboratory and run.
 
-    python -m benchmarks.wan [--quick] [--json FILE] [--plot FILE] [--cases NAME ...] [--codecs NAME ...] [--rivals]
+    python -m benchmarks.wan [--quick] [--json FILE] [--cases NAME ...] [--codecs NAME ...]
 
 Peers are started by `diloco peer` behind links of benchmarks/lab, with a training loop that changes every weight and
 waits until the round may begin, so that rounds of raw TCP and ours alternate. `round` is the time from the group to the

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from benchmarks.lab import Link
 from diloco.sim.cost.links import TCP_PAYLOAD
-from peers.reduce.codecs import codec_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,3 @@ def optimum_s(case: Case) -> float:
     # If the slowest peer's share would be negative, `level` is below `least`, so the maximum is right in that case too.
     level = case.tensor_bytes * (2 * len(rates) - 2) / sum(rates)
     return max(least, level)
-
-
-def planned_s(case: Case, codec: str) -> float:
-    """Estimated duration of a whole round."""
-    numel = case.tensor_bytes // 4
-    return 0.5 + 1.2 * optimum_s(case) * codec_named(codec).encoded_bytes(numel) / case.tensor_bytes

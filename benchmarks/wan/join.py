@@ -10,11 +10,10 @@ from pathlib import Path
 
 from benchmarks.lab import Lab
 from benchmarks.light_loop import Loop
-from benchmarks.progress import Progress
-from benchmarks.record import Result
+from benchmarks.record import Result, say
 from benchmarks.swarm_harness import Job, Peer, Swarm
 from benchmarks.wan.cases import Case, even
-from benchmarks.wan.rounds import COORDINATOR, START_S, seat
+from benchmarks.wan.rounds import COORDINATOR, seat
 from diloco.sim.cost.links import TCP_PAYLOAD
 
 _MBPS, _ROUND_TRIP_MS, _DONORS = 1000, 10, 2
@@ -24,39 +23,24 @@ _AVERAGING = {"at rest": "fp32", "short epochs": "int8"}
 """What the donors do during the join, with the codec that they average with."""
 
 
-def steps(*, quick: bool) -> dict[str, float]:
-    """The parts of `results` with their estimated seconds, for a Progress."""
-    return {_name(how): START_S + 6 * _least_s(_case(quick=quick)) for how in _AVERAGING}
-
-
-def results(progress: Progress, *, quick: bool) -> list[Result]:
+def results(*, quick: bool) -> list[Result]:
     """The newcomer's time from its first request to training, relative to the transfer time of the state."""
     rows: list[Result] = []
+    network = even("join", _DONORS + 1, _MBPS, _ROUND_TRIP_MS, 32 if quick else 512, ["fp32"])
+    # The state, anchor and momentum, is twice as large as the model.
+    least = 2 * network.tensor_bytes / (TCP_PAYLOAD * network.links[0].down_bytes_per_s)
     for how, codec in _AVERAGING.items():
-        took, epochs, replayed = _measured(_case(quick=quick), codec, is_gated=how == "at rest")
-        least = _least_s(_case(quick=quick))
+        case = f"join {how}"
+        took, epochs, replayed = _measured(network, codec, is_gated=how == "at rest")
         rows += [
-            Result.of(_name(how), "until it trains", "s", [took]),
-            Result.of(_name(how), "state / link", "s", [least]),
-            Result.of(_name(how), "until it trains / state over link", "ratio", [took / least]),
-            Result.of(_name(how), "commits of the others meanwhile", "epochs", [float(epochs)]),
-            Result.of(_name(how), "commits made after them", "epochs", [float(replayed)]),
+            Result.of(case, "until it trains", "s", [took]),
+            Result.of(case, "state / link", "s", [least]),
+            Result.of(case, "until it trains / state over link", "ratio", [took / least]),
+            Result.of(case, "commits of the others meanwhile", "epochs", [float(epochs)]),
+            Result.of(case, "commits made after them", "epochs", [float(replayed)]),
         ]
-        progress.done(_name(how), f"{took:.1f} s, {took / least:.2f} of its bytes' time")
+        say(f"{case}: {took:.1f} s, {took / least:.2f} of its bytes' time")
     return rows
-
-
-def _name(how: str) -> str:
-    return f"join {how}"
-
-
-def _case(*, quick: bool) -> Case:
-    """The network, and the size of the model; the state, anchor and momentum, is twice as large."""
-    return even("join", _DONORS + 1, _MBPS, _ROUND_TRIP_MS, 32 if quick else 512, ["fp32"])
-
-
-def _least_s(case: Case) -> float:
-    return 2 * case.tensor_bytes / (TCP_PAYLOAD * case.links[0].down_bytes_per_s)
 
 
 def _measured(case: Case, codec: str, *, is_gated: bool) -> tuple[float, int, int]:

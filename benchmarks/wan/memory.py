@@ -11,15 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.light_loop import Loop
-from benchmarks.progress import Progress
-from benchmarks.record import Result
+from benchmarks.record import Result, say
 from benchmarks.swarm_harness import Job, Seat, Swarm
-from benchmarks.wan.rounds import START_S
 from peers.reduce.codecs import codec_named, result_codec_named
 
 _NUM_PEERS = 4
-_MEGABYTES_PER_S = 40.0
-"""Estimated speed of a round, for the time left."""
 _EXACT = "fp32"
 """The codec without residuals."""
 _IMPORTS = (
@@ -28,21 +24,12 @@ _IMPORTS = (
 )
 
 
-def steps(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> dict[str, float]:
-    """The parts of `results` with their estimated seconds, for a Progress."""
-    return {
-        _name(codec, megabytes): START_S + num_rounds * megabytes / _MEGABYTES_PER_S
-        for codec in codecs
-        for megabytes in _sizes(quick=quick)
-    }
-
-
-def results(codecs: tuple[str, ...], num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
+def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Result]:
     """Measured on loopback, where rounds are fastest and the most data is in flight."""
     baseline = imports_bytes()
     rows = [Result.of("memory imports", "peak resident", "MB", [baseline / 1e6])]
     for codec in codecs:
-        for megabytes in _sizes(quick=quick):
+        for megabytes in (16, 32) if quick else (64, 256):
             tensor_bytes = megabytes << 20
             daemons = measured(tensor_bytes, codec, num_rounds)
             peaks = [daemon.peak_bytes for daemon in daemons]
@@ -50,19 +37,11 @@ def results(codecs: tuple[str, ...], num_rounds: int, progress: Progress, *, qui
                 (daemon.peak_bytes - baseline - held_tensors(codec, daemon.shares) * tensor_bytes) / 1e6
                 for daemon in daemons
             ]
-            case = _name(codec, megabytes)
+            case = f"memory {megabytes} MB {codec}"
             rows.append(Result.of(case, "daemon's peak", "MB", [peak / 1e6 for peak in peaks]))
             rows.append(Result.of(case, "beyond imports and state", "MB", beyond))
-            progress.done(case, f"{max(beyond):.0f} MB")
+            say(f"{case}: {max(beyond):.0f} MB")
     return rows
-
-
-def _sizes(*, quick: bool) -> tuple[int, int]:
-    return (16, 32) if quick else (64, 256)
-
-
-def _name(codec: str, megabytes: int) -> str:
-    return f"memory {megabytes} MB {codec}"
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,18 @@ import time
 from pathlib import Path
 
 from benchmarks.lab import Lab
-from benchmarks.progress import Progress
-from benchmarks.record import Result
+from benchmarks.record import Result, say
 from benchmarks.swarm_harness import Swarm, SwarmError
-from benchmarks.wan.cases import Case, even, planned_s
-from benchmarks.wan.rounds import COORDINATOR, START_S, WARM_UP_EPOCHS, swarm_in
+from benchmarks.wan.cases import Case, even
+from benchmarks.wan.rounds import COORDINATOR, WARM_UP_EPOCHS, swarm_in
 from diloco.sim.cost.links import TCP_PAYLOAD
 
 _MBPS, _ROUND_TRIP_MS = 100, 40
 _PUBLIC, _HIDDEN = 0, (1, 2)
 _LONE_EPOCHS = 2
-_LOSS_S = 30.0
 
 
-def steps(num_rounds: int, *, quick: bool) -> dict[str, float]:
-    """The parts of `results` with their estimated seconds, for a Progress."""
-    round_s = 1.7 * planned_s(_case(quick=quick), "fp32")
-    rounds = {f"nat round {number}": round_s for number in range(1, num_rounds + 1)}
-    return {"nat": START_S + WARM_UP_EPOCHS * round_s, **rounds, "nat, public peer killed": _LOSS_S}
-
-
-def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
+def results(num_rounds: int, *, quick: bool) -> list[Result]:
     """Round times relative to the transfer time on the public link, and the others' rounds after that peer's death."""
     case = _case(quick=quick)
     rows: list[Result] = []
@@ -38,7 +29,6 @@ def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]
         with swarm_in(lab, Path(directory), case, "fp32", num_epochs) as swarm:
             for epoch in range(1, WARM_UP_EPOCHS + 1):
                 swarm.run_epoch(epoch)
-            progress.done("nat", "ready")
             times, costs, contributors = [], [], []
             for number in range(1, num_rounds + 1):
                 before = lab.counters(_PUBLIC)
@@ -48,7 +38,7 @@ def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]
                 busiest = max(used.up_wire_bytes, used.down_wire_bytes)
                 costs.append(busiest / case.links[_PUBLIC].up_bytes_per_s)
                 contributors.append(float(min(len(record["contributors"]) for record in records)))
-                progress.done(f"nat round {number}", f"{times[-1]:.2f} s")
+                say(f"nat round {number}: {times[-1]:.2f} s")
             least = TCP_PAYLOAD * case.links[_PUBLIC].up_bytes_per_s
             rows += [
                 Result.of("nat", "round", "s", times),
@@ -60,7 +50,7 @@ def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]
                 Result.of("nat", "one tensor over a link", "s", [case.tensor_bytes / least]),
             ]
             rows += _without_the_public_peer(swarm, WARM_UP_EPOCHS + num_rounds + 1)
-            progress.done("nat, public peer killed", f"next epoch after {rows[-2].median:.1f} s")
+            say(f"nat, public peer killed: next epoch after {rows[-2].median:.1f} s")
     return rows
 
 

@@ -12,15 +12,12 @@ from typing import Any
 from benchmarks.lab import Lab, Link
 from benchmarks.lab.players import Players
 from benchmarks.light_loop import Loop
-from benchmarks.progress import Progress
-from benchmarks.record import Result
+from benchmarks.record import Result, say
 from benchmarks.swarm_harness import Job, Seat, Swarm
-from benchmarks.wan.cases import Case, optimum_s, planned_s
+from benchmarks.wan.cases import Case, optimum_s
 
 _PARTS = ("round_s", "reduce_s", "blocked_s", "preview_s", "vote_s", "apply_s")
 COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
-START_S = 25.0
-"""Estimated time to start and stop four peers, their workers and the coordinator on two cores."""
 _WARM_UP_BYTES = 8 << 20
 """Enough for TCP's congestion window to reach the rate of the link."""
 WARM_UP_EPOCHS = 2
@@ -53,23 +50,7 @@ def swarm_in(lab: Lab, directory: Path, case: Case, codec: str, num_epochs: int)
     return Swarm(job, directory, seats, coordinator=seat(lab, num_peers))
 
 
-def steps(case: Case, num_rounds: int, *, rivals: bool) -> dict[str, float]:
-    """The parts of `measured` with their estimated seconds, for a Progress."""
-    plan: dict[str, float] = {}
-    for codec in case.codecs:
-        raw_s = optimum_s(case) if _takes_turns(case, codec, rivals=rivals) else 0.0
-        round_s = planned_s(case, codec)
-        plan[_name(case, codec, 0)] = START_S + WARM_UP_EPOCHS * round_s + (0.2 * raw_s)
-        plan |= {_name(case, codec, number): round_s + raw_s for number in range(1, num_rounds + 1)}
-    if rivals:
-        plan |= {
-            _name(case, "gloo", number): 1.2 * optimum_s(case) + (START_S if number == 0 else 0)
-            for number in range(num_rounds + 1)
-        }
-    return plan
-
-
-def measured(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -> dict[str, Rounds]:
+def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
     """Measure the rounds of each codec, after WARM_UP_EPOCHS that are not counted."""
     found: dict[str, Rounds] = {}
     with Lab([*case.links, COORDINATOR]) as lab:
@@ -77,7 +58,8 @@ def measured(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -
             found[codec] = rounds = Rounds()
             with ExitStack() as stack:
                 raw = None
-                if _takes_turns(case, codec, rivals=rivals):
+                # With the first codec only; on uneven links the optimum is what to compare with.
+                if codec == case.codecs[0] and len(set(case.links)) == 1:
                     raw = stack.enter_context(_raw_tcp(lab, len(case.links)))
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 swarm = stack.enter_context(
@@ -85,38 +67,12 @@ def measured(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -
                 )
                 for epoch in range(1, WARM_UP_EPOCHS + 1):
                     swarm.run_epoch(epoch)
-                progress.done(_name(case, codec, 0), "ready")
                 for number in range(1, num_rounds + 1):
                     if raw is not None:
                         rounds.raw_s.append(raw.round_s(case.tensor_bytes))
                     _measure(lab, case, swarm, WARM_UP_EPOCHS + number, rounds)
-                    progress.done(_name(case, codec, number), _said(rounds))
+                    say(f"{case.name} {codec} round {number}: {_said(rounds)}")
     return found
-
-
-def gloo_s(case: Case, num_rounds: int, progress: Progress) -> list[float]:
-    """Times of gloo's all-reduce of the same tensors behind the same links."""
-    num_peers = len(case.links)
-    times: list[float] = []
-    with (
-        Lab([*case.links, COORDINATOR]) as lab,
-        Players(lab, "benchmarks.lab.gloo", num_peers) as gloo,
-    ):
-        gloo.round_s(_WARM_UP_BYTES)
-        progress.done(_name(case, "gloo", 0), "ready")
-        for number in range(1, num_rounds + 1):
-            times.append(gloo.round_s(case.tensor_bytes))
-            progress.done(_name(case, "gloo", number), f"{times[-1]:.2f} s")
-    return times
-
-
-def _name(case: Case, what: str, number: int) -> str:
-    return f"{case.name} {what} round {number}" if number else f"{case.name} {what}"
-
-
-def _takes_turns(case: Case, codec: str, *, rivals: bool) -> bool:
-    """Whether raw TCP is measured with this codec: only with the first one, and on uneven links only on request."""
-    return codec == case.codecs[0] and (rivals or len(set(case.links)) == 1)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.record import Result
 from benchmarks.simulation import lab, published, thousand
 from benchmarks.table import RESULTS
 from benchmarks.wan.cases import link
@@ -50,17 +49,6 @@ def test_what_is_committed_agrees_with_the_laboratory_within_a_tenth():
     assert all(0.9 < ratio < 1.1 for ratio in lab_ratios.values()), lab_ratios
     assert len([case for case, _ in ratios if case.startswith("Streaming DiLoCo")]) == 12
     assert ("INTELLECT-1 global", "one pace / published") in ratios
-
-
-def test_the_notes_name_what_is_not_met():
-    rows = [
-        Result.of("Streaming DiLoCo 1B vanilla", "Gbit/s, predicted / published", "ratio", [1.0, 1.207]),
-        Result.of("Streaming DiLoCo 1B streaming", "Gbit/s, predicted / published", "ratio", [0.69, 1.0]),
-        *published.intellect_1(),
-    ]
-    streaming, intellect = published.notes(rows)
-    assert "1 of 2 rows: Streaming DiLoCo 1B streaming (0.69 to 1.00)" in streaming
-    assert "0.38 (USA), 0.83 (USA and Europe), 0.68 (global)" in intellect
 
 
 def test_two_of_intellect_1s_times_follow_from_the_third():
