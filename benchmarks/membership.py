@@ -1,6 +1,6 @@
 """The cost of forming a swarm and of gathering for rounds with N peers: light peers on one machine.
 
-    python -m benchmarks.membership [--sizes 2 5 10 20 35 50] [--quick] [--json FILE] [--plot FILE]
+    python -m benchmarks.membership [--sizes 2 5 10 20 35 50] [--quick] [--json FILE]
 
 All peers start by the same command, eight at a time; a coordinator assigns the ranks. Measured are the time from the
 first start until all peers train, the time that one more peer needs, the time from the last member's readiness to the
@@ -10,9 +10,7 @@ are upper bounds; only the CPU time per peer carries over to separate machines.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -21,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plot
 from benchmarks.chaos.coordinator import Coordinator
 from benchmarks.chaos.links import free_port
 from benchmarks.light_swarm import LightPeer, LightSwarm, children_of, wait_until
@@ -62,7 +59,6 @@ class Assigned(LightSwarm):
 def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__)
     flags.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    flags.add_argument("--plot", type=Path, metavar="FILE")
     given = flags.parse_args(arguments)
     sizes = (2, 4) if given.quick else given.sizes
     found = []
@@ -70,8 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(measured(size))
         print(f"{size} peers: {found[-1]}", file=sys.stderr, flush=True)
     report("membership", _results(found), given.json, extra={"notes": _notes()}, keeps=True)
-    if given.plot:
-        _draw(given, found)
     return 0
 
 
@@ -179,20 +173,6 @@ def _results(found: Sequence[Measured]) -> list[Result]:
 def _notes() -> list[str]:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return [f"All on one machine, whose load averages were {load} at the end: times are upper bounds."]
-
-
-def _draw(given: argparse.Namespace, found: Sequence[Measured]) -> None:
-    series = {
-        "all train (s)": [_point(one, [one.forming_s]) for one in found],
-        "one more trains (s)": [_point(one, [one.joining_s]) for one in found],
-        "round (s)": [_point(one, one.rounds_s) for one in found],
-        "upkeep (% of a core)": [_point(one, [100 * one.upkeep]) for one in found],
-    }
-    plot.lines(given.plot, series, title="Membership as peers grow in number", x_label="peers", y_label="")
-
-
-def _point(one: Measured, values: Sequence[float]) -> tuple[float, plot.Band]:
-    return float(one.num_peers), (statistics.median(values), min(values), max(values))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Goodput of light peers under faults, and the time in which the others recover from a death.
 
-    python -m benchmarks.chaos [--minutes 20] [--peers 6] [--mean-seconds-between-faults 10] [--seed 0] [--overlap]
+    python -m benchmarks.chaos [--minutes 20] [--peers 6] [--mean-seconds-between-faults 10] [--seed 0]
         [--quick]
 
 Real daemons on loopback, each with a worker that sleeps instead of computing, behind proxies that cut, delay and
@@ -34,7 +34,6 @@ class Settings:
     mean_s: float
     seed: int
     local_steps: int
-    never_waits: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--peers", type=int, default=6)
     flags.add_argument("--mean-seconds-between-faults", type=float, default=10.0)
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--overlap", action="store_true", help="with --hv.overlap-steps auto")
     flags.add_argument(
         "--directory", type=Path, help="where what happens is written; default: a temporary one"
     )
@@ -68,7 +66,6 @@ def _settings(given: argparse.Namespace) -> Settings:
             mean_s=4.0,
             seed=given.seed,
             local_steps=15,
-            never_waits=given.overlap,
         )
     seconds = 60.0 * given.minutes
     return Settings(
@@ -78,7 +75,6 @@ def _settings(given: argparse.Namespace) -> Settings:
         mean_s=given.mean_seconds_between_faults,
         seed=given.seed,
         local_steps=50,
-        never_waits=given.overlap,
     )
 
 
@@ -88,21 +84,13 @@ def _measured(settings: Settings, directory: Path) -> tuple[Outcome, Outcome]:
         settings.seed, seconds=settings.seconds, num_peers=settings.num_peers, mean_s=settings.mean_s
     )
     common = {"num_peers": settings.num_peers, **trains}
-    # Both goodputs are against blocking rounds without faults.
     calm = run(directory / "calm", seconds=settings.baseline_s, faults=(), **common)
-    struck = run(
-        directory / "struck",
-        seconds=settings.seconds,
-        faults=faults,
-        never_waits=settings.never_waits,
-        **common,
-    )
-    return calm, struck
+    return calm, run(directory / "struck", seconds=settings.seconds, faults=faults, **common)
 
 
 def _results(settings: Settings, calm: Outcome, struck: Outcome) -> list[Result]:
     before, history = calm.history, struck.history
-    case = f"{settings.num_peers} peers, seed {settings.seed}{', overlapped' if settings.never_waits else ''}"
+    case = f"{settings.num_peers} peers, seed {settings.seed}"
     epoch_s = before.epoch_s()
     goodput = history.tokens_per_live_second() / before.tokens_per_live_second()
     with_starts = history.tokens_per_live_second(from_training=False) / before.tokens_per_live_second()

@@ -14,7 +14,6 @@ from benchmarks.chaos.links import Pair
 from benchmarks.chaos.plan import CLOCK_SKEW_S, DISORDER, KINDS, Fault
 from benchmarks.chaos.swarm import GONE_WITHIN_S, ChaosSwarm, Life
 from benchmarks.light_swarm import wait_until
-from peers.core.schedule import AS_LONG_AS_THE_ROUND
 
 _POLL_S = 0.05
 _RESTART_S = 1.0
@@ -43,17 +42,14 @@ def run(
     num_peers: int,
     seconds: float,
     faults: Sequence[Fault],
-    never_waits: bool = False,
     **worker: object,
 ) -> Outcome:
-    """Run a swarm under these faults; `never_waits`: with --hv.overlap-steps auto.
+    """Run a swarm under these faults.
 
     Raises Unrecoverable, and AssertionError if a process does not end.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with ChaosSwarm(directory, num_peers, **{"max_steps": 10**9, **worker}) as swarm:
-        if never_waits:
-            swarm.manifest = {"hv.overlap_steps": AS_LONG_AS_THE_ROUND}
         chaos = _Chaos(swarm, faults)
         for rank in range(num_peers):
             for parity in (0, 1):

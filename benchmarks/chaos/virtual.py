@@ -1,20 +1,16 @@
 """The same faults on the virtual runtime: simulates 20 minutes of six peers in seconds, and what workers wait for.
 
-    python -m benchmarks.chaos.virtual [--minutes 20] [--peers 6] [--seeds 4] [--quick]
-
-The peers use the daemons' state machine (peers/core); links, reductions and downloads are models (diloco/sim). This
-compares waiting rules seed by seed before they are measured by the real benchmark. Faults without a model (slow link,
-corrupt byte, disorder, clock, disk, coordinator) are left out.
+The peers use the daemons' state machine (peers/core); links, reductions and downloads are models (diloco/sim). A
+test compares goodput with that of a calm run, before waiting rules are measured by the real benchmark. Faults without a
+model (slow link, corrupt byte, disorder, clock, disk, coordinator) are left out.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.plan import Fault, draw
-from benchmarks.record import Result, parser, report
+from benchmarks.chaos.plan import Fault
 from diloco.sim.peer import VirtualPeer
 from diloco.sim.swarm import VirtualSwarm, settings_for
 from diloco.sim.world import Durations
@@ -26,7 +22,6 @@ STEP_S = 0.1
 SAMPLE_INTERVAL_S = 0.05
 """Interval at which the peers' activity is sampled."""
 FORMS_S = 30.0
-CALM_S = 120.0
 RESTART_S = 0.4
 
 
@@ -106,34 +101,3 @@ def _what_for(swarm: VirtualSwarm, peer: VirtualPeer) -> str:
     if any(other.worker is None or not other.worker.has_begun for other in others):
         return "one that starts"
     return "one that trains" if others else "a quorum, or the leader"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    flags = parser(__doc__)
-    flags.add_argument("--minutes", type=float, default=20.0)
-    flags.add_argument("--peers", type=int, default=6)
-    flags.add_argument("--mean-seconds-between-faults", type=float, default=10.0)
-    flags.add_argument("--seeds", type=int, default=4)
-    given = flags.parse_args(arguments)
-    seconds, num_seeds = (120.0, 1) if given.quick else (60.0 * given.minutes, given.seeds)
-    goodputs, more = list[float](), dict[str, float]()
-    for seed in range(num_seeds):
-        calm = run(seed, num_peers=given.peers, seconds=CALM_S, faults=())
-        mean_s = given.mean_seconds_between_faults
-        faults = draw(seed, seconds=seconds, num_peers=given.peers, mean_s=mean_s)
-        struck = run(seed, num_peers=given.peers, seconds=seconds, faults=faults)
-        goodputs.append(struck.tokens_per_live_s / calm.tokens_per_live_s)
-        for what in {*calm.waits, *struck.waits}:
-            more[what] = more.get(what, 0.0) + (struck.share_of(what) - calm.share_of(what)) / num_seeds
-    case = f"{given.peers} virtual peers, {num_seeds} seeds"
-    results = [Result.of(case, "goodput", "of no faults", goodputs)]
-    results += [
-        Result.of(case, f"more waiting for {what}", "of the time", [share])
-        for what, share in sorted(more.items(), key=lambda entry: -entry[1])
-    ]
-    report("chaos-virtual", results, given.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

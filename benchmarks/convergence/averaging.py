@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.convergence.late_work import corrected
 from benchmarks.convergence.reduction import Member, average
 from benchmarks.convergence.settings import Job
 from diloco.outer.exchange import SharedWeights
@@ -146,8 +145,6 @@ class AveragedSwarm:
         if self._job.arm.slowness > 1 and late in ready:
             out, base = late.weights.out[fragment], self._late_base[fragment]
             rebase(self.state.anchor[fragment], out, base, out)
-            if self._job.arm.corrected:
-                self._correct(late, fragment)
         members = [
             Member(
                 r.weights.out[fragment],
@@ -180,14 +177,6 @@ class AveragedSwarm:
         anchor = self.state.anchor[fragment]
         share = (anchor.bfloat16() != local.bfloat16()).float().mean().item()
         self.visible_shares.append(share)
-
-    def _correct(self, late: Replica, fragment: int) -> None:
-        anchor, momentum = self.state.anchor[fragment], self.state.momentum[fragment]
-        for piece in late.weights.pieces:
-            if piece.fragment == fragment:
-                part = slice(piece.start, piece.start + piece.local.numel())
-                out = late.weights.out[fragment][part]
-                out.copy_(anchor[part] - corrected(anchor[part] - out, momentum[part]))
 
     def _slowness_of(self, rank: int) -> int:
         return self._job.arm.slowness if rank == len(self.members) - 1 else 1

@@ -98,8 +98,6 @@ class Arm:
     """The value that a paper prescribes; None: the study's."""
     outer_lr: float | None = None
     """The value that a paper prescribes; None: the one tuned for its optimizer in fp32."""
-    corrected: bool = False
-    """Whether late work is turned towards the outer momentum (late_work.corrected)."""
     reference: str = FP32
     """The arm to compare with, besides data parallel."""
     target: float | None = None
@@ -172,7 +170,6 @@ def _ways_of_averaging(plain: Arm, scale: Scale) -> list[Arm]:
     average = replace(plain, name="plain average", outer_lr=1.0, outer_momentum=outer_momentum_for("topk"))
     overlap = min(5, scale.local_steps // 2 - 1)
     streaming = replace(plain, name="streaming", num_fragments=2, overlap_steps=overlap, target=0.3)
-    slower = [replace(plain, name=f"one peer {n}x slower", slowness=n) for n in (2, 3, 4)]
     return [
         replace(plain, name="int8", compression="int8", target=0.1),
         replace(plain, name="int4", compression="int4", target=0.1),
@@ -185,8 +182,7 @@ def _ways_of_averaging(plain: Arm, scale: Scale) -> list[Arm]:
         replace(streaming, name="streaming short", overlap_steps=1),
         replace(streaming, name="streaming short mixed", overlap_steps=1, mixing=0.5),
         replace(plain, name="one-epoch delay", overlap_steps=scale.local_steps - 1),
-        *slower,
-        *(replace(arm, name=f"{arm.name}, corrected", corrected=True) for arm in slower),
+        *(replace(plain, name=f"one peer {n}x slower", slowness=n) for n in (2, 3, 4)),
     ]
 
 

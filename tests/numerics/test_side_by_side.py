@@ -21,7 +21,7 @@ NAMES = (
     "muon",
     "int4",
     "streaming mixed",
-    "one peer 2x slower, corrected",
+    "one peer 2x slower",
 )
 
 
