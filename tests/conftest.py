@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import hypothesis
 import pytest
 
 from tests.support.swarm import LightSwarm
+
+COROUTINE_TIMEOUT_S = 300.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("diloco")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own, and a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def run() -> None:
+        async with asyncio.timeout(COROUTINE_TIMEOUT_S):
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(run())
+    return True
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -161,6 +162,19 @@ def wait_until(
             raise AssertionError(f"{what} {why}{said}")
         time.sleep(0.02)
     return value
+
+
+def is_running(pid: int) -> bool:
+    """Not a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def check_gone(command: Command, within_s: float = GONE_WITHIN_S) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -35,8 +34,3 @@ async def eventually(condition: Callable[[], Awaitable[object]], timeout_s: floa
         assert time.monotonic() < deadline, "it did not come about in time"
         await asyncio.sleep(0.05)
     return value
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

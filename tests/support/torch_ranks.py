@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
+
+from tests.support.commands import free_port
 
 TIMEOUT_S = 180.0
 
@@ -21,7 +22,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._ends, self._processes = [], []
         for rank in range(num_ranks):
             mine, theirs = context.Pipe()
@@ -93,9 +94,3 @@ def _rank(end: Connection, environment: dict[str, str]) -> None:
                 outcome = (None, traceback.format_exc())
             # Not Connection.send: torch would pass tensors by descriptors that end with this process.
             end.send_bytes(pickle.dumps(outcome))
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

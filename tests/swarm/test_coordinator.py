@@ -63,80 +63,62 @@ async def announce(dht: Dht, identity: Identity, record: Announcement) -> None:
     assert await dht.store(PEERS_KEY(RUN), dht.peer_id, record.encode(identity), 20)
 
 
-def test_ranks_are_assigned_kept_across_restarts_and_never_shared(tmp_path):
-    async def scenario():
-        async with coordinating(tmp_path / "state") as coordinator:
-            address = await coordinator.address()
-            async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
-                first = await request_rank(a, RUN, None, timeout_s=10)
-                second = await request_rank(b, RUN, None, timeout_s=10)
-                assert (first.world_rank, second.world_rank) == (0, 1)
-                assert (first.galaxy_size, second.galaxy_size) == (1, 2)
-                with pytest.raises(UserError, match=f"world rank 0 is taken by the live peer {a.peer_id}"):
-                    await request_rank(b, RUN, 0, timeout_s=10)
-        async with coordinating(tmp_path / "state") as coordinator:
-            address = await coordinator.address()
-            async with joined(tmp_path, "c", address) as c, joined(tmp_path, "b", address) as b:
-                assert (await request_rank(c, RUN, None, timeout_s=10)).world_rank == 2
-                assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
-
-    asyncio.run(scenario())
+async def test_ranks_are_assigned_kept_across_restarts_and_never_shared(tmp_path):
+    async with coordinating(tmp_path / "state") as coordinator:
+        address = await coordinator.address()
+        async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
+            first = await request_rank(a, RUN, None, timeout_s=10)
+            second = await request_rank(b, RUN, None, timeout_s=10)
+            assert (first.world_rank, second.world_rank) == (0, 1)
+            assert (first.galaxy_size, second.galaxy_size) == (1, 2)
+            with pytest.raises(UserError, match=f"world rank 0 is taken by the live peer {a.peer_id}"):
+                await request_rank(b, RUN, 0, timeout_s=10)
+    async with coordinating(tmp_path / "state") as coordinator:
+        address = await coordinator.address()
+        async with joined(tmp_path, "c", address) as c, joined(tmp_path, "b", address) as b:
+            assert (await request_rank(c, RUN, None, timeout_s=10)).world_rank == 2
+            assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
 
 
-def test_a_holder_that_does_not_answer_yields_its_rank(tmp_path):
-    async def scenario():
-        async with coordinating(tmp_path / "state") as coordinator:
-            address = await coordinator.address()
-            async with joined(tmp_path, "a", address) as a:
-                assert (await request_rank(a, RUN, 5, timeout_s=10)).world_rank == 5
-            async with joined(tmp_path, "b", address) as b:
-                assert (await request_rank(b, RUN, 5, timeout_s=10)).world_rank == 5
-
-    asyncio.run(scenario())
+async def test_a_holder_that_does_not_answer_yields_its_rank(tmp_path):
+    async with coordinating(tmp_path / "state") as coordinator:
+        address = await coordinator.address()
+        async with joined(tmp_path, "a", address) as a:
+            assert (await request_rank(a, RUN, 5, timeout_s=10)).world_rank == 5
+        async with joined(tmp_path, "b", address) as b:
+            assert (await request_rank(b, RUN, 5, timeout_s=10)).world_rank == 5
 
 
-def test_ranks_that_peers_brought_along_are_respected(tmp_path):
-    async def scenario():
-        async with coordinating(tmp_path / "state") as coordinator:
-            address = await coordinator.address()
-            async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
-                await announce(a, load(tmp_path / "a.key"), announcement(a, 0))
-                assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
-                with pytest.raises(UserError, match="taken"):
-                    await request_rank(b, RUN, 0, timeout_s=10)
-
-    asyncio.run(scenario())
+async def test_ranks_that_peers_brought_along_are_respected(tmp_path):
+    async with coordinating(tmp_path / "state") as coordinator:
+        address = await coordinator.address()
+        async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
+            await announce(a, load(tmp_path / "a.key"), announcement(a, 0))
+            assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
+            with pytest.raises(UserError, match="taken"):
+                await request_rank(b, RUN, 0, timeout_s=10)
 
 
-def test_a_coordinator_tells_of_joins_epochs_and_leaves(tmp_path):
-    async def scenario():
-        async with coordinating(tmp_path / "state") as coordinator:
-            address = await coordinator.address()
-            async with joined(tmp_path, "a", address) as a:
-                identity, record = load(tmp_path / "a.key"), announcement(a, 0)
-                await announce(a, identity, record)
-                await eventually(coordinator.has_said("joined, 1 peer"))
-                await announce(a, identity, replace(record, epoch=1))
-                await eventually(coordinator.has_said("epoch 1: 1 peer"))
-                await announce(a, identity, replace(record, state="leaving"))
-                await eventually(coordinator.has_said("left at epoch"))
-
-    asyncio.run(scenario())
+async def test_a_coordinator_tells_of_joins_epochs_and_leaves(tmp_path):
+    async with coordinating(tmp_path / "state") as coordinator:
+        address = await coordinator.address()
+        async with joined(tmp_path, "a", address) as a:
+            identity, record = load(tmp_path / "a.key"), announcement(a, 0)
+            await announce(a, identity, record)
+            await eventually(coordinator.has_said("joined, 1 peer"))
+            await announce(a, identity, replace(record, epoch=1))
+            await eventually(coordinator.has_said("epoch 1: 1 peer"))
+            await announce(a, identity, replace(record, state="leaving"))
+            await eventually(coordinator.has_said("left at epoch"))
 
 
-def test_without_a_coordinator_there_is_no_grant(tmp_path, bootstrap):
-    async def scenario():
-        async with joined(tmp_path, "a", bootstrap) as a:
-            assert await request_rank(a, "uncoordinated", 0, timeout_s=0.5) is None
-
-    asyncio.run(scenario())
+async def test_without_a_coordinator_there_is_no_grant(tmp_path, bootstrap):
+    async with joined(tmp_path, "a", bootstrap) as a:
+        assert await request_rank(a, "uncoordinated", 0, timeout_s=0.5) is None
 
 
-def test_a_second_coordinator_of_a_run_on_this_machine_is_refused(tmp_path):
-    async def scenario():
-        async with coordinating(tmp_path) as coordinator:
-            await coordinator.address()
-            with pytest.raises(UserError, match="runs already"):
-                await serve(CoordinatorConfig(run_id=RUN, host_maddrs=LOOPBACK, state_dir=tmp_path), print)
-
-    asyncio.run(scenario())
+async def test_a_second_coordinator_of_a_run_on_this_machine_is_refused(tmp_path):
+    async with coordinating(tmp_path) as coordinator:
+        await coordinator.address()
+        with pytest.raises(UserError, match="runs already"):
+            await serve(CoordinatorConfig(run_id=RUN, host_maddrs=LOOPBACK, state_dir=tmp_path), print)

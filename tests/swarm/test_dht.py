@@ -18,61 +18,48 @@ from peers.errors import PeersError, UserError
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
 from peers.protocol.records import MAX_RECORD_BYTES
-from tests.support.members import LOOPBACK, eventually, free_port, joined
+from tests.support.commands import free_port
+from tests.support.members import LOOPBACK, eventually, joined
 from tests.support.swarm import wait_until
 
 DEAD_PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 
 
-def test_what_one_peer_stores_another_reads_until_it_expires(tmp_path, bootstrap):
-    async def scenario():
-        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
-            assert await a.store("store", "first", b"one", 30)
-            assert await b.store("store", "second", b"two", 30)
-            assert await a.get("store") == {"first": b"one", "second": b"two"}
-            assert await b.store("store", "second", b"three", 3), (
-                "a shorter life must not stop it from replacing"
-            )
-            assert (await a.get("store"))["second"] == b"three"
-            assert await b.store("passing", "x", b"soon gone", 3)
-            await eventually(lambda: _is_empty(a, "passing"))
-            with pytest.raises(ValueError, match="at most"):
-                await a.store("store", "long", b"x" * (MAX_RECORD_BYTES + 1), 30)
-
+async def test_what_one_peer_stores_another_reads_until_it_expires(tmp_path, bootstrap):
     async def _is_empty(dht, key):
         return await dht.get(key) == {}
 
-    asyncio.run(scenario())
+    async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+        assert await a.store("store", "first", b"one", 30)
+        assert await b.store("store", "second", b"two", 30)
+        assert await a.get("store") == {"first": b"one", "second": b"two"}
+        assert await b.store("store", "second", b"three", 3), "a shorter life must not stop it from replacing"
+        assert (await a.get("store"))["second"] == b"three"
+        assert await b.store("passing", "x", b"soon gone", 3)
+        await eventually(lambda: _is_empty(a, "passing"))
+        with pytest.raises(ValueError, match="at most"):
+            await a.store("store", "long", b"x" * (MAX_RECORD_BYTES + 1), 30)
 
 
-def test_a_peer_joins_through_the_one_live_address_of_several(tmp_path, bootstrap):
-    async def scenario():
-        async with joined(tmp_path, "a", DEAD_PEER, bootstrap) as dht:
-            assert await dht.transport.connected_peers()
-
-    asyncio.run(scenario())
+async def test_a_peer_joins_through_the_one_live_address_of_several(tmp_path, bootstrap):
+    async with joined(tmp_path, "a", DEAD_PEER, bootstrap) as dht:
+        assert await dht.transport.connected_peers()
 
 
-def test_a_client_reads_and_stores_without_listening(tmp_path, bootstrap):
-    async def scenario():
-        async with (
-            joined(tmp_path, "a", bootstrap) as a,
-            joined(tmp_path, "c", bootstrap, client_mode=True) as client,
-        ):
-            assert await a.store("client", "x", b"1", 30)
-            assert await client.get("client") == {"x": b"1"}
-            assert await client.maddrs() == []
-
-    asyncio.run(scenario())
+async def test_a_client_reads_and_stores_without_listening(tmp_path, bootstrap):
+    async with (
+        joined(tmp_path, "a", bootstrap) as a,
+        joined(tmp_path, "c", bootstrap, client_mode=True) as client,
+    ):
+        assert await a.store("client", "x", b"1", 30)
+        assert await client.get("client") == {"x": b"1"}
+        assert await client.maddrs() == []
 
 
-def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):
-    async def scenario():
-        async with joined(tmp_path, "a") as dht:
-            assert await dht.store("key", "x", b"1", 30)
-            assert await dht.get("key") == {"x": b"1"}
-
-    asyncio.run(scenario())
+async def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):
+    async with joined(tmp_path, "a") as dht:
+        assert await dht.store("key", "x", b"1", 30)
+        assert await dht.get("key") == {"x": b"1"}
 
 
 @pytest.mark.parametrize(
@@ -88,23 +75,17 @@ def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):
         ({"announce_maddrs": [DEAD_PEER]}, "names a peer"),
     ],
 )
-def test_an_address_that_is_wrong_or_silent_is_the_users_to_mend(tmp_path, options, said):
-    async def scenario():
-        identity = load_or_create(tmp_path / "a.key")
-        with pytest.raises(UserError, match=said):
-            await Dht.join(identity=identity, **({"host_maddrs": LOOPBACK} | options))
-
-    asyncio.run(scenario())
+async def test_an_address_that_is_wrong_or_silent_is_the_users_to_mend(tmp_path, options, said):
+    identity = load_or_create(tmp_path / "a.key")
+    with pytest.raises(UserError, match=said):
+        await Dht.join(identity=identity, **({"host_maddrs": LOOPBACK} | options))
 
 
-def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(tmp_path, bootstrap):
-    async def scenario():
-        wrong = bootstrap.partition("/p2p/")[0] + "/p2p/" + DEAD_PEER.rpartition("/")[2]
-        identity = load_or_create(tmp_path / "a.key")
-        with pytest.raises(UserError, match="another peer answers there"):
-            await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
-
-    asyncio.run(scenario())
+async def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(tmp_path, bootstrap):
+    wrong = bootstrap.partition("/p2p/")[0] + "/p2p/" + DEAD_PEER.rpartition("/")[2]
+    identity = load_or_create(tmp_path / "a.key")
+    with pytest.raises(UserError, match="another peer answers there"):
+        await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
 
 
 @pytest.mark.exhaustive
@@ -125,60 +106,47 @@ def test_a_member_that_is_busy_for_some_seconds_is_waited_for(swarm, tmp_path):
     thaw.join()
 
 
-def test_a_port_in_use_is_refused_though_p2pd_would_share_it(tmp_path, bootstrap):
-    async def scenario():
-        port = bootstrap.split("/")[4]
-        identity = load_or_create(tmp_path / "a.key")
-        with pytest.raises(UserError, match=f"port {port} is in use"):
-            await Dht.join(identity=identity, host_maddrs=[f"/ip4/127.0.0.1/tcp/{port}"])
-
-    asyncio.run(scenario())
+async def test_a_port_in_use_is_refused_though_p2pd_would_share_it(tmp_path, bootstrap):
+    port = bootstrap.split("/")[4]
+    identity = load_or_create(tmp_path / "a.key")
+    with pytest.raises(UserError, match=f"port {port} is in use"):
+        await Dht.join(identity=identity, host_maddrs=[f"/ip4/127.0.0.1/tcp/{port}"])
 
 
-def test_closing_leaves_no_process_and_no_socket(tmp_path_factory, bootstrap, monkeypatch):
+async def test_closing_leaves_no_process_and_no_socket(tmp_path_factory, bootstrap, monkeypatch):
     # A short name: Unix sockets need one.
     directory = tmp_path_factory.mktemp("d")
     monkeypatch.setattr("tempfile.tempdir", str(directory))
-
-    async def scenario():
-        async with joined(directory, "a", bootstrap) as dht:
-            assert list(directory.glob("diloco-*"))
-            process = psutil.Process(dht.p2pd_pid)
-            await dht.close()
-            await dht.close()
-            assert not process.is_running()
-        assert not list(directory.glob("diloco-*"))
-
-    asyncio.run(scenario())
+    async with joined(directory, "a", bootstrap) as dht:
+        assert list(directory.glob("diloco-*"))
+        process = psutil.Process(dht.p2pd_pid)
+        await dht.close()
+        await dht.close()
+        assert not process.is_running()
+    assert not list(directory.glob("diloco-*"))
 
 
-def test_a_killed_p2pd_is_noticed(tmp_path, bootstrap):
-    async def scenario():
-        async with joined(tmp_path, "a", bootstrap) as dht:
-            os.kill(dht.p2pd_pid, signal.SIGKILL)
-            with pytest.raises(PeersError, match="p2pd"):
-                await asyncio.wait_for(dht.fail_with_p2pd(), 30)
-
-    asyncio.run(scenario())
+async def test_a_killed_p2pd_is_noticed(tmp_path, bootstrap):
+    async with joined(tmp_path, "a", bootstrap) as dht:
+        os.kill(dht.p2pd_pid, signal.SIGKILL)
+        with pytest.raises(PeersError, match="p2pd"):
+            await asyncio.wait_for(dht.fail_with_p2pd(), 30)
 
 
-def test_a_swarm_comes_back_to_its_bootstrap_node_after_a_restart(tmp_path):
-    async def scenario():
-        port = free_port()
-        listen = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"]}
+async def test_a_swarm_comes_back_to_its_bootstrap_node_after_a_restart(tmp_path):
+    port = free_port()
+    listen = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"]}
+    async with joined(tmp_path, "node", **listen) as node:
+        (address,) = await node.maddrs()
+        a = await Dht.join(
+            identity=load_or_create(tmp_path / "a.key"), initial_peers=[address], host_maddrs=LOOPBACK
+        )
+    try:
         async with joined(tmp_path, "node", **listen) as node:
-            (address,) = await node.maddrs()
-            a = await Dht.join(
-                identity=load_or_create(tmp_path / "a.key"), initial_peers=[address], host_maddrs=LOOPBACK
-            )
-        try:
-            async with joined(tmp_path, "node", **listen) as node:
-                await eventually(lambda: a.store("back", "x", b"1", 30))
-                assert await eventually(lambda: node.get("back")) == {"x": b"1"}
-        finally:
-            await a.close()
-
-    asyncio.run(scenario())
+            await eventually(lambda: a.store("back", "x", b"1", 30))
+            assert await eventually(lambda: node.get("back")) == {"x": b"1"}
+    finally:
+        await a.close()
 
 
 def forget_each_other(*members):
@@ -189,30 +157,24 @@ def forget_each_other(*members):
             del table[node_id]
 
 
-def test_a_node_that_got_no_answer_from_anybody_is_not_alone_for_good(tmp_path):
-    async def scenario():
-        async with joined(tmp_path, "node") as node:
-            (address,) = await node.maddrs()
-            async with joined(tmp_path, "a", address) as a:
-                forget_each_other(node, a)
-                assert await node.store("stall", "x", b"1", 30)
-                assert await eventually(lambda: a.get("stall")) == {"x": b"1"}
-
-    asyncio.run(scenario())
-
-
-def test_peers_find_each_other_again_after_their_bootstrap_node_has_died(tmp_path):
-    async def scenario():
-        async with contextlib.AsyncExitStack() as stack:
-            async with joined(tmp_path, "node") as node:
-                (address,) = await node.maddrs()
-                a, b = [await stack.enter_async_context(joined(tmp_path, name, address)) for name in "ab"]
-            a.remember(b.peer_id, await b.maddrs())
-            forget_each_other(a, b)
-            assert await b.store("stall", "x", b"1", 30)
+async def test_a_node_that_got_no_answer_from_anybody_is_not_alone_for_good(tmp_path):
+    async with joined(tmp_path, "node") as node:
+        (address,) = await node.maddrs()
+        async with joined(tmp_path, "a", address) as a:
+            forget_each_other(node, a)
+            assert await node.store("stall", "x", b"1", 30)
             assert await eventually(lambda: a.get("stall")) == {"x": b"1"}
 
-    asyncio.run(scenario())
+
+async def test_peers_find_each_other_again_after_their_bootstrap_node_has_died(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        async with joined(tmp_path, "node") as node:
+            (address,) = await node.maddrs()
+            a, b = [await stack.enter_async_context(joined(tmp_path, name, address)) for name in "ab"]
+        a.remember(b.peer_id, await b.maddrs())
+        forget_each_other(a, b)
+        assert await b.store("stall", "x", b"1", 30)
+        assert await eventually(lambda: a.get("stall")) == {"x": b"1"}
 
 
 CHILD = """

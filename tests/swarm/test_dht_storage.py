@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -27,38 +26,35 @@ def announcement(peer_id: str) -> Announcement:
     return announced(peer_id, run_id=RUN_ID, tokens_per_s=10.0)
 
 
-def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
-    async def scenario():
-        async with joined(tmp_path, "a") as a:
-            guard_storage(a, RUN_ID, Gate(Admission(RUN_ID)))
-            (address,) = await a.maddrs()
-            async with joined(tmp_path, "b", address) as b, joined(tmp_path, "stranger", address) as stranger:
-                guard_storage(b, RUN_ID, Gate(Admission(RUN_ID)))
-                key, record = PEERS_KEY(RUN_ID), announcement(b.peer_id)
-                mine = record.encode(load(tmp_path / "b.key"))
-                assert await b.store(key, b.peer_id, mine, 20)
-                await eventually(lambda: a.get(key))
-                own = replace(record, peer_id=stranger.peer_id)
-                forged = own.encode(load(tmp_path / "stranger.key"))
-                for subkey, value, ttl_s in (
-                    (b.peer_id, mine, 500.0),
-                    (b.peer_id, b"junk", 600.0),
-                    (b.peer_id, forged, 700.0),
-                    ("x" * 50, b"junk", 60.0),
-                ):
-                    await stranger.store(key, subkey, value, ttl_s)
-                # A value without subkeys would take the place of all that have them.
-                await stranger._node.store(key, b"junk", time.time() + 60)
-                assert (await a.get(key)) == {b.peer_id: mine}
-                again = replace(record, epoch=1).encode(load(tmp_path / "b.key"))
-                # Whether it was taken is the last node's word: here perhaps that of the stranger, which keeps its own.
-                await b.store(key, b.peer_id, again, 20)
-                assert (await a.get(key))[b.peer_id] == again
-                assert await stranger.store(key, stranger.peer_id, forged, 20)
-                assert set(await b.get(key)) == {b.peer_id, stranger.peer_id}, "its own is in order"
-                assert await stranger.store("anything else", "x", b"junk", 30)
-
-    asyncio.run(scenario())
+async def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
+    async with joined(tmp_path, "a") as a:
+        guard_storage(a, RUN_ID, Gate(Admission(RUN_ID)))
+        (address,) = await a.maddrs()
+        async with joined(tmp_path, "b", address) as b, joined(tmp_path, "stranger", address) as stranger:
+            guard_storage(b, RUN_ID, Gate(Admission(RUN_ID)))
+            key, record = PEERS_KEY(RUN_ID), announcement(b.peer_id)
+            mine = record.encode(load(tmp_path / "b.key"))
+            assert await b.store(key, b.peer_id, mine, 20)
+            await eventually(lambda: a.get(key))
+            own = replace(record, peer_id=stranger.peer_id)
+            forged = own.encode(load(tmp_path / "stranger.key"))
+            for subkey, value, ttl_s in (
+                (b.peer_id, mine, 500.0),
+                (b.peer_id, b"junk", 600.0),
+                (b.peer_id, forged, 700.0),
+                ("x" * 50, b"junk", 60.0),
+            ):
+                await stranger.store(key, subkey, value, ttl_s)
+            # A value without subkeys would take the place of all that have them.
+            await stranger._node.store(key, b"junk", time.time() + 60)
+            assert (await a.get(key)) == {b.peer_id: mine}
+            again = replace(record, epoch=1).encode(load(tmp_path / "b.key"))
+            # Whether it was taken is the last node's word: here perhaps that of the stranger, which keeps its own.
+            await b.store(key, b.peer_id, again, 20)
+            assert (await a.get(key))[b.peer_id] == again
+            assert await stranger.store(key, stranger.peer_id, forged, 20)
+            assert set(await b.get(key)) == {b.peer_id, stranger.peer_id}, "its own is in order"
+            assert await stranger.store("anything else", "x", b"junk", 30)
 
 
 CHILD = """

@@ -25,7 +25,8 @@ from peers.protocol.admission import Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from peers.timing import LEAST_SILENCE_S, RECORD_TTL_S
-from tests.support.members import free_port, joined
+from tests.support.commands import free_port
+from tests.support.members import joined
 from tests.support.observing import read_swarm
 from tests.support.sighted import full_report
 from tests.support.swarm import wait_until
@@ -75,31 +76,27 @@ def all_have_signed(peers: list[dict[str, Any]]) -> bool:
     )
 
 
-def test_a_peers_death_and_its_return_are_seen_at_once(swarm):
+async def test_a_peers_death_and_its_return_are_seen_at_once(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05, tells_loss=True)
     light.start_all(3)
     wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
-
-    async def watch() -> None:
-        async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
-            await observer.settled(20)
-            await until(observer, lambda seen: has_all(seen, 0, 1, 2))
-            await until(observer, lambda seen: all_have_signed(seen["peers"]))
-            await asyncio.to_thread(light.peers[0].kill)
-            died_at = light.peers[0].killed[-1]
-            seen_at = await until(observer, lambda seen: state_of(seen, 0) == "lost")
-            assert seen_at - died_at < SEEN_WITHIN_S
-            # A single look sees it too, before the DHT forgets the dead.
-            while state_of(await read_swarm(light.run_id, light.initial_peers, timeout_s=20), 0) != "lost":
-                assert time.time() - died_at < RECORD_TTL_S
-            light.start(0)
-            await until(observer, lambda seen: state_of(seen, 0) in ("training", "averaging"))
-            seen = observer.swarm()
-            events = events_of(seen, 0, since=died_at)
-            assert "came back" in events[events.index("was lost") :]
-            check_figures(seen, observer)
-
-    asyncio.run(watch())
+    async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+        await observer.settled(20)
+        await until(observer, lambda seen: has_all(seen, 0, 1, 2))
+        await until(observer, lambda seen: all_have_signed(seen["peers"]))
+        await asyncio.to_thread(light.peers[0].kill)
+        died_at = light.peers[0].killed[-1]
+        seen_at = await until(observer, lambda seen: state_of(seen, 0) == "lost")
+        assert seen_at - died_at < SEEN_WITHIN_S
+        # A single look sees it too, before the DHT forgets the dead.
+        while state_of(await read_swarm(light.run_id, light.initial_peers, timeout_s=20), 0) != "lost":
+            assert time.time() - died_at < RECORD_TTL_S
+        light.start(0)
+        await until(observer, lambda seen: state_of(seen, 0) in ("training", "averaging"))
+        seen = observer.swarm()
+        events = events_of(seen, 0, since=died_at)
+        assert "came back" in events[events.index("was lost") :]
+        check_figures(seen, observer)
 
 
 @pytest.mark.exhaustive
@@ -178,21 +175,17 @@ def test_whom_a_round_waits_for_and_why_is_seen_and_metrics_are_the_daemons_own(
     assert found["diloco_loss", f'{run},world_rank="1"'] > 0
 
 
-def test_a_leaving_peer_is_not_taken_for_lost(swarm):
+async def test_a_leaving_peer_is_not_taken_for_lost(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.start_all(2)
     wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
-
-    async def watch() -> None:
-        async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
-            await observer.settled(20)
-            await until(observer, lambda seen: has_all(seen, 0, 1))
-            left_at = time.time()
-            light.peers[1].process.terminate()
-            await until(observer, lambda seen: state_of(seen, 1) == "")
-            assert events_of(observer.swarm(), 1, since=left_at) == ["left"]
-
-    asyncio.run(watch())
+    async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+        await observer.settled(20)
+        await until(observer, lambda seen: has_all(seen, 0, 1))
+        left_at = time.time()
+        light.peers[1].process.terminate()
+        await until(observer, lambda seen: state_of(seen, 1) == "")
+        assert events_of(observer.swarm(), 1, since=left_at) == ["left"]
 
 
 async def hello(dht: Dht, run_id: str, peer_id: str, maddrs: list[str]) -> Channel:
@@ -202,136 +195,119 @@ async def hello(dht: Dht, run_id: str, peer_id: str, maddrs: list[str]) -> Chann
     return channel
 
 
-def test_only_who_has_the_swarm_secret_is_told_where_there_is_one(tmp_path):
+async def test_only_who_has_the_swarm_secret_is_told_where_there_is_one(tmp_path):
     secret, other = AdmissionKey.new().secret, AdmissionKey.new().secret
-
-    async def main() -> None:
-        async with (
-            joined(tmp_path, "peer") as peer,
-            joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+    async with (
+        joined(tmp_path, "peer") as peer,
+        joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+    ):
+        service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report(), secret=secret)
+        await service.start()
+        refusal = Refusal(why=Why.WRONG_SECRET)
+        for proof, answer in (
+            (proof_of(secret, "r", looker.peer_id, peer.peer_id, b""), refusal),
+            (b"\0" * 32, refusal),
+            (None, refusal),
+            ("right", full_report()),
         ):
-            service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report(), secret=secret)
-            await service.start()
-            refusal = Refusal(why=Why.WRONG_SECRET)
-            for proof, answer in (
-                (proof_of(secret, "r", looker.peer_id, peer.peer_id, b""), refusal),
-                (b"\0" * 32, refusal),
-                (None, refusal),
-                ("right", full_report()),
-            ):
-                channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
-                nonce = (await channel.read(_NONCE, 5.0)).nonce
-                if proof == "right":
-                    proof = proof_of(secret, "r", looker.peer_id, peer.peer_id, nonce)
-                elif proof is None:
-                    proof = proof_of(other, "r", looker.peer_id, peer.peer_id, nonce)
-                await channel.send(Proof(proof=proof), 5.0)
-                assert await channel.read(_ANSWER, 5.0) == answer
-                channel.close()
-
-    asyncio.run(main())
+            channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
+            nonce = (await channel.read(_NONCE, 5.0)).nonce
+            if proof == "right":
+                proof = proof_of(secret, "r", looker.peer_id, peer.peer_id, nonce)
+            elif proof is None:
+                proof = proof_of(other, "r", looker.peer_id, peer.peer_id, nonce)
+            await channel.send(Proof(proof=proof), 5.0)
+            assert await channel.read(_ANSWER, 5.0) == answer
+            channel.close()
 
 
-def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monkeypatch):
+async def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monkeypatch):
     monkeypatch.setattr("peers.monitor.report_service.MAX_OBSERVERS", 2)
+    async with (
+        joined(tmp_path, "peer") as peer,
+        joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+    ):
+        service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
+        await service.start()
 
-    async def main() -> None:
-        async with (
-            joined(tmp_path, "peer") as peer,
-            joined(tmp_path, "observer", *await peer.maddrs()) as looker,
-        ):
-            service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
-            await service.start()
+        async def first_word() -> tuple[Channel, Any]:
+            channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
+            return channel, await channel.read(_ANSWER, 5.0)
 
-            async def first_word() -> tuple[Channel, Any]:
-                channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
-                return channel, await channel.read(_ANSWER, 5.0)
-
-            (one, first), (two, second), (three, third) = [await first_word() for _ in range(3)]
-            assert (first, second, third) == (full_report(), full_report(), Busy())
-            one.close()
-            deadline, word = time.monotonic() + 10, third
-            while word == Busy():
-                assert time.monotonic() < deadline, "nobody made room"
-                late, word = await first_word()
-                late.close()
-            assert word == full_report()
-            two.close()
-            three.close()
-
-    asyncio.run(main())
+        (one, first), (two, second), (three, third) = [await first_word() for _ in range(3)]
+        assert (first, second, third) == (full_report(), full_report(), Busy())
+        one.close()
+        deadline, word = time.monotonic() + 10, third
+        while word == Busy():
+            assert time.monotonic() < deadline, "nobody made room"
+            late, word = await first_word()
+            late.close()
+        assert word == full_report()
+        two.close()
+        three.close()
 
 
 @pytest.mark.parametrize(
     "words", [b"\xc1" * 50, msgpack.packb({"type": "hello"}), msgpack.packb({"type": "rank"})]
 )
-def test_who_says_anything_else_is_hung_up_on(tmp_path, words):
-    async def main() -> None:
-        async with (
-            joined(tmp_path, "peer") as peer,
-            joined(tmp_path, "observer", *await peer.maddrs()) as looker,
-        ):
-            service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
-            await service.start()
-            maddrs = await peer.maddrs()
-            sock = await looker.transport.open(
-                peer.peer_id, report_protocol("r"), timeout_s=5.0, maddrs=maddrs
-            )
-            channel = Channel(sock)
-            await asyncio.get_running_loop().sock_sendall(sock, len(words).to_bytes(4, "little") + words)
-            with pytest.raises((PeerUnreachable, ProtocolError)):
-                await channel.read(_ANSWER, 5.0)
-            channel.close()
-
-    asyncio.run(main())
+async def test_who_says_anything_else_is_hung_up_on(tmp_path, words):
+    async with (
+        joined(tmp_path, "peer") as peer,
+        joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+    ):
+        service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
+        await service.start()
+        maddrs = await peer.maddrs()
+        sock = await looker.transport.open(peer.peer_id, report_protocol("r"), timeout_s=5.0, maddrs=maddrs)
+        channel = Channel(sock)
+        await asyncio.get_running_loop().sock_sendall(sock, len(words).to_bytes(4, "little") + words)
+        with pytest.raises((PeerUnreachable, ProtocolError)):
+            await channel.read(_ANSWER, 5.0)
+        channel.close()
 
 
-def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp_path):
+async def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp_path):
     """A real daemon beside one whose reports hold no report: nobody who looks comes to harm."""
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.start_all(1)
     wait_until(lambda: light.peers[0].epoch >= 1, "epoch 1")
+    from peers.protocol.records import PEERS_KEY
+    from tests.support.announcements import announced
 
-    async def main() -> None:
-        from peers.protocol.records import PEERS_KEY
-        from tests.support.announcements import announced
+    identity = load_or_create(tmp_path / "liar.key")
+    liar = await Dht.join(
+        identity=identity, initial_peers=light.initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",)
+    )
+    maddrs = tuple(await liar.maddrs())
 
-        identity = load_or_create(tmp_path / "liar.key")
-        liar = await Dht.join(
-            identity=identity, initial_peers=light.initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",)
-        )
-        maddrs = tuple(await liar.maddrs())
+    async def announce_forever() -> None:
+        # As peers do: one record may not be taken, and none lasts.
+        while True:
+            record = announced(
+                identity.peer_id, run_id=light.run_id, world_rank=7, state="joining",
+                maddrs=maddrs, time=time.time(),
+            )  # fmt: skip
+            await liar.store(PEERS_KEY(light.run_id), identity.peer_id, record.encode(identity), 20)
+            await asyncio.sleep(1.0)
 
-        async def announce_forever() -> None:
-            # As peers do: one record may not be taken, and none lasts.
-            while True:
-                record = announced(
-                    identity.peer_id, run_id=light.run_id, world_rank=7, state="joining",
-                    maddrs=maddrs, time=time.time(),
-                )  # fmt: skip
-                await liar.store(PEERS_KEY(light.run_id), identity.peer_id, record.encode(identity), 20)
-                await asyncio.sleep(1.0)
+    announcing = asyncio.create_task(announce_forever())
+    try:
 
-        announcing = asyncio.create_task(announce_forever())
-        try:
+        async def lie(_peer_id: str, sock: Any) -> None:
+            channel = Channel(sock)
+            await channel.read(_HELLO, 5.0)
+            await channel.send({"type": "report", "status": b"", "figures": {"loss": "<script>"}}, 5.0)
+            channel.close()
 
-            async def lie(_peer_id: str, sock: Any) -> None:
-                channel = Channel(sock)
-                await channel.read(_HELLO, 5.0)
-                await channel.send({"type": "report", "status": b"", "figures": {"loss": "<script>"}}, 5.0)
-                channel.close()
-
-            await liar.transport.serve(report_protocol(light.run_id), lie)
-            async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
-                await until(observer, lambda seen: has_all(seen, 0) and state_of(seen, 7) != "")
-                await observer.settled(20)
-                await until(observer, lambda seen: has_all(seen, 0))
-                seen = observer.swarm()
-        finally:
-            announcing.cancel()
-            await liar.close()
-            identity.release()
-        assert [(peer["world_rank"], peer["answers"]) for peer in seen["peers"]] == [(0, True), (7, False)]
-        assert seen["peers"][1]["loss"] is None and seen["peers"][1]["state"] == "joining"
-
-    asyncio.run(main())
+        await liar.transport.serve(report_protocol(light.run_id), lie)
+        async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+            await until(observer, lambda seen: has_all(seen, 0) and state_of(seen, 7) != "")
+            await observer.settled(20)
+            await until(observer, lambda seen: has_all(seen, 0))
+            seen = observer.swarm()
+    finally:
+        announcing.cancel()
+        await liar.close()
+        identity.release()
+    assert [(peer["world_rank"], peer["answers"]) for peer in seen["peers"]] == [(0, True), (7, False)]
+    assert seen["peers"][1]["loss"] is None and seen["peers"][1]["state"] == "joining"

@@ -93,67 +93,58 @@ def run(coroutine: Any) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-def test_a_member_tells_what_it_sees_and_calls_back_only_who_answers_with_the_callers_key(
+async def test_a_member_tells_what_it_sees_and_calls_back_only_who_answers_with_the_callers_key(
     tmp_path, bootstrap
 ):
-    async def scenario():
-        async with asker(tmp_path, bootstrap) as ours:
-            stranger = load_or_create(tmp_path / "stranger.key")
-            with socket.socket() as closed:
-                closed.bind(("127.0.0.1", 0))
-                async with (
-                    listening(ours.credentials) as port,
-                    listening(Credentials.of(stranger)) as others,
-                    ours.asking() as asked,
-                ):
-                    assert asked.here.host == "127.0.0.1"
-                    assert abs(asked.here.ahead_s) < 5
-                    assert await asked.dial(port) == ""
-                    assert await asked.dial(others) == "this machine does not answer there"
-                    assert await asked.dial(closed.getsockname()[1]) == "connection refused"
-                    assert await asked.dial(port) == ""
-                    # Four calls are what one conversation is good for.
-                    with pytest.raises(PeerUnreachable):
-                        await asked.dial(port)
-            stranger.release()
-
-    run(scenario())
+    async with asker(tmp_path, bootstrap) as ours:
+        stranger = load_or_create(tmp_path / "stranger.key")
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            async with (
+                listening(ours.credentials) as port,
+                listening(Credentials.of(stranger)) as others,
+                ours.asking() as asked,
+            ):
+                assert asked.here.host == "127.0.0.1"
+                assert abs(asked.here.ahead_s) < 5
+                assert await asked.dial(port) == ""
+                assert await asked.dial(others) == "this machine does not answer there"
+                assert await asked.dial(closed.getsockname()[1]) == "connection refused"
+                assert await asked.dial(port) == ""
+                # Four calls are what one conversation is good for.
+                with pytest.raises(PeerUnreachable):
+                    await asked.dial(port)
+        stranger.release()
 
 
-def test_the_clock_of_who_asks_is_compared(tmp_path, bootstrap):
-    async def scenario():
-        async with asker(tmp_path, bootstrap) as ours:
-            import time
+async def test_the_clock_of_who_asks_is_compared(tmp_path, bootstrap):
+    async with asker(tmp_path, bootstrap) as ours:
+        import time
 
-            async with ours.asking(clock=lambda: time.time() - 100) as asked:
-                assert -105 < asked.here.ahead_s < -95
-
-    run(scenario())
+        async with ours.asking(clock=lambda: time.time() - 100) as asked:
+            assert -105 < asked.here.ahead_s < -95
 
 
-def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
-    async def scenario():
-        async with asker(tmp_path, bootstrap) as ours:
-            async with ours.asking() as asked:
-                speed = await asked.speed()
-                assert speed.to_peer > 1e4 and speed.from_peer > 1e4
-                with pytest.raises((PeerUnreachable, ProtocolError)):
-                    await asked.speed()
+async def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
+    async with asker(tmp_path, bootstrap) as ours:
+        async with ours.asking() as asked:
+            speed = await asked.speed()
+            assert speed.to_peer > 1e4 and speed.from_peer > 1e4
+            with pytest.raises((PeerUnreachable, ProtocolError)):
+                await asked.speed()
 
-            # Who sends without end is cut off.
-            channel = await ours.conversation(reach.Hello(token=b""), reach.Speed())
-            while num_bytes := (await channel.read(_SAID, 10)).num_bytes:
-                await channel.fill(memoryview(bytearray(num_bytes)), 10)
-                await channel.send(reach.Got(), 10)
-            longest = reach.BURSTS[-1]
-            with pytest.raises(PeerUnreachable):
-                for _ in range(4 * len(reach.BURSTS)):
-                    await channel.send(reach.Burst(num_bytes=longest), 10)
-                    await channel.send_bytes(memoryview(bytes(longest)), 10)
-                    await channel.read(_SAID, 10)
-            channel.close()
-
-    run(scenario())
+        # Who sends without end is cut off.
+        channel = await ours.conversation(reach.Hello(token=b""), reach.Speed())
+        while num_bytes := (await channel.read(_SAID, 10)).num_bytes:
+            await channel.fill(memoryview(bytearray(num_bytes)), 10)
+            await channel.send(reach.Got(), 10)
+        longest = reach.BURSTS[-1]
+        with pytest.raises(PeerUnreachable):
+            for _ in range(4 * len(reach.BURSTS)):
+                await channel.send(reach.Burst(num_bytes=longest), 10)
+                await channel.send_bytes(memoryview(bytes(longest)), 10)
+                await channel.read(_SAID, 10)
+        channel.close()
 
 
 @pytest.mark.parametrize(
@@ -165,42 +156,33 @@ def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
         {"type": "run", "command": "reboot"},
     ],
 )
-def test_a_question_that_is_none_ends_the_conversation(question, tmp_path, bootstrap, monkeypatch):
+async def test_a_question_that_is_none_ends_the_conversation(question, tmp_path, bootstrap, monkeypatch):
     async def never(*_: Any, **__: Any) -> None:
         raise AssertionError("somebody was dialled")
 
-    async def scenario():
-        async with asker(tmp_path, bootstrap) as ours:
-            monkeypatch.setattr(Direct, "open", never)
-            channel = await ours.conversation(reach.Hello(token=b""), question)
-            with pytest.raises(PeerUnreachable):
-                await channel.read(_SAID, 10)
-            channel.close()
-
-    run(scenario())
+    async with asker(tmp_path, bootstrap) as ours:
+        monkeypatch.setattr(Direct, "open", never)
+        channel = await ours.conversation(reach.Hello(token=b""), question)
+        with pytest.raises(PeerUnreachable):
+            await channel.read(_SAID, 10)
+        channel.close()
 
 
-def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap):
-    async def scenario():
-        async with asker(tmp_path, bootstrap) as ours:
-            answered = 0
-            with pytest.raises(Busy):
-                for _ in range(20):
-                    async with ours.asking():
-                        answered += 1
-            assert answered == reachability._CONVERSATIONS_AT_ONCE
-
-    run(scenario())
-
-
-def test_in_a_closed_swarm_only_who_is_admitted_is_answered(tmp_path, bootstrap):
-    async def scenario():
-        key = AdmissionKey.new()
-        gate = Gate(Admission(RUN, key.secret.public_key))
-        async with asker(tmp_path, bootstrap, gate) as ours:
-            with pytest.raises(Refused) as refused:
+async def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap):
+    async with asker(tmp_path, bootstrap) as ours:
+        answered = 0
+        with pytest.raises(Busy):
+            for _ in range(20):
                 async with ours.asking():
-                    pass
-            assert refused.value.why is Why.NO_TOKEN
+                    answered += 1
+        assert answered == reachability._CONVERSATIONS_AT_ONCE
 
-    run(scenario())
+
+async def test_in_a_closed_swarm_only_who_is_admitted_is_answered(tmp_path, bootstrap):
+    key = AdmissionKey.new()
+    gate = Gate(Admission(RUN, key.secret.public_key))
+    async with asker(tmp_path, bootstrap, gate) as ours:
+        with pytest.raises(Refused) as refused:
+            async with ours.asking():
+                pass
+        assert refused.value.why is Why.NO_TOKEN

@@ -87,97 +87,84 @@ def run(coroutine: Any) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_caller(tmp_path, bootstrap):
-    async def scenario():
-        async with members(tmp_path, bootstrap, "arb") as m:
-            ours = await m["a"].relay.open(m["b"].me.peer_id, PROTOCOL, timeout_s=20)
-            caller, theirs = await asyncio.wait_for(m["b"].streams.get(), 20)
-            assert caller == m["a"].me.peer_id
-            assert isinstance(ours, ssl.SSLSocket) and isinstance(theirs, ssl.SSLSocket)
-            payload = os.urandom(4 << 20)
-            for sock in (ours, theirs):
-                sock.settimeout(20)
-            sender = asyncio.to_thread(ours.sendall, payload)
-            received = bytearray()
+async def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_caller(tmp_path, bootstrap):
+    async with members(tmp_path, bootstrap, "arb") as m:
+        ours = await m["a"].relay.open(m["b"].me.peer_id, PROTOCOL, timeout_s=20)
+        caller, theirs = await asyncio.wait_for(m["b"].streams.get(), 20)
+        assert caller == m["a"].me.peer_id
+        assert isinstance(ours, ssl.SSLSocket) and isinstance(theirs, ssl.SSLSocket)
+        payload = os.urandom(4 << 20)
+        for sock in (ours, theirs):
+            sock.settimeout(20)
+        sender = asyncio.to_thread(ours.sendall, payload)
+        received = bytearray()
 
-            def read() -> None:
-                while len(received) < len(payload):
-                    received.extend(theirs.recv(1 << 16))
+        def read() -> None:
+            while len(received) < len(payload):
+                received.extend(theirs.recv(1 << 16))
 
-            await asyncio.gather(sender, asyncio.to_thread(read))
-            assert received == payload
-            ours.close()
-            assert await asyncio.to_thread(theirs.recv, 1) == b""
-            theirs.close()
-
-    run(scenario())
+        await asyncio.gather(sender, asyncio.to_thread(read))
+        assert received == payload
+        ours.close()
+        assert await asyncio.to_thread(theirs.recv, 1) == b""
+        theirs.close()
 
 
-def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_path, bootstrap):
-    async def scenario():
-        async with members(tmp_path, bootstrap, "arb") as m:
-            a, r, b = m["a"], m["r"], m["b"]
-            streams = [
-                await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
-                for _ in range(MAX_FORWARDED_PER_PAIR)
-            ]
-            with pytest.raises(PeerUnreachable, match="as much as I can"):
-                await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
-            for stream in streams:
-                stream.close()
-            stranger = credentials(tmp_path, "stranger").peer_id
-            with pytest.raises(PeerUnreachable, match="not both of you"):
-                await a.relay.open(stranger, PROTOCOL, timeout_s=20)
-            r.libp2p._blocked.add(b.me.peer_id)
-            with pytest.raises(PeerUnreachable, match="no connection with it"):
-                await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
-            # It did not go on to ask anybody else.
-            assert "diloco/run/relay" not in r.libp2p.opened
-
-    run(scenario())
+async def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_path, bootstrap):
+    async with members(tmp_path, bootstrap, "arb") as m:
+        a, r, b = m["a"], m["r"], m["b"]
+        streams = [
+            await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20) for _ in range(MAX_FORWARDED_PER_PAIR)
+        ]
+        with pytest.raises(PeerUnreachable, match="as much as I can"):
+            await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+        for stream in streams:
+            stream.close()
+        stranger = credentials(tmp_path, "stranger").peer_id
+        with pytest.raises(PeerUnreachable, match="not both of you"):
+            await a.relay.open(stranger, PROTOCOL, timeout_s=20)
+        r.libp2p._blocked.add(b.me.peer_id)
+        with pytest.raises(PeerUnreachable, match="no connection with it"):
+            await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+        # It did not go on to ask anybody else.
+        assert "diloco/run/relay" not in r.libp2p.opened
 
 
-def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path, bootstrap):
-    async def scenario():
-        async with members(tmp_path, bootstrap, "arb") as m:
-            a, r, b = m["a"], m["r"], m["b"]
-            for claimed in (a.me.peer_id, "nobody", 7):
-                leg = await r.libp2p.open(b.me.peer_id, "diloco/run/relayed", timeout_s=10)
-                await Channel(leg).send({"type": "deliver", "caller": claimed}, 10)
-                with pytest.raises(PeersError):
-                    await r.acceptor.call(leg, b.me.peer_id, PROTOCOL, timeout_s=10)
-            assert b.streams.empty() and not b.acceptor._of
-
-    run(scenario())
+async def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path, bootstrap):
+    async with members(tmp_path, bootstrap, "arb") as m:
+        a, r, b = m["a"], m["r"], m["b"]
+        for claimed in (a.me.peer_id, "nobody", 7):
+            leg = await r.libp2p.open(b.me.peer_id, "diloco/run/relayed", timeout_s=10)
+            await Channel(leg).send({"type": "deliver", "caller": claimed}, 10)
+            with pytest.raises(PeersError):
+                await r.acceptor.call(leg, b.me.peer_id, PROTOCOL, timeout_s=10)
+        assert b.streams.empty() and not b.acceptor._of
 
 
-def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, bootstrap):
-    async def scenario():
-        async with members(tmp_path, bootstrap, "arsb") as m:
-            a, b = m["a"], m["b"]
-            first = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+async def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, bootstrap):
+    async with members(tmp_path, bootstrap, "arsb") as m:
+        a, b = m["a"], m["b"]
+        first = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
 
-            async def the_only_one() -> Member | None:
-                forwarding = [m[name] for name in "rs" if m[name].relay._forwarded]
-                return forwarding[0] if len(forwarding) == 1 else None
+        async def the_only_one() -> Member | None:
+            forwarding = [m[name] for name in "rs" if m[name].relay._forwarded]
+            return forwarding[0] if len(forwarding) == 1 else None
 
-            # The other one has made an offer as well, which nobody took.
-            used = await eventually(the_only_one)
-            a.relay.blame(first)
-            other = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
-            relays = [a.relay._way_of[stream][0] for stream in (first, other)]
-            assert relays[1] != relays[0] == used.me.peer_id
-            other.close()
-            await used.relay.close()
-            first.settimeout(10)
-            assert await asyncio.to_thread(first.recv, 1) == b""
-            first.close()
-            used.libp2p._blocked |= {a.me.peer_id, b.me.peer_id}
-            a.libp2p._blocked.add(used.me.peer_id)
-            second = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
-            second.close()
-
-    run(scenario())
+        # The other one has made an offer as well, which nobody took.
+        used = await eventually(the_only_one)
+        a.relay.blame(first)
+        other = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+        relays = [a.relay._way_of[stream][0] for stream in (first, other)]
+        assert relays[1] != relays[0] == used.me.peer_id
+        other.close()
+        await used.relay.close()
+        first.settimeout(10)
+        assert await asyncio.to_thread(first.recv, 1) == b""
+        first.close()
+        used.libp2p._blocked |= {a.me.peer_id, b.me.peer_id}
+        a.libp2p._blocked.add(used.me.peer_id)
+        second = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+        second.close()
 
 
 def test_peers_with_no_path_between_them_train_through_a_third(swarm):

@@ -58,149 +58,134 @@ def member(tmp_path: Path, quiet_bootstrap: str) -> Any:
     return lambda name: Member(tmp_path, name, quiet_bootstrap)
 
 
-def test_a_member_with_the_admission_key_admits_others_where_there_is_no_coordinator(
+async def test_a_member_with_the_admission_key_admits_others_where_there_is_no_coordinator(
     tmp_path, key_file, member
 ):
-    async def scenario():
-        async with (
-            member("stand-in").admitted(admission_key_file=str(key_file)) as stand_in,
-            member("newcomer").admitted(swarm_secret_file=str(tmp_path / "secret")) as newcomer,
-        ):
-            for one, other in ((stand_in, newcomer), (newcomer, stand_in)):
-                one.gate.check(other._identity.peer_id, other.token, "door")
-        kept = tmp_path / "newcomer.token"
-        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-        async with member("newcomer").admitted(swarm_secret_file=str(tmp_path / "secret")) as again:
-            assert again.token == kept.read_bytes()
-
-    asyncio.run(scenario())
+    async with (
+        member("stand-in").admitted(admission_key_file=str(key_file)) as stand_in,
+        member("newcomer").admitted(swarm_secret_file=str(tmp_path / "secret")) as newcomer,
+    ):
+        for one, other in ((stand_in, newcomer), (newcomer, stand_in)):
+            one.gate.check(other._identity.peer_id, other.token, "door")
+    kept = tmp_path / "newcomer.token"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    async with member("newcomer").admitted(swarm_secret_file=str(tmp_path / "secret")) as again:
+        assert again.token == kept.read_bytes()
 
 
-def test_only_who_is_on_the_allowlist_is_admitted_and_the_list_is_read_again(tmp_path, key_file, member):
+async def test_only_who_is_on_the_allowlist_is_admitted_and_the_list_is_read_again(
+    tmp_path, key_file, member
+):
     allowlist, newcomer = tmp_path / "allowed", member("newcomer")
     allowlist.write_text("# nobody yet\n")
-
-    async def scenario():
-        given = {"admission_key_file": str(key_file), "allowlist_file": str(allowlist)}
-        async with member("issuer").admitted(**given):
-            with pytest.raises(UserError, match=f"Have {newcomer.identity.peer_id} added"):
-                async with newcomer.admitted(swarm_secret_file=str(tmp_path / "secret")):
-                    pass
-            allowlist.write_text(f"{newcomer.identity.peer_id}  # the new pod\n")
-            async with newcomer.admitted(swarm_secret_file=str(tmp_path / "secret")) as service:
-                assert service.token
-
-    asyncio.run(scenario())
+    given = {"admission_key_file": str(key_file), "allowlist_file": str(allowlist)}
+    async with member("issuer").admitted(**given):
+        with pytest.raises(UserError, match=f"Have {newcomer.identity.peer_id} added"):
+            async with newcomer.admitted(swarm_secret_file=str(tmp_path / "secret")):
+                pass
+        allowlist.write_text(f"{newcomer.identity.peer_id}  # the new pod\n")
+        async with newcomer.admitted(swarm_secret_file=str(tmp_path / "secret")) as service:
+            assert service.token
 
 
-def test_a_new_secret_shuts_out_the_old_one_and_nobody_who_has_a_token(tmp_path, key_file, member):
+async def test_a_new_secret_shuts_out_the_old_one_and_nobody_who_has_a_token(tmp_path, key_file, member):
     old = tmp_path / "old"
     old.write_bytes((tmp_path / "secret").read_bytes())
-
-    async def scenario():
-        async with member("issuer").admitted(admission_key_file=str(key_file)):
-            async with member("early").admitted(swarm_secret_file=str(old)) as early:
-                token = early.token
-            replace_secret(key_file, tmp_path / "secret")
-            with pytest.raises(UserError, match="is not the run's, or not any more"):
-                async with member("late").admitted(swarm_secret_file=str(old)):
-                    pass
-            async with member("early").admitted(swarm_secret_file=str(old)) as early:
-                assert early.token == token
-            async with member("late").admitted(swarm_secret_file=str(tmp_path / "secret")) as late:
-                assert late.token
-
-    asyncio.run(scenario())
+    async with member("issuer").admitted(admission_key_file=str(key_file)):
+        async with member("early").admitted(swarm_secret_file=str(old)) as early:
+            token = early.token
+        replace_secret(key_file, tmp_path / "secret")
+        with pytest.raises(UserError, match="is not the run's, or not any more"):
+            async with member("late").admitted(swarm_secret_file=str(old)):
+                pass
+        async with member("early").admitted(swarm_secret_file=str(old)) as early:
+            assert early.token == token
+        async with member("late").admitted(swarm_secret_file=str(tmp_path / "secret")) as late:
+            assert late.token
 
 
-def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(tmp_path, key_file, member):
-    async def scenario():
-        secret = {"swarm_secret_file": str(tmp_path / "secret")}
-        lasting = {"admission_key_file": str(key_file), "token_days": 12 * SECOND_S}
-        async with member("issuer").admitted(**lasting), member("peer").admitted(**secret) as peer:
-            first, running = peer.token, asyncio.create_task(peer.run())
-            try:
-                await eventually(lambda: _is_new(peer, first), 30)
-                assert peer.token == (tmp_path / "peer.token").read_bytes()
-            finally:
-                running.cancel()
-        async with member("peer").admitted(**secret) as peer:
-            public_key = load_or_create_key(key_file, tmp_path / "secret").secret.public_key
-            with pytest.raises(PeersError, match="has expired, and nobody renewed it"):
-                await peer.run()
-            assert time.time() >= Token.decode(peer.token, public_key).expires
-
+async def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(
+    tmp_path, key_file, member
+):
     async def _is_new(peer, first):
         return peer.token != first
 
-    asyncio.run(scenario())
+    secret = {"swarm_secret_file": str(tmp_path / "secret")}
+    lasting = {"admission_key_file": str(key_file), "token_days": 12 * SECOND_S}
+    async with member("issuer").admitted(**lasting), member("peer").admitted(**secret) as peer:
+        first, running = peer.token, asyncio.create_task(peer.run())
+        try:
+            await eventually(lambda: _is_new(peer, first), 30)
+            assert peer.token == (tmp_path / "peer.token").read_bytes()
+        finally:
+            running.cancel()
+    async with member("peer").admitted(**secret) as peer:
+        public_key = load_or_create_key(key_file, tmp_path / "secret").secret.public_key
+        with pytest.raises(PeersError, match="has expired, and nobody renewed it"):
+            await peer.run()
+        assert time.time() >= Token.decode(peer.token, public_key).expires
 
 
 @pytest.mark.parametrize("lets_it_back_in", [False, True])
-def test_a_peer_that_its_own_file_bans_goes_on_until_another_shows_it_the_newest_list(
+async def test_a_peer_that_its_own_file_bans_goes_on_until_another_shows_it_the_newest_list(
     tmp_path, key_file, member, lets_it_back_in
 ):
     peer_id, run_id = member("peer").identity.peer_id, member("peer").run_id
     key = load_or_create_key(key_file, tmp_path / "secret").private_key
     old = BanList(run_id=run_id, version=1, peer_ids=frozenset({peer_id}))
     newest = BanList(run_id=run_id, version=2) if lets_it_back_in else old
-
-    async def scenario():
-        async with member("issuer").admitted(admission_key_file=str(key_file)) as issuer:
-            (tmp_path / "peer.bans").write_bytes(old.encode(key))
-            async with member("peer").admitted(swarm_secret_file=str(tmp_path / "secret")) as peer:
-                running = asyncio.create_task(peer.run())
-                await asyncio.sleep(0.2)
-                assert peer.token and not running.done()
-                issuer.gate.learn(newest.encode(key))
-                others = {peer_id: await peer._dht.maddrs()}
-                told = await eventually(lambda: bans.exchange(issuer._dht, run_id, issuer.gate, others))
-                assert told == 1
-                assert peer.gate.bans == newest
-                if not lets_it_back_in:
-                    with pytest.raises(PeersError, match="is banned from the run"):
-                        await running
-                await asyncio.sleep(0.2)
-                assert running.done() is not lets_it_back_in
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scenario())
+    async with member("issuer").admitted(admission_key_file=str(key_file)) as issuer:
+        (tmp_path / "peer.bans").write_bytes(old.encode(key))
+        async with member("peer").admitted(swarm_secret_file=str(tmp_path / "secret")) as peer:
+            running = asyncio.create_task(peer.run())
+            await asyncio.sleep(0.2)
+            assert peer.token and not running.done()
+            issuer.gate.learn(newest.encode(key))
+            others = {peer_id: await peer._dht.maddrs()}
+            told = await eventually(lambda: bans.exchange(issuer._dht, run_id, issuer.gate, others))
+            assert told == 1
+            assert peer.gate.bans == newest
+            if not lets_it_back_in:
+                with pytest.raises(PeersError, match="is banned from the run"):
+                    await running
+            await asyncio.sleep(0.2)
+            assert running.done() is not lets_it_back_in
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
-def test_with_a_secret_a_peer_joins_no_run_that_has_another_or_none(tmp_path, key_file, member, monkeypatch):
-    async def scenario():
-        secret = {"swarm_secret_file": str(tmp_path / "secret")}
-        with (
-            monkeypatch.context() as impatient,
-            pytest.raises(UserError, match="nobody who issues tokens for the swarm secret answers"),
-        ):
-            impatient.setattr(own_token, "CONNECT_S", 2.0)
-            async with member("peer").admitted(**secret):
-                pass
-        config = CoordinatorConfig(
-            run_id=member("peer").run_id,
-            state_dir=tmp_path,
-            host_maddrs=LOOPBACK,
-            initial_peers=(member("peer").bootstrap,),
-        )
-        said: list[str] = []
-        coordinator = asyncio.create_task(serve(config, said.append))
-        try:
-            await eventually(lambda: _has_said(said, "the swarm is open"))
-            with pytest.raises(UserError, match="admits everybody"):
-                async with member("peer").admitted(**secret):
-                    pass
-        finally:
-            coordinator.cancel()
-            await asyncio.gather(coordinator, return_exceptions=True)
-        load_or_create_key(tmp_path / "other-key", tmp_path / "other-secret")
-        async with member("issuer").admitted(admission_key_file=str(tmp_path / "other-key")):
-            with pytest.raises(UserError, match="is not the run's"):
-                async with member("peer").admitted(**secret):
-                    pass
-
+async def test_with_a_secret_a_peer_joins_no_run_that_has_another_or_none(
+    tmp_path, key_file, member, monkeypatch
+):
     async def _has_said(said, text):
         return any(text in line for line in said)
 
-    asyncio.run(scenario())
+    secret = {"swarm_secret_file": str(tmp_path / "secret")}
+    with (
+        monkeypatch.context() as impatient,
+        pytest.raises(UserError, match="nobody who issues tokens for the swarm secret answers"),
+    ):
+        impatient.setattr(own_token, "CONNECT_S", 2.0)
+        async with member("peer").admitted(**secret):
+            pass
+    config = CoordinatorConfig(
+        run_id=member("peer").run_id,
+        state_dir=tmp_path,
+        host_maddrs=LOOPBACK,
+        initial_peers=(member("peer").bootstrap,),
+    )
+    said: list[str] = []
+    coordinator = asyncio.create_task(serve(config, said.append))
+    try:
+        await eventually(lambda: _has_said(said, "the swarm is open"))
+        with pytest.raises(UserError, match="admits everybody"):
+            async with member("peer").admitted(**secret):
+                pass
+    finally:
+        coordinator.cancel()
+        await asyncio.gather(coordinator, return_exceptions=True)
+    load_or_create_key(tmp_path / "other-key", tmp_path / "other-secret")
+    async with member("issuer").admitted(admission_key_file=str(tmp_path / "other-key")):
+        with pytest.raises(UserError, match="is not the run's"):
+            async with member("peer").admitted(**secret):
+                pass

@@ -105,38 +105,34 @@ async def mended(observer: Observer) -> None:
 
 
 @pytest.mark.exhaustive
-def test_whatever_goes_wrong_is_named_within_ten_seconds(light):
+async def test_whatever_goes_wrong_is_named_within_ten_seconds(light):
     light.galaxy_size = 3
     light.preparations[2] = partial(clock_off, -8.0)
     for rank in range(3):
         light.start(rank)
     wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+    async with observing(RUN, light.initial_peers, timeout_s=20) as observer:
+        await named(observer, "peer 2's clock is 8 s behind")
 
-    async def watch() -> None:
-        async with observing(RUN, light.initial_peers, timeout_s=20) as observer:
-            await named(observer, "peer 2's clock is 8 s behind")
+        await asyncio.to_thread(light.peers[2].kill)
+        await named(observer, "peer 2 was lost")
+        del light.preparations[2]
+        light.start(2)
+        await happened(observer, "peer 2 is back")
+        await mended(observer)
 
-            await asyncio.to_thread(light.peers[2].kill)
-            await named(observer, "peer 2 was lost")
-            del light.preparations[2]
-            light.start(2)
-            await happened(observer, "peer 2 is back")
-            await mended(observer)
+        worker = light.peers[1].worker_pid
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            await named(observer, "peer 1 has stood still")
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        await mended(observer)
 
-            worker = light.peers[1].worker_pid
-            os.kill(worker, signal.SIGSTOP)
-            try:
-                await named(observer, "peer 1 has stood still")
-            finally:
-                os.kill(worker, signal.SIGCONT)
-            await mended(observer)
-
-            await asyncio.to_thread(light.peers[2].kill)
-            light.start(2, push=float("inf"))
-            wait_until(lambda: light.peers[2].records("ready"), "a step")
-            await named(observer, "peer 2: its loss is not a number any more; is the learning rate too high?")
-
-    asyncio.run(watch())
+        await asyncio.to_thread(light.peers[2].kill)
+        light.start(2, push=float("inf"))
+        wait_until(lambda: light.peers[2].records("ready"), "a step")
+        await named(observer, "peer 2: its loss is not a number any more; is the learning rate too high?")
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -7,14 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from benchmarks.lab import Lab, LabError, Link, unavailable
 from benchmarks.lab.players import Players
+from tests.support.commands import ROOT, is_running, wait_until
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -74,16 +72,14 @@ def test_losses_have_to_be_asked_for_from_the_beginning() -> None:
 
 
 def test_what_runs_in_it_ends_with_it_even_when_its_owner_is_killed() -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-    )
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert owner.stdout is not None
     inside, switch = (int(word) for word in owner.stdout.readline().split())
     assert is_running(inside) and is_running(switch)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    wait_until(lambda: not is_running(inside) and not is_running(switch))
+    wait_until(lambda: not is_running(inside) and not is_running(switch), "their end", DEADLINE_S)
 
 
 _OWNER = """
@@ -130,17 +126,3 @@ def connects(lab: Lab, sender: int, receiver: int, *, timeout_s: float) -> bool:
     program = "import socket, sys; socket.create_connection((sys.argv[1], 9000), float(sys.argv[2])).close()"
     argv = [sys.executable, "-c", program, lab.address(receiver), str(timeout_s)]
     return lab.popen(sender, argv, stderr=subprocess.DEVNULL).wait(DEADLINE_S) == 0
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -51,77 +51,61 @@ def honest(request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return ("loaded", {}) if request["digest"] == "good" else ("failed", {"reason": "they lead elsewhere"})
 
 
-def test_a_policy_is_loaded_and_its_files_go(tmp_path):
-    async def run() -> None:
-        (tmp_path / "file").touch()
-        async with serving(tmp_path / "sock") as generator:
-            thread = generates(tmp_path / "sock", honest, 2)
-            assert await generator.limits() == (10, 1, 100)
-            await generator.load([tmp_path / "file"], "good")
-            assert generator.held == "good" and not (tmp_path / "file").exists()
-            ((completion,),) = await generator.generate([3], "T")
-            assert completion.tokens == (1, 2)
-            thread.join()
-
-    asyncio.run(run())
+async def test_a_policy_is_loaded_and_its_files_go(tmp_path):
+    (tmp_path / "file").touch()
+    async with serving(tmp_path / "sock") as generator:
+        thread = generates(tmp_path / "sock", honest, 2)
+        assert await generator.limits() == (10, 1, 100)
+        await generator.load([tmp_path / "file"], "good")
+        assert generator.held == "good" and not (tmp_path / "file").exists()
+        ((completion,),) = await generator.generate([3], "T")
+        assert completion.tokens == (1, 2)
+        thread.join()
 
 
-def test_weights_that_cannot_be_used_are_not_held(tmp_path):
-    async def run() -> None:
-        async with serving(tmp_path / "sock") as generator:
-            generates(tmp_path / "sock", honest, 1)
-            with pytest.raises(ProtocolError, match="they lead elsewhere"):
-                await generator.load([], "bad")
-            assert generator.held == ""
-
-    asyncio.run(run())
+async def test_weights_that_cannot_be_used_are_not_held(tmp_path):
+    async with serving(tmp_path / "sock") as generator:
+        generates(tmp_path / "sock", honest, 1)
+        with pytest.raises(ProtocolError, match="they lead elsewhere"):
+            await generator.load([], "bad")
+        assert generator.held == ""
 
 
-def test_a_request_that_nobody_waits_for_any_more_is_made_to_its_end(tmp_path):
+async def test_a_request_that_nobody_waits_for_any_more_is_made_to_its_end(tmp_path):
     """Its answer would otherwise be taken for that of the next one."""
+    release = threading.Event()
 
-    async def run() -> None:
-        release = threading.Event()
+    def slow(request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        release.wait()
+        return honest(request)
 
-        def slow(request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-            release.wait()
-            return honest(request)
-
-        async with serving(tmp_path / "sock") as generator:
-            generates(tmp_path / "sock", slow, 2)
-            await generator.limits()
-            abandoned = asyncio.create_task(generator.load([], "good"))
-            await asyncio.sleep(0)
-            abandoned.cancel()
-            await asyncio.wait({abandoned})
-            release.set()
-            ((completion,),) = await generator.generate([3], "T")
-            assert completion.tokens == (1, 2) and generator.held == "good"
-
-    asyncio.run(run())
+    async with serving(tmp_path / "sock") as generator:
+        generates(tmp_path / "sock", slow, 2)
+        await generator.limits()
+        abandoned = asyncio.create_task(generator.load([], "good"))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        await asyncio.wait({abandoned})
+        release.set()
+        ((completion,),) = await generator.generate([3], "T")
+        assert completion.tokens == (1, 2) and generator.held == "good"
 
 
-def test_after_its_death_a_generator_begins_without_weights(tmp_path):
-    async def run() -> None:
-        async with serving(tmp_path / "sock") as generator:
-            thread = generates(tmp_path / "sock", honest, 1)
-            await generator.load([], "good")
-            thread.join()
-            with pytest.raises(LinkLost):
-                await generator.generate([3], "T")
-            assert generator.held == ""
-            generates(tmp_path / "sock", honest, 1)
-            await generator.load([], "good")
-            assert generator.held == "good"
-
-    asyncio.run(run())
+async def test_after_its_death_a_generator_begins_without_weights(tmp_path):
+    async with serving(tmp_path / "sock") as generator:
+        thread = generates(tmp_path / "sock", honest, 1)
+        await generator.load([], "good")
+        thread.join()
+        with pytest.raises(LinkLost):
+            await generator.generate([3], "T")
+        assert generator.held == ""
+        generates(tmp_path / "sock", honest, 1)
+        await generator.load([], "good")
+        assert generator.held == "good"
 
 
-def test_what_no_learner_would_take_is_the_generators_fault(tmp_path):
-    async def run() -> None:
-        async with serving(tmp_path / "sock") as generator:
-            generates(tmp_path / "sock", lambda _: ("generated", {"groups": [[{"tokens": []}]]}), 1)
-            with pytest.raises(ProtocolError, match="what no learner takes"):
-                await generator.generate([3], "T")
-
-    asyncio.run(run())
+async def test_what_no_learner_would_take_is_the_generators_fault(tmp_path):
+    async with serving(tmp_path / "sock") as generator:
+        generates(tmp_path / "sock", lambda _: ("generated", {"groups": [[{"tokens": []}]]}), 1)
+        with pytest.raises(ProtocolError, match="what no learner takes"):
+            await generator.generate([3], "T")

@@ -18,8 +18,7 @@ from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.mesh import Mesh
-from peers.protocol.records import Announcement
-from tests.support.announcements import spoken
+from tests.support.announcements import announced, spoken
 
 RUN_ID = "meeting"
 
@@ -109,23 +108,7 @@ def met(tmp_path, monkeypatch, dht, how):
 
 def test_who_is_announced_and_answers_nobody_is_named(tmp_path, monkeypatch):
     other = load_or_create(tmp_path / "other")
-    record = Announcement(
-        peer_id=other.peer_id,
-        run_id=RUN_ID,
-        world_rank=0,
-        incarnation=1,
-        state="training",
-        epoch=0,
-        head="",
-        step=0,
-        local_step=0,
-        committed_tokens=0,
-        tokens_per_s=0.0,
-        anchor_digest="",
-        manifest_digest="",
-        maddrs=("/ip4/192.0.2.1/tcp/4000",),
-        time=time.time(),
-    )
+    record = announced(other.peer_id, run_id=RUN_ID, world_rank=0, maddrs=("/ip4/192.0.2.1/tcp/4000",))
     other.release()
     dht = SilentDht([(other, record)])
     with pytest.raises(UserError, match=f"none of them answers.*{other.peer_id} at /ip4/192.0.2.1"):

@@ -84,117 +84,90 @@ def identity(tmp_path):
     return load_or_create(tmp_path / "own.key")
 
 
-def test_a_rollout_peer_gets_the_manifest_and_the_verified_policy(identity, tmp_path):
-    async def run() -> None:
-        service = service_with()
-        name = publish(service, tmp_path)
-        async with stream_to(service, identity) as stream:
-            assert stream.welcome.manifest.fields == {"mode": "grpo"}
-            assert stream.welcome.chat_template == "T"
-            policy = await stream.newest("")
-            assert (policy.digest, policy.step, policy.blobs) == (POLICY, 3, (name,))
-            path = await stream.download(name, tmp_path)
-            assert path is not None and path.read_bytes() == CONTENT
-            assert (await stream.newest(POLICY)).blobs == ()
-            assert service.present == {identity.peer_id}
-        assert service.present == frozenset()
-
-    asyncio.run(run())
+async def test_a_rollout_peer_gets_the_manifest_and_the_verified_policy(identity, tmp_path):
+    service = service_with()
+    name = publish(service, tmp_path)
+    async with stream_to(service, identity) as stream:
+        assert stream.welcome.manifest.fields == {"mode": "grpo"}
+        assert stream.welcome.chat_template == "T"
+        policy = await stream.newest("")
+        assert (policy.digest, policy.step, policy.blobs) == (POLICY, 3, (name,))
+        path = await stream.download(name, tmp_path)
+        assert path is not None and path.read_bytes() == CONTENT
+        assert (await stream.newest(POLICY)).blobs == ()
+        assert service.present == {identity.peer_id}
+    assert service.present == frozenset()
 
 
-def test_bytes_that_are_not_those_announced_are_thrown_away(identity, tmp_path):
-    async def run() -> None:
-        service = service_with()
-        name = publish(service, tmp_path, content=CONTENT[:-1] + b"?")
-        async with stream_to(service, identity) as stream:
-            with pytest.raises(ProtocolError, match="others than announced"):
-                await stream.download(name, tmp_path)
-        assert list(tmp_path.glob("*.safetensors")) == []
-
-    asyncio.run(run())
+async def test_bytes_that_are_not_those_announced_are_thrown_away(identity, tmp_path):
+    service = service_with()
+    name = publish(service, tmp_path, content=CONTENT[:-1] + b"?")
+    async with stream_to(service, identity) as stream:
+        with pytest.raises(ProtocolError, match="others than announced"):
+            await stream.download(name, tmp_path)
+    assert list(tmp_path.glob("*.safetensors")) == []
 
 
-def test_a_file_that_has_gone_meanwhile_is_no_error(identity, tmp_path):
-    async def run() -> None:
-        service = service_with()
-        name = publish(service, tmp_path)
-        (tmp_path / "policy").unlink()
-        async with stream_to(service, identity) as stream:
-            assert await stream.download(name, tmp_path) is None
-
-    asyncio.run(run())
+async def test_a_file_that_has_gone_meanwhile_is_no_error(identity, tmp_path):
+    service = service_with()
+    name = publish(service, tmp_path)
+    (tmp_path / "policy").unlink()
+    async with stream_to(service, identity) as stream:
+        assert await stream.download(name, tmp_path) is None
 
 
-def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(identity, tmp_path):
-    async def run() -> None:
-        service = service_with()
-        publish(service, tmp_path)
-        async with stream_to(service, identity) as stream:
-            first = stream.welcome.next_number
-            taking = asyncio.create_task(service._take(2, 60.0))
-            for index in range(2):
-                given = signed(rollout(first + index, POLICY), identity)
-                assert await stream.hand_over(given) == ""
-            taken = await taking
-            assert [one.rollout.number for one in taken.rollouts] == [first, first + 1]
-            assert [one.staleness for one in taken.rollouts] == [0, 0]
-        async with stream_to(service, identity) as stream:
-            assert stream.welcome.next_number == first + 2
-        (shown,) = service.senders_shown()
-        assert (shown.peer_id, shown.taken, shown.received, shown.is_here) == (identity.peer_id, 2, 2, False)
-
-    asyncio.run(run())
+async def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(identity, tmp_path):
+    service = service_with()
+    publish(service, tmp_path)
+    async with stream_to(service, identity) as stream:
+        first = stream.welcome.next_number
+        taking = asyncio.create_task(service._take(2, 60.0))
+        for index in range(2):
+            given = signed(rollout(first + index, POLICY), identity)
+            assert await stream.hand_over(given) == ""
+        taken = await taking
+        assert [one.rollout.number for one in taken.rollouts] == [first, first + 1]
+        assert [one.staleness for one in taken.rollouts] == [0, 0]
+    async with stream_to(service, identity) as stream:
+        assert stream.welcome.next_number == first + 2
+    (shown,) = service.senders_shown()
+    assert (shown.peer_id, shown.taken, shown.received, shown.is_here) == (identity.peer_id, 2, 2, False)
 
 
-def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
-    async def run() -> None:
-        service = service_with()
-        publish(service, tmp_path)
-        assert await service._take(1, 0.0) == Taken()
-        assert await service._take(1, 0.01) == Taken()
-
-    asyncio.run(run())
+async def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
+    service = service_with()
+    publish(service, tmp_path)
+    assert await service._take(1, 0.0) == Taken()
+    assert await service._take(1, 0.01) == Taken()
 
 
-def test_a_false_rollout_ends_the_stream(identity, tmp_path):
-    async def run() -> None:
-        service = service_with()
-        publish(service, tmp_path)
-        async with stream_to(service, identity) as stream:
-            with pytest.raises(PeerUnreachable):
-                await stream.hand_over(signed(rollout(0, POLICY), identity))
-        assert len(service.queue) == 0
-
-    asyncio.run(run())
+async def test_a_false_rollout_ends_the_stream(identity, tmp_path):
+    service = service_with()
+    publish(service, tmp_path)
+    async with stream_to(service, identity) as stream:
+        with pytest.raises(PeerUnreachable):
+            await stream.hand_over(signed(rollout(0, POLICY), identity))
+    assert len(service.queue) == 0
 
 
-def test_without_a_trainer_that_wants_rollouts_a_rollout_peer_is_told_to_look_elsewhere(identity):
-    async def run() -> None:
-        with pytest.raises(PeerUnreachable, match="takes no rollouts"):
-            async with stream_to(service_with(), identity):
-                pass
-
-    asyncio.run(run())
+async def test_without_a_trainer_that_wants_rollouts_a_rollout_peer_is_told_to_look_elsewhere(identity):
+    with pytest.raises(PeerUnreachable, match="takes no rollouts"):
+        async with stream_to(service_with(), identity):
+            pass
 
 
-def test_who_was_left_out_gets_no_policy(identity, tmp_path):
-    async def run() -> None:
-        service = service_with()
-        publish(service, tmp_path)
-        service.queue.leave_out(identity.peer_id)
-        with pytest.raises(PeerUnreachable, match="takes no rollouts"):
-            async with stream_to(service, identity):
-                pass
-
-    asyncio.run(run())
+async def test_who_was_left_out_gets_no_policy(identity, tmp_path):
+    service = service_with()
+    publish(service, tmp_path)
+    service.queue.leave_out(identity.peer_id)
+    with pytest.raises(PeerUnreachable, match="takes no rollouts"):
+        async with stream_to(service, identity):
+            pass
 
 
-def test_who_is_not_admitted_hears_why(identity, tmp_path):
-    async def run() -> None:
-        service = service_with(Gate(Admission(RUN, b"k" * 32)))
-        publish(service, tmp_path)
-        with pytest.raises(Refused, match="no token"):
-            async with stream_to(service, identity):
-                pass
-
-    asyncio.run(run())
+async def test_who_is_not_admitted_hears_why(identity, tmp_path):
+    service = service_with(Gate(Admission(RUN, b"k" * 32)))
+    publish(service, tmp_path)
+    with pytest.raises(Refused, match="no token"):
+        async with stream_to(service, identity):
+            pass

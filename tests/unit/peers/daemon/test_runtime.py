@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,12 @@ def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
         identity.release()
 
 
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[Runtime]:
+    with a_runtime(tmp_path) as made:
+        yield made
+
+
 @contextlib.asynccontextmanager
 async def running(runtime: Runtime) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.create_task(runtime.run())
@@ -129,112 +135,87 @@ def offered() -> OuterState:
     return OuterState.initial([torch.zeros(SIZE)])
 
 
-def test_a_worker_begins_with_the_anchor_in_its_memory(tmp_path):
-    async def scenario(runtime: Runtime) -> None:
-        mine = memories()
-        async with running(runtime):
-            start = await runtime.begin_worker(mine.inn, offered())
-        assert (start.epoch, start.local_step, start.head) == (0, 0, runtime.core.head)
-        assert not mine.inn[0].any()
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+async def test_a_worker_begins_with_the_anchor_in_its_memory(runtime):
+    mine = memories()
+    async with running(runtime):
+        start = await runtime.begin_worker(mine.inn, offered())
+    assert (start.epoch, start.local_step, start.head) == (0, 0, runtime.core.head)
+    assert not mine.inn[0].any()
 
 
-def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_workers_memory(tmp_path):
-    async def scenario(runtime: Runtime) -> None:
-        mine = memories()
-        async with running(runtime):
-            await runtime.begin_worker(mine.inn, offered())
-            outcome = await runtime.average(work_in(mine, step=2))
-        parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
-        assert all(part > 0 for part in parts)
-        assert 0 < outcome.propose_s <= outcome.wait_s
-        assert sum(parts) <= outcome.round_s < sum(parts) + 10
-        assert (outcome.epoch, outcome.contributors, outcome.head) == (1, [0], runtime.core.head)
-        assert runtime.state is not None and torch.equal(mine.inn[0], runtime.state.anchor[0])
-        assert runtime.state.verify().anchor == outcome.anchor_digest
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+async def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_workers_memory(runtime):
+    mine = memories()
+    async with running(runtime):
+        await runtime.begin_worker(mine.inn, offered())
+        outcome = await runtime.average(work_in(mine, step=2))
+    parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
+    assert all(part > 0 for part in parts)
+    assert 0 < outcome.propose_s <= outcome.wait_s
+    assert sum(parts) <= outcome.round_s < sum(parts) + 10
+    assert (outcome.epoch, outcome.contributors, outcome.head) == (1, [0], runtime.core.head)
+    assert runtime.state is not None and torch.equal(mine.inn[0], runtime.state.anchor[0])
+    assert runtime.state.verify().anchor == outcome.anchor_digest
 
 
-def test_no_worker_begins_between_anothers_readiness_and_its_commit(tmp_path):
-    async def scenario(runtime: Runtime) -> None:
-        first, second = memories(), memories()
-        async with running(runtime):
-            await runtime.begin_worker(first.inn, offered())
-            averaging = asyncio.create_task(runtime.average(work_in(first, step=2)))
-            await asyncio.sleep(0)
-            # The worker has died, and its successor asks where to begin: not before this work is in.
-            runtime.post(events.WorkerGone())
-            start = await runtime.begin_worker(second.inn, offered())
-            assert start.epoch == 1 and (await averaging).contributors == [0]
-            assert runtime.state is not None and torch.equal(second.inn[0], runtime.state.anchor[0])
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+async def test_no_worker_begins_between_anothers_readiness_and_its_commit(runtime):
+    first, second = memories(), memories()
+    async with running(runtime):
+        await runtime.begin_worker(first.inn, offered())
+        averaging = asyncio.create_task(runtime.average(work_in(first, step=2)))
+        await asyncio.sleep(0)
+        # The worker has died, and its successor asks where to begin: not before this work is in.
+        runtime.post(events.WorkerGone())
+        start = await runtime.begin_worker(second.inn, offered())
+        assert start.epoch == 1 and (await averaging).contributors == [0]
+        assert runtime.state is not None and torch.equal(second.inn[0], runtime.state.anchor[0])
 
 
-def test_weights_that_are_not_finite_are_the_end_of_their_worker_and_its_next_life_begins_from_the_anchor(
-    tmp_path,
+async def test_weights_that_are_not_finite_are_the_end_of_their_worker_and_its_next_life_begins_from_the_anchor(
+    runtime,
 ):
-    async def scenario(runtime: Runtime) -> None:
-        spoilt, mine = memories(float("nan")), memories()
-        async with running(runtime) as task:
-            await runtime.begin_worker(spoilt.inn, offered())
-            with pytest.raises(PeersError, match="not finite"):
-                await runtime.average(work_in(spoilt, step=2))
-            runtime.post(events.WorkerGone())
-            start = await runtime.begin_worker(mine.inn, offered())
-            assert (start.epoch, start.head) == (0, runtime.core.head)
-            outcome = await runtime.average(work_in(mine, step=2))
-            assert (outcome.epoch, outcome.contributors) == (1, [0]) and not task.done()
-            assert torch.isfinite(mine.inn[0]).all()
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+    spoilt, mine = memories(float("nan")), memories()
+    async with running(runtime) as task:
+        await runtime.begin_worker(spoilt.inn, offered())
+        with pytest.raises(PeersError, match="not finite"):
+            await runtime.average(work_in(spoilt, step=2))
+        runtime.post(events.WorkerGone())
+        start = await runtime.begin_worker(mine.inn, offered())
+        assert (start.epoch, start.head) == (0, runtime.core.head)
+        outcome = await runtime.average(work_in(mine, step=2))
+        assert (outcome.epoch, outcome.contributors) == (1, [0]) and not task.done()
+        assert torch.isfinite(mine.inn[0]).all()
 
 
-def test_a_stream_to_a_peer_that_was_lost_and_is_back_is_open_before_the_round(tmp_path, monkeypatch):
-    async def scenario(runtime: Runtime) -> None:
-        opened: list[str] = []
-        monkeypatch.setattr(runtime.averaging.pool, "open_ahead", opened.append)
-        async with running(runtime):
-            await runtime.begin_worker(memories().inn, offered())
-            here = Status(incarnation=1, sequence=1, world_rank=1, phase="training", head=runtime.core.head)
-            for event in (
-                events.Received("other", here),
-                events.Disconnected("other"),
-                events.Received("other", replace(here, sequence=2)),
-                events.Received("other", replace(here, sequence=3)),
-            ):
-                runtime.post(event)
-            while (status := runtime.core.swarm.status("other")) is None or status.sequence < 3:
-                await asyncio.sleep(0)
-        assert opened == ["other", "other"]
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+async def test_a_stream_to_a_peer_that_was_lost_and_is_back_is_open_before_the_round(runtime, monkeypatch):
+    opened: list[str] = []
+    monkeypatch.setattr(runtime.averaging.pool, "open_ahead", opened.append)
+    async with running(runtime):
+        await runtime.begin_worker(memories().inn, offered())
+        here = Status(incarnation=1, sequence=1, world_rank=1, phase="training", head=runtime.core.head)
+        for event in (
+            events.Received("other", here),
+            events.Disconnected("other"),
+            events.Received("other", replace(here, sequence=2)),
+            events.Received("other", replace(here, sequence=3)),
+        ):
+            runtime.post(event)
+        while (status := runtime.core.swarm.status("other")) is None or status.sequence < 3:
+            await asyncio.sleep(0)
+    assert opened == ["other", "other"]
 
 
-def test_what_goes_wrong_in_a_reduction_ends_the_daemon_with_that_reason(tmp_path, monkeypatch):
+async def test_what_goes_wrong_in_a_reduction_ends_the_daemon_with_that_reason(runtime, monkeypatch):
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory for it")
 
     monkeypatch.setattr("peers.daemon.averaging.reduce_pseudo_gradients", broken)
-
-    async def scenario(runtime: Runtime) -> None:
-        mine = memories()
-        async with running(runtime) as task:
-            await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
-            with pytest.raises(MemoryError):
-                await task
-            averaging.cancel()
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+    mine = memories()
+    async with running(runtime) as task:
+        await runtime.begin_worker(mine.inn, offered())
+        averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
+        with pytest.raises(MemoryError):
+            await task
+        averaging.cancel()
 
 
 def test_while_an_effect_takes_long_the_last_status_stands_and_cancelling_waits_for_threads(
@@ -266,7 +247,7 @@ def test_while_an_effect_takes_long_the_last_status_stands_and_cancelling_waits_
     assert ended.is_set()
 
 
-def test_a_reduction_is_over_before_the_runtime_is(tmp_path, monkeypatch):
+async def test_a_reduction_is_over_before_the_runtime_is(runtime, monkeypatch):
     began, over = threading.Event(), threading.Event()
 
     def endless(*_: Any, cancelled: threading.Event, **__: Any) -> None:
@@ -276,32 +257,23 @@ def test_a_reduction_is_over_before_the_runtime_is(tmp_path, monkeypatch):
         raise PeersError("cancelled")
 
     monkeypatch.setattr("peers.daemon.averaging.reduce_pseudo_gradients", endless)
-
-    async def scenario(runtime: Runtime) -> None:
-        mine = memories()
-        async with running(runtime):
-            await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
-            await asyncio.to_thread(began.wait, 20)
-        assert over.is_set()
-        averaging.cancel()
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+    mine = memories()
+    async with running(runtime):
+        await runtime.begin_worker(mine.inn, offered())
+        averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
+        await asyncio.to_thread(began.wait, 20)
+    assert over.is_set()
+    averaging.cancel()
 
 
-def test_what_a_peer_says_while_nobody_listens_takes_bounded_memory(tmp_path):
-    async def scenario(runtime: Runtime) -> None:
-        for _ in range(100_000):
-            runtime.post(events.Received("talker", Ask(head="a" * 64)))
-        assert runtime._events.qsize() < 10_000
-        # What the daemon itself has to know is never lost.
-        mine = memories()
-        async with running(runtime):
-            await runtime.begin_worker(mine.inn, offered())
-
-    with a_runtime(tmp_path) as runtime:
-        asyncio.run(scenario(runtime))
+async def test_what_a_peer_says_while_nobody_listens_takes_bounded_memory(runtime):
+    for _ in range(100_000):
+        runtime.post(events.Received("talker", Ask(head="a" * 64)))
+    assert runtime._events.qsize() < 10_000
+    # What the daemon itself has to know is never lost.
+    mine = memories()
+    async with running(runtime):
+        await runtime.begin_worker(mine.inn, offered())
 
 
 def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from peers.daemon.restarts import RestartPolicy, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
+from tests.support.commands import ROOT, is_running, wait_until
+
+WITHIN_S = 10.0
 
 
 def command(tmp_path: Path, script: str, num_ranks: int = 1) -> WorkerCommand:
@@ -29,92 +31,58 @@ def recorder(exits: list[tuple[int, bool]]) -> Callable[[WorkerEnd], None]:
     return lambda end: exits.append((end.code, end.restarts))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+async def until(condition: Callable[[], object], what: str) -> None:
+    await asyncio.to_thread(wait_until, condition, what, WITHIN_S)
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
-
-
-async def until(condition, timeout_s: float = 10.0) -> None:
-    await asyncio.to_thread(wait_until, condition, timeout_s)
-
-
-def test_a_worker_that_finishes_ends_the_run_with_0_and_its_output_is_in_the_log(tmp_path):
-    async def scenario() -> int:
-        return (await Supervisor(command(tmp_path, "print('hello')")).run()).code
-
-    assert asyncio.run(scenario()) == 0
+async def test_a_worker_that_finishes_ends_the_run_with_0_and_its_output_is_in_the_log(tmp_path):
+    assert (await Supervisor(command(tmp_path, "print('hello')")).run()).code == 0
     assert (tmp_path / "logs" / "worker.log").read_text() == "hello\n"
 
 
-def test_a_users_mistake_is_not_tried_again(tmp_path):
+async def test_a_users_mistake_is_not_tried_again(tmp_path):
     exits: list[tuple[int, bool]] = []
-
-    async def scenario() -> int:
-        script = "raise SystemExit(2)"
-        return (await Supervisor(command(tmp_path, script), recorder(exits)).run()).code
-
-    assert asyncio.run(scenario()) == 2
+    script = "raise SystemExit(2)"
+    assert (await Supervisor(command(tmp_path, script), recorder(exits)).run()).code == 2
     assert exits == [(2, False)]
 
 
-def test_a_worker_that_died_once_is_started_again(tmp_path):
+async def test_a_worker_that_died_once_is_started_again(tmp_path):
     script = (
         "import pathlib, sys\nmark = pathlib.Path('mark')\nfirst = not mark.exists()\n"
         "mark.touch()\nsys.exit(7 * first)"
     )
     exits: list[tuple[int, bool]] = []
-
-    async def scenario() -> int:
-        return (await Supervisor(command(tmp_path, script), recorder(exits)).run()).code
-
-    assert asyncio.run(scenario()) == 0
+    assert (await Supervisor(command(tmp_path, script), recorder(exits)).run()).code == 0
     assert exits == [(7, True), (0, False)]
 
 
-def test_it_gives_up_after_deaths_in_a_row_and_returns_the_last_code(tmp_path):
+async def test_it_gives_up_after_deaths_in_a_row_and_returns_the_last_code(tmp_path):
     exits: list[tuple[int, bool]] = []
-
-    async def scenario() -> int:
-        policy = RestartPolicy(max_deaths=2)
-        script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-        return (await Supervisor(command(tmp_path, script), recorder(exits), policy).run()).code
-
-    assert asyncio.run(scenario()) == 128 + signal.SIGKILL
+    policy = RestartPolicy(max_deaths=2)
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert (
+        await Supervisor(command(tmp_path, script), recorder(exits), policy).run()
+    ).code == 128 + signal.SIGKILL
     assert exits == [(137, True), (137, False)]
 
 
-def test_progress_makes_earlier_deaths_not_count(tmp_path):
+async def test_progress_makes_earlier_deaths_not_count(tmp_path):
     exits: list[int] = []
+    supervisor: Supervisor
 
-    async def scenario() -> int:
-        supervisor: Supervisor
+    def on_exit(end: WorkerEnd) -> None:
+        exits.append(end.code)
+        if len(exits) == 1:
+            supervisor.restarts.progressed()
 
-        def on_exit(end: WorkerEnd) -> None:
-            exits.append(end.code)
-            if len(exits) == 1:
-                supervisor.restarts.progressed()
-
-        supervisor = Supervisor(
-            command(tmp_path, "raise SystemExit(3)"), on_exit, RestartPolicy(max_deaths=2)
-        )
-        return (await supervisor.run()).code
-
-    assert asyncio.run(scenario()) == 3
+    supervisor = Supervisor(command(tmp_path, "raise SystemExit(3)"), on_exit, RestartPolicy(max_deaths=2))
+    assert (await supervisor.run()).code == 3
     # The first death is decided before the callback; two more follow the progress.
     assert exits == [3, 3, 3]
 
 
-def test_it_gives_up_on_the_third_end_for_the_same_reason_of_this_life(tmp_path):
+async def test_it_gives_up_on_the_third_end_for_the_same_reason_of_this_life(tmp_path):
     """However far the worker says that it has come; another reason in between begins the count anew."""
     script = (
         "import pathlib, sys\nlives = pathlib.Path('lives')\n"
@@ -122,24 +90,20 @@ def test_it_gives_up_on_the_third_end_for_the_same_reason_of_this_life(tmp_path)
         "sys.exit('too hot' if life != 1 else 'too cold')"
     )
     ends: list[WorkerEnd] = []
+    supervisor: Supervisor
 
-    async def scenario() -> WorkerEnd:
-        supervisor: Supervisor
+    def on_exit(end: WorkerEnd) -> None:
+        ends.append(end)
+        supervisor.restarts.progressed()
 
-        def on_exit(end: WorkerEnd) -> None:
-            ends.append(end)
-            supervisor.restarts.progressed()
-
-        supervisor = Supervisor(command(tmp_path, script), on_exit)
-        return await supervisor.run()
-
-    last = asyncio.run(scenario())
+    supervisor = Supervisor(command(tmp_path, script), on_exit)
+    last = await supervisor.run()
     assert [end.reason for end in ends] == ["too hot", "too cold", "too hot", "too hot", "too hot"]
     assert [end.restarts for end in ends] == [True, True, True, True, False]
     assert last == ends[-1] and (last.code, last.num_same) == (1, 3)
 
 
-def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_path):
+async def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_path):
     script = (
         "import pathlib, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -147,33 +111,26 @@ def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_path):
         "pathlib.Path('child.tmp').write_text(str(child.pid)); pathlib.Path('child.tmp').rename('child')\n"
         "time.sleep(600)\n"
     )
-
-    async def scenario() -> tuple[int, int]:
-        supervisor = Supervisor(command(tmp_path, script), policy=RestartPolicy(stop_timeout_s=0.3))
-        run = asyncio.create_task(supervisor.run())
-        await until((tmp_path / "child").exists)
-        await supervisor.stop()
-        return (await run).code, int((tmp_path / "child").read_text())
-
-    code, child = asyncio.run(scenario())
+    supervisor = Supervisor(command(tmp_path, script), policy=RestartPolicy(stop_timeout_s=0.3))
+    run = asyncio.create_task(supervisor.run())
+    await until((tmp_path / "child").exists, "its child")
+    await supervisor.stop()
+    code, child = (await run).code, int((tmp_path / "child").read_text())
     assert code == 128 + signal.SIGKILL
-    wait_until(lambda: not is_alive(child))
+    wait_until(lambda: not is_running(child), "the end of its child", WITHIN_S)
 
 
-def test_cancelling_the_run_leaves_no_process(tmp_path):
-    async def scenario() -> int:
-        supervisor = Supervisor(command(tmp_path, "import time; time.sleep(600)"))
-        run = asyncio.create_task(supervisor.run())
-        await until(lambda: supervisor.pids)
-        (pid,) = supervisor.pids
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-        return pid
-
-    assert not is_alive(asyncio.run(scenario()))
+async def test_cancelling_the_run_leaves_no_process(tmp_path):
+    supervisor = Supervisor(command(tmp_path, "import time; time.sleep(600)"))
+    run = asyncio.create_task(supervisor.run())
+    await until(lambda: supervisor.pids, "the worker")
+    (pid,) = supervisor.pids
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    assert not is_running(pid)
 
 
-def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path):
+async def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path):
     script = (
         "import os, pathlib, sys, time\n"
         "print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], os.environ['MASTER_ADDR'], flush=True)\n"
@@ -182,11 +139,7 @@ def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path)
         "while not said.exists():\n    time.sleep(0.01)\n"
         "sys.exit(2)\n"
     )
-
-    async def scenario() -> int:
-        return (await Supervisor(command(tmp_path, script, num_ranks=2)).run()).code
-
-    assert asyncio.run(scenario()) == 2
+    assert (await Supervisor(command(tmp_path, script, num_ranks=2)).run()).code == 2
     assert (tmp_path / "logs" / "worker.log").read_text() == "0 2 127.0.0.1\n"
     assert (tmp_path / "logs" / "worker-rank1.log").read_text() == "1 2 127.0.0.1\n"
 
@@ -202,11 +155,11 @@ def test_a_worker_dies_with_its_supervisor_even_when_that_is_killed(tmp_path):
         "async def main():\n    await Supervisor(command).run()\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment) as supervisor:
         try:
-            wait_until((tmp_path / "pid").exists)
+            wait_until((tmp_path / "pid").exists, "its pid", WITHIN_S)
         finally:
             supervisor.kill()
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_running(pid), "the end of the worker", WITHIN_S)

@@ -48,40 +48,34 @@ def start_at(epoch: int, local_step: int) -> Start:
 
 
 @pytest.mark.parametrize("has_worker", [True, False])
-def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_worker):
-    async def scenario() -> None:
-        monitor, shown = a_monitor(), []
-        monitor.has_worker = True
-        monitor.started(start_at(epoch=2, local_step=4))
-        assert (monitor.step, monitor.local_step) == (24, 4)
-        work = a_work(step=30)
-        monitor.handed_over(work, {"step_s": 0.5, "loss": 2.5})
-        shown.append(monitor.state)
-        assert monitor.journal.loss == 2.5
-        work.ahead.set_result(Ahead(epoch=3, data_base=0))
-        await asyncio.sleep(0)
-        shown.append(monitor.state)
-        # It has trained as far ahead as it may.
-        monitor.waits()
-        shown.append(monitor.state)
-        monitor.has_worker = has_worker
-        monitor.averaged(an_outcome())
-        shown.append(monitor.state)
-        assert shown == ["averaging", "training", "averaging", "training" if has_worker else "joining"]
-        assert monitor.journal.num_rounds == 1
-
-    asyncio.run(scenario())
+async def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_worker):
+    monitor, shown = a_monitor(), []
+    monitor.has_worker = True
+    monitor.started(start_at(epoch=2, local_step=4))
+    assert (monitor.step, monitor.local_step) == (24, 4)
+    work = a_work(step=30)
+    monitor.handed_over(work, {"step_s": 0.5, "loss": 2.5})
+    shown.append(monitor.state)
+    assert monitor.journal.loss == 2.5
+    work.ahead.set_result(Ahead(epoch=3, data_base=0))
+    await asyncio.sleep(0)
+    shown.append(monitor.state)
+    # It has trained as far ahead as it may.
+    monitor.waits()
+    shown.append(monitor.state)
+    monitor.has_worker = has_worker
+    monitor.averaged(an_outcome())
+    shown.append(monitor.state)
+    assert shown == ["averaging", "training", "averaging", "training" if has_worker else "joining"]
+    assert monitor.journal.num_rounds == 1
 
 
 @pytest.mark.parametrize(("contributors", "num_commits"), [([0, 1], 1), ([1], 0)])
-def test_only_a_commit_that_contains_its_work_counts_for_the_worker(contributors, num_commits):
-    async def scenario() -> None:
-        monitor, commits = a_monitor(), []
-        monitor.on_commit = lambda: commits.append(1)
-        monitor.averaged(an_outcome(contributors=contributors))
-        assert len(commits) == num_commits
-
-    asyncio.run(scenario())
+async def test_only_a_commit_that_contains_its_work_counts_for_the_worker(contributors, num_commits):
+    monitor, commits = a_monitor(), []
+    monitor.on_commit = lambda: commits.append(1)
+    monitor.averaged(an_outcome(contributors=contributors))
+    assert len(commits) == num_commits
 
 
 def test_a_loss_that_is_not_a_number_is_a_trouble_until_the_next_one_is():

@@ -98,26 +98,23 @@ def hang_up(link: WorkerLink) -> None:
         pass
 
 
-def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tmp_path):
-    async def scenario() -> None:
-        host = SlowHost()
-        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-            serving = asyncio.create_task(serve_workers(accept, host))
-            first = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
-            first.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
-            await host.averaging.wait()
-            await asyncio.to_thread(hang_up, first)
-            second = await asyncio.to_thread(connect, tmp_path / "link", 2.0)
-            host.go_on.set()
-            while not host.weights_seen:
-                await asyncio.sleep(0.01)
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            first.close()
-            second.close()
-        assert host.weights_seen == [1.0]
-
-    asyncio.run(scenario())
+async def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tmp_path):
+    host = SlowHost()
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(serve_workers(accept, host))
+        first = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
+        first.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
+        await host.averaging.wait()
+        await asyncio.to_thread(hang_up, first)
+        second = await asyncio.to_thread(connect, tmp_path / "link", 2.0)
+        host.go_on.set()
+        while not host.weights_seen:
+            await asyncio.sleep(0.01)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        first.close()
+        second.close()
+    assert host.weights_seen == [1.0]
 
 
 class FailingHost(SlowHost):
@@ -125,7 +122,7 @@ class FailingHost(SlowHost):
         raise PeersError("its weights are not finite any more")
 
 
-def test_a_worker_is_told_why_its_work_cannot_be_averaged(tmp_path):
+async def test_a_worker_is_told_why_its_work_cannot_be_averaged(tmp_path):
     def work() -> None:
         link = connect(tmp_path / "link", 1.0)
         link.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
@@ -137,17 +134,14 @@ def test_a_worker_is_told_why_its_work_cannot_be_averaged(tmp_path):
             link.close()
         assert type(failure.value) is PeersError
 
-    async def scenario() -> None:
-        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-            serving = asyncio.create_task(serve_workers(accept, FailingHost()))
-            await asyncio.to_thread(work)
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-
-    asyncio.run(scenario())
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(serve_workers(accept, FailingHost()))
+        await asyncio.to_thread(work)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
-def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_another_connection(tmp_path):
+async def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_another_connection(tmp_path):
     def work(host: SlowHost, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
         training, waiting = connect(tmp_path / "link", 1.0), WorkerLink.connect(tmp_path / "link")
         training.send("snapshot", directory=str(tmp_path / "nowhere"))
@@ -164,38 +158,32 @@ def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_another_con
             link.close()
         return answer
 
-    async def scenario() -> None:
-        host = SlowHost()
-        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-            serving = asyncio.create_task(serve_workers(accept, host))
-            answer = await asyncio.to_thread(work, host, asyncio.get_running_loop())
-            assert (answer["files"], answer["head"]) == ({"a": [5, "digest"]}, "head")
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-
-    asyncio.run(scenario())
+    host = SlowHost()
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(serve_workers(accept, host))
+        answer = await asyncio.to_thread(work, host, asyncio.get_running_loop())
+        assert (answer["files"], answer["head"]) == ({"a": [5, "digest"]}, "head")
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
-def test_what_a_worker_tells_beside_its_training_is_heard_until_it_hangs_up(tmp_path):
-    async def scenario() -> list[tuple[Any, ...]]:
-        host = SlowHost()
-        async with listen(tmp_path / "link.sock") as accept:
-            serving = asyncio.create_task(serve_workers(accept, host))
+async def test_what_a_worker_tells_beside_its_training_is_heard_until_it_hangs_up(tmp_path):
+    host = SlowHost()
+    async with listen(tmp_path / "link.sock") as accept:
+        serving = asyncio.create_task(serve_workers(accept, host))
 
-            def train() -> None:
-                progress = Progress(tmp_path / "link.sock")
-                with progress.phase("evaluating", total=5, unit="windows"):
-                    wait_until(lambda: ("doing", "evaluating") in host.news, "the phase")
-                progress.evaluated(7, 2.5)
-                progress.is_in_trouble("disk", "it is full")
-                progress.close()
+        def train() -> None:
+            progress = Progress(tmp_path / "link.sock")
+            with progress.phase("evaluating", total=5, unit="windows"):
+                wait_until(lambda: ("doing", "evaluating") in host.news, "the phase")
+            progress.evaluated(7, 2.5)
+            progress.is_in_trouble("disk", "it is full")
+            progress.close()
 
-            await asyncio.to_thread(train)
-            await asyncio.to_thread(wait_until, lambda: host.news[-1] == ("doing", None), "its end")
-            serving.cancel()
-        return host.news
-
-    news = asyncio.run(scenario())
+        await asyncio.to_thread(train)
+        await asyncio.to_thread(wait_until, lambda: host.news[-1] == ("doing", None), "its end")
+        serving.cancel()
+    news = host.news
     assert news[0] == ("doing", "evaluating") and ("evaluated", 7, 2.5) in news
     assert ("disk", "it is full") in news and news[-1] == ("doing", None)
 
