@@ -66,19 +66,6 @@ def test_while_a_killed_worker_starts_again_the_others_go_on_and_it_begins_where
 
 
 @pytest.mark.exhaustive
-def test_a_frozen_peer_is_left_out_and_catches_up_when_it_thaws(swarm):
-    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
-    light.start_all(3)
-    wait_until(lambda: light.peers[2].epoch >= 1, "epoch 1")
-    light.peers[2].freeze()
-    before = light.peers[0].epoch
-    wait_until(lambda: light.peers[0].epoch > before + 2, "epochs without the frozen peer")
-    light.peers[2].thaw()
-    wait_until(lambda: 2 in light.peers[0].epochs[-1]["contributors"], "the thawed peer's return")
-    light.check_none_is_missed()
-
-
-@pytest.mark.exhaustive
 def test_a_straggler_is_left_behind_and_its_work_counts_next_time(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.extra = {"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 0.3}
@@ -97,26 +84,6 @@ def test_a_straggler_is_left_behind_and_its_work_counts_next_time(swarm):
     for tokens, record, following in zip(handed_over, straggler.epochs, handed_over[1:], strict=False):
         assert following > tokens or 2 in record["contributors"]
     light.check_none_is_missed()
-
-
-@pytest.mark.exhaustive
-def test_without_the_bootstrap_node_training_goes_on_and_newcomers_join_through_any_peer(swarm):
-    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
-    light.initial_peers, light.galaxy_size = [], 1
-    bootstrap = light.start(0)
-    light.initial_peers = [wait_until(lambda: bootstrap.address, "the first peer's address")]
-    second = light.start(1)
-    wait_until(lambda: second.epoch >= 2, "the second peer's epochs")
-    bootstrap.kill()
-    epoch = second.epoch
-    wait_until(lambda: second.epoch >= epoch + 2, "epochs without the bootstrap node")
-    # The second peer is all the third one is told of.
-    light.initial_peers = [second.address]
-    third = light.start(2)
-    wait_until(
-        lambda: third.epoch >= 2 and third.epochs[-1]["contributors"] == [1, 2], "epochs of the newcomer"
-    )
-    light.check_digests()
 
 
 @pytest.mark.exhaustive

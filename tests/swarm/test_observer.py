@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -97,43 +94,6 @@ async def test_a_peers_death_and_its_return_are_seen_at_once(swarm):
         events = events_of(seen, 0, since=died_at)
         assert "came back" in events[events.index("was lost") :]
         check_figures(seen, observer)
-
-
-@pytest.mark.exhaustive
-def test_the_command_says_at_once_who_died_and_not_much_later_who_fell_silent(swarm):
-    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
-    light.start_all(4)
-    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
-    command = [sys.executable, "-m", "diloco", "status", "--json", "--run-id", light.run_id]
-    command += ["--initial-peers", light.initial_peers[0]]
-
-    def line_that_says(watching: subprocess.Popen[str], condition: Callable[[dict[str, Any]], bool]) -> float:
-        assert watching.stdout is not None
-        for line in watching.stdout:
-            if condition(json.loads(line)):
-                return time.time()
-        raise AssertionError("diloco status ended")
-
-    with subprocess.Popen([*command, "--watch"], stdout=subprocess.PIPE, text=True) as watching:
-        try:
-            line_that_says(watching, lambda seen: has_all(seen, 0, 1, 2, 3))
-            light.peers[2].kill()
-            seen_at = line_that_says(watching, lambda seen: state_of(seen, 2) == "lost")
-            assert seen_at - light.peers[2].killed[-1] < SEEN_WITHIN_S
-
-            def a_single_look() -> dict[str, Any]:
-                once = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-                return json.loads(once.stdout)
-
-            while state_of(a_single_look(), 2) != "lost":
-                assert time.time() - light.peers[2].killed[-1] < RECORD_TTL_S
-            light.peers[3].freeze()
-            frozen_at = time.time()
-            seen_at = line_that_says(watching, lambda seen: state_of(seen, 3) == "lost")
-            assert seen_at - frozen_at < RECORD_TTL_S
-        finally:
-            light.peers[3].thaw()
-            watching.terminate()
 
 
 def check_figures(seen: dict[str, Any], observer: Observer) -> None:

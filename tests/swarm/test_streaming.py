@@ -47,25 +47,6 @@ def test_a_peer_killed_while_fragments_are_under_way_costs_the_others_no_epoch_a
     assert all(r["fragment"] == (r["epoch"] - 1) % 2 for r in averaged)
 
 
-@pytest.mark.exhaustive
-def test_a_straggler_that_misses_fragments_catches_up_and_counts_again(streaming):
-    light = streaming(max_steps=100_000, step_s=0.03)
-    light.extra = {"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 0.3}
-    light.start_all(3)
-    wait_until(lambda: light.peers[2].epoch >= 2, "epoch 2")
-    light.peers[2].freeze()
-    before = light.peers[0].epoch
-    wait_until(lambda: light.peers[0].epoch >= before + 3, "three epochs without the straggler")
-    light.peers[2].thaw()
-    now = light.peers[0].epoch
-    wait_until(
-        lambda: any(2 in r["contributors"] for r in light.peers[0].epochs if r["epoch"] > now + 1),
-        "an epoch with the straggler in it",
-    )
-    wait_until(lambda: light.peers[2].epoch > now, "the straggler's next epoch")
-    light.check_digests()
-
-
 @pytest.mark.parametrize("overlap", [2, AS_LONG_AS_THE_ROUND])
 def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(swarm, overlap):
     light = swarm(local_steps=6, max_steps=24, optimizer="adamw")
@@ -91,21 +72,6 @@ def recorded_by_both(one: LightPeer, other: LightPeer, contributors: list[int]) 
         for peer in (one, other)
     ]
     return [(record, theirs[epoch]) for epoch, record in ours.items() if epoch in theirs]
-
-
-@pytest.mark.exhaustive
-def test_peers_of_unlike_speed_average_what_each_could_do_in_the_same_time(streaming):
-    light = streaming(max_steps=100_000, step_s=0.002)
-    light.manifest = {"hv.local_time": 1.0, "hv.local_steps": 1000}
-    light.galaxy_size = 2
-    fast, slow = light.start(0), light.start(1, step_s=0.2)
-    wait_until(lambda: min(fast.epoch, slow.epoch) >= 4, "four epochs of both")
-    light.check_digests()
-    assert all(record["contributors"] == [0, 1] for record in fast.epochs)
-    lengths = [b["time"] - a["time"] for a, b in itertools.pairwise(fast.epochs[:4])]
-    # A thousand steps of the slow peer would take 200 s.
-    assert min(lengths) < 10
-    check_steps(recorded_by_both(fast, slow, [0, 1]), fewer_than=100)
 
 
 def test_peers_of_unlike_speed_find_out_how_long_an_epoch_should_take(streaming):

@@ -49,7 +49,8 @@ def say_for_ever(swarm: Swarm, sender: str, status_for: Callable[[Node], Status]
 
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
-def test_one_that_declines_and_names_others_each_time(names):
+@pytest.mark.parametrize("accuses", [True, False])
+def test_one_that_never_votes_or_declines_and_names_others_each_time(names, accuses):
     swarm, liar, turn = founded(names), names[-1], count()
 
     def tamper(sender: str, to: str, message: Message) -> Message | None:
@@ -57,13 +58,14 @@ def test_one_that_declines_and_names_others_each_time(names):
             others = [name for name in names if name not in (liar, to)]
             n = next(turn)
             suspect, accuser = others[n % len(others)], others[(n + 1) % len(others)]
-            return Decline(
+            decline = Decline(
                 head=message.head,
                 attempt=message.attempt,
                 reason="lost it",
                 suspects=(suspect,),
                 told_by=(accuser,),
             )
+            return decline if accuses else None
         return None if sender == liar and isinstance(message, Propose) else message
 
     swarm.tamper = tamper
