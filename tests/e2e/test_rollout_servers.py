@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from diloco.errors import UserError
 from diloco.rl.own_server import OwnServer, ServerCommand, _free_port
@@ -26,7 +25,8 @@ from diloco.rl.push import Offers, Publisher
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import Sampling, ServerClient, ServerLost
 from tests.support.commands import ROOT, wait_until
-from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused_blobs, train_a_little
+from tests.support.pushing import Trainer, check_pushes, check_refusals
+from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference
 from tests.support.tiny_model import tiny_llama
 
 
@@ -77,86 +77,50 @@ def sockets_of(pid: str) -> list[Path]:
     return [Path(word.removeprefix(name).decode()) for word in words if word.startswith(name)]
 
 
-def test_after_every_push_the_server_has_the_trainers_log_probabilities(directory, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    publisher = Publisher(torch.float32)
-    with serving(directory, tmp_path) as server:
-        rollouts = Rollouts([server.url], publisher)
-        kinds = []
-        for step, share in enumerate((1.0, 0.01, 1.0)):
-            train_a_little(model, step, share=share)
-            publisher.take(model.named_parameters())
-            rollouts.push()
-            kinds.append(rollouts.last_push["is_patch"])
-            assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=step)) < CLOSE
-        assert kinds == [False, True, False]
-        train_a_little(model, 9)
-        assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE, (
-            "no push, other weights"
-        )
-        rollouts.close()
+@contextlib.contextmanager
+def training(directory: Path, tmp_path: Path, *flags: str, restarts: bool = False) -> Iterator[Trainer]:
+    with serving(directory, tmp_path, *flags) as server:
+        trainer = Trainer(directory, server, restarts=restarts)
+        yield trainer
+        trainer.close()
     assert processes_of(server.command.port) == []
+
+
+def test_after_every_push_the_server_has_the_trainers_log_probabilities(directory, tmp_path):
+    with training(directory, tmp_path) as trainer:
+        check_pushes(trainer)
 
 
 @pytest.mark.exhaustive
 def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_on(directory, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    publisher = Publisher(torch.float32)
-    with serving(directory, tmp_path) as server:
-        rollouts, offers = Rollouts([server.url], publisher), Offers("127.0.0.1")
-        for step in range(2):
-            train_a_little(model, step)
-            publisher.take(model.named_parameters())
-            rollouts.push()
-        client = ServerClient(server.url)
-        before = client.call("diloco_state")
-        for blob, words in refused_blobs(publisher.state, publisher.name, before["version"]):
-            answer = client.pull(offers.blob(blob))
-            assert not answer["ok"] and not answer.get("is_lost")
-            assert re.search(words, answer["error"]), answer["error"]
-            assert client.call("diloco_state") == before
-        true = offers.blob(b"as announced")
-        offers._offered[true[-65:]] = b"other bytes"
-        assert "not the one announced" in client.pull(true)["error"]
-        assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=3)) < CLOSE
-        offers.close()
-        rollouts.close()
+    with training(directory, tmp_path) as trainer:
+        check_refusals(trainer)
 
 
 def test_a_server_killed_in_a_rollout_comes_back_with_the_current_weights_and_the_rollout_is_repeated(
     directory, tmp_path
 ):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    train_a_little(model, 1)
-    events = []
     # The first request is that of the health check; the third is the second prompt of the rollout.
-    with serving(directory, tmp_path, "--die-after", "3") as server:
-        publisher = Publisher(torch.float32)
-        publisher.take(model.named_parameters())
-        rollouts = Rollouts([server.url], publisher, server, lambda **event: events.append(event["event"]))
-        rollouts.push()
-        written = rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)
-        assert difference(model, written) < CLOSE
+    with training(directory, tmp_path, "--die-after", "3", restarts=True) as trainer:
+        trainer.push(1)
+        written = trainer.rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)
+        assert difference(trainer.model, written) < CLOSE
         assert [len(one.token_ids) for one in written] == [2, 2]
-        assert events == ["server_lost", "server_restarted"] and server.num_restarts == 1
-        again = rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)
+        assert trainer.events == ["server_lost", "server_restarted"]
+        again = trainer.rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)
         assert [one.token_ids for one in again] == [one.token_ids for one in written]
-        rollouts.close()
-    assert processes_of(server.command.port) == []
 
 
 @pytest.mark.exhaustive
 def test_a_download_that_breaks_off_and_an_address_that_is_none_leave_the_old_weights_serving(
     directory, tmp_path
 ):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    publisher = Publisher(torch.float32)
-    with serving(directory, tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as sender:
-        rollouts = Rollouts([server.url], publisher)
-        train_a_little(model, 1)
-        publisher.take(model.named_parameters())
-        rollouts.push()
-        before = ServerClient(server.url).call("diloco_state")
+    with (
+        training(directory, tmp_path) as trainer,
+        socket.create_server(("127.0.0.1", 0)) as sender,
+    ):
+        trainer.push(1)
+        before = trainer.client.call("diloco_state")
 
         def die_while_sending() -> None:
             connection, _ = sender.accept()
@@ -166,15 +130,13 @@ def test_a_download_that_breaks_off_and_an_address_that_is_none_leave_the_old_we
 
         dying = threading.Thread(target=die_while_sending)
         dying.start()
-        client = ServerClient(server.url)
-        answer = client.pull(f"http://127.0.0.1:{sender.getsockname()[1]}/blob")
+        answer = trainer.client.pull(f"http://127.0.0.1:{sender.getsockname()[1]}/blob")
         dying.join()
         assert "IncompleteRead" in answer["error"] and answer["is_lost"]
         for none in ("", "http://[", "file:///etc/passwd"):
-            assert not client.pull(none)["ok"]
-        assert ServerClient(server.url).call("diloco_state") == before
-        assert difference(model, rollouts.complete(PROMPTS, 1, SAMPLING, seed=3)) < CLOSE
-        rollouts.close()
+            assert not trainer.client.pull(none)["ok"]
+        assert trainer.client.call("diloco_state") == before
+        assert trainer.is_close(3)
 
 
 @pytest.mark.exhaustive
@@ -185,27 +147,18 @@ def test_a_proxy_in_the_environment_stands_between_no_trainer_and_its_server(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    publisher = Publisher(torch.float32)
-    with serving(directory, tmp_path) as server:
-        rollouts = Rollouts([server.url], publisher)
-        publisher.take(model.named_parameters())
-        rollouts.push()
-        assert difference(model, rollouts.complete(PROMPTS, 1, SAMPLING, seed=3)) < CLOSE
-        rollouts.close()
+    with training(directory, tmp_path) as trainer:
+        trainer.push(1)
+        assert trainer.is_close(3)
 
 
 @pytest.mark.exhaustive
 def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    publisher = Publisher(torch.float32)
-    with serving(directory, tmp_path) as server:
-        rollouts = Rollouts([server.url], publisher, server)
-        publisher.take(model.named_parameters())
+    with training(directory, tmp_path, restarts=True) as trainer:
+        trainer.publisher.take(trainer.model.named_parameters())
         with pytest.raises(UserError, match=r"context is shorter.*--grpo\.max-completion-length"):
-            rollouts.complete(PROMPTS, 1, Sampling(max_tokens=1_000_000), seed=1)
-        assert server.num_restarts == 0
-        rollouts.close()
+            trainer.rollouts.complete(PROMPTS, 1, Sampling(max_tokens=1_000_000), seed=1)
+        assert trainer.events == []
 
 
 @pytest.mark.exhaustive

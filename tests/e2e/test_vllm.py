@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.format_model import TASK, bare_model
 from diloco.rl.own_server import OwnServer, vllm_command
-from diloco.rl.push import Offers, Publisher
-from diloco.rl.rollouts import Rollouts
-from diloco.rl.server_client import Sampling, ServerClient
+from diloco.rl.server_client import Sampling
 from diloco.train.model import load_model
 from tests.support.commands import DILOCO, check_gone, wait_until
-from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused_blobs, train_a_little
+from tests.support.pushing import Trainer, check_pushes, check_refusals
+from tests.support.rollouts import CLOSE, PROMPTS, difference
 
 pytestmark = pytest.mark.vllm
 START_TIMEOUT_S = 400.0
@@ -77,52 +73,22 @@ def check_none_lives(processes: list[psutil.Process]) -> None:
     assert not living
 
 
-def fresh(directory: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
 def test_after_every_push_the_server_has_the_trainers_log_probabilities(served):
     server, directory = served
-    model, publisher = fresh(directory), Publisher(torch.float32)
-    rollouts, kinds = Rollouts([server.url], publisher), []
-    for step, share in enumerate((1.0, 0.01, 1.0)):
-        train_a_little(model, step, share=share)
-        publisher.take(model.named_parameters())
-        rollouts.push()
-        kinds.append(rollouts.last_push["is_patch"])
-        assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=step)) <= CLOSE
-    assert kinds == [False, True, False]
-    train_a_little(model, 9)
-    assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE
-    rollouts.close()
+    with contextlib.closing(Trainer(directory, server)) as trainer:
+        check_pushes(trainer)
 
 
 def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_on(served):
     server, directory = served
-    model, publisher = fresh(directory), Publisher(torch.float32)
-    rollouts, offers = Rollouts([server.url], publisher), Offers("127.0.0.1")
-    for step in range(2):
-        train_a_little(model, step)
-        publisher.take(model.named_parameters())
-        rollouts.push()
-    client = ServerClient(server.url)
-    before = client.call("diloco_state")
-    for blob, words in refused_blobs(publisher.state, publisher.name, before["version"]):
-        answer = client.pull(offers.blob(blob))
-        assert not answer["ok"] and re.search(words, answer["error"]), answer
-        assert client.call("diloco_state") == before
-    assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=3)) <= CLOSE
-    offers.close()
-    rollouts.close()
+    with contextlib.closing(Trainer(directory, server)) as trainer:
+        check_refusals(trainer)
 
 
 def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_asked_again(served):
     server, directory = served
-    model, publisher, events = fresh(directory), Publisher(torch.float32), []
-    train_a_little(model, 1)
-    publisher.take(model.named_parameters())
-    rollouts = Rollouts([server.url], publisher, server, lambda **event: events.append(event["event"]))
-    rollouts.push()
+    trainer = Trainer(directory, server, restarts=True)
+    trainer.push(1)
     before = processes_of(server.command.port)
     # Long enough that the rollout is under way when the server's own process is killed; its children are not.
     longer = Sampling(max_tokens=400)
@@ -135,15 +101,15 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     leader = min(servers_own, key=lambda process: process.create_time())
     killer = threading.Timer(0.5, lambda: os.kill(leader.pid, signal.SIGKILL))
     killer.start()
-    written = rollouts.complete(PROMPTS * 8, 2, longer, seed=5)
+    written = trainer.rollouts.complete(PROMPTS * 8, 2, longer, seed=5)
     killer.join()
-    assert events[:2] == ["server_lost", "server_restarted"] and server.num_restarts >= 1
+    assert trainer.events[:2] == ["server_lost", "server_restarted"] and server.num_restarts >= 1
     assert [len(one.token_ids) for one in written] == [2] * 16
-    assert difference(model, written[:2]) <= CLOSE
+    assert difference(trainer.model, written[:2]) <= CLOSE
     check_none_lives(before)
     # The server is the fixture's.
-    rollouts.own = None
-    rollouts.close()
+    trainer.rollouts.own = None
+    trainer.close()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

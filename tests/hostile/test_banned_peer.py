@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ban_ignored import STALLS, hold_state_until, ignore_bans
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.observing import read_swarm
+from tests.support.preparations import STALLS, hold_state_until, ignore_bans
 from tests.support.swarm import LightPeer, LightSwarm, check_well, wait_until
 
 RUN_ID = "banned"

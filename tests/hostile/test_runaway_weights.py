@@ -98,20 +98,16 @@ def train_beside_the_pusher(swarm: Callable[..., LightSwarm], rule: str) -> dict
     light.galaxy_size = NUM_FOUNDERS
     for rank in range(NUM_FOUNDERS):
         light.start(rank, **({"push": PUSH} if rank == PUSHER else {}))
-    wait_until(lambda: least_epoch(light) >= EPOCHS, f"{EPOCHS} epochs")
+    wait_until(lambda: light.least_epoch() >= EPOCHS, f"{EPOCHS} epochs")
     newcomer = light.start(NEWCOMER)
     wait_until(lambda: newcomer.epochs, "an epoch of the newcomer")
     joined = newcomer.epoch
-    wait_until(lambda: least_epoch(light) >= joined + EPOCHS, f"{EPOCHS} more epochs")
+    wait_until(lambda: light.least_epoch() >= joined + EPOCHS, f"{EPOCHS} more epochs")
     light.check_digests()
     check_well(light.peers.values())
     steps = steps_of(light)
     assert min(steps) <= EPOCHS and max(steps) > joined
     return steps
-
-
-def least_epoch(light: LightSwarm) -> int:
-    return min(peer.epoch for peer in light.peers.values())
 
 
 def steps_of(light: LightSwarm) -> dict[int, Step]:

@@ -19,17 +19,7 @@ MANIFEST = "f" * 64
 def begun(anchor: Sequence[Tensor], *, num_members: int = 3, epoch: int = 0) -> OuterState:
     """A state that a run begins from."""
     state = OuterState.initial(anchor)
-    plan = Plan(
-        manifest=MANIFEST,
-        parent="",
-        epoch=epoch,
-        fragment=0,
-        attempt=0,
-        contributors=(),
-        roster=_roster(num_members),
-        data_base=0,
-        tokens=0,
-    )
+    plan = _genesis(_roster(num_members), epoch)
     state.certify(_signed(Body(plan=plan, anchor=state.anchor_digest, momentum=state.header.momentum_digest)))
     return state
 
@@ -71,18 +61,7 @@ def signed_genesis(
     """By identities that are made in `directory`: everybody may check it."""
     identities = [claim_slot(directory, f"member{rank}", None) for rank in range(num_members)]
     roster = tuple(Member(peer_id=one.peer_id, world_rank=rank) for rank, one in enumerate(identities))
-    plan = Plan(
-        manifest=MANIFEST,
-        parent="",
-        epoch=0,
-        fragment=0,
-        attempt=0,
-        contributors=(),
-        roster=roster,
-        data_base=0,
-        tokens=0,
-    )
-    body = Body(plan=plan, anchor=anchor, momentum=momentum)
+    body = Body(plan=_genesis(roster, epoch=0), anchor=anchor, momentum=momentum)
     signatures = tuple(one.sign(body.signed_bytes) for one in identities)
     for identity in identities:
         identity.release()
@@ -125,6 +104,11 @@ def certificate_after(
         tokens=header.committed_tokens + tokens,
     )
     return _signed(Body(plan=plan, anchor=anchor, momentum=momentum))
+
+
+def _genesis(roster: tuple[Member, ...], epoch: int) -> Plan:
+    nothing = {"parent": "", "fragment": 0, "attempt": 0, "contributors": (), "data_base": 0, "tokens": 0}
+    return Plan(manifest=MANIFEST, epoch=epoch, roster=roster, **nothing)
 
 
 def _roster(num_members: int) -> tuple[Member, ...]:

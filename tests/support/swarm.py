@@ -9,9 +9,7 @@ from typing import Any
 
 from benchmarks import light_swarm
 from benchmarks.light_swarm import DEADLINE_S, LightPeer, wait_until
-from tests.support.light_edges import edges
-from tests.support.lying_core import lie
-from tests.support.poison import Lie, poison
+from tests.support.preparations import edges
 
 __all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "check_well", "wait_until"]
 
@@ -30,18 +28,17 @@ class LightSwarm(light_swarm.LightSwarm):
         """Network namespaces that peers live in, by rank."""
         self.no_path: set[frozenset[int]] = set()
         """Pairs of ranks between which libp2p gets nothing through."""
-        self.lies: dict[int, Lie] = {}
-        """What hostile peers do to what they contribute, by rank."""
-        self.liars: dict[int, str] = {}
-        """How they lie in what they say, by rank: names of diloco.sim.schedules.ALL_LIARS."""
         self.preparations: dict[int, Callable[[], object]] = {}
-        """What else a process does before it becomes a peer, by rank."""
+        """What else a process does before it becomes a peer, by rank: see preparations.py."""
 
     def __enter__(self) -> LightSwarm:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def least_epoch(self, ranks: Iterable[int] | None = None) -> int:
+        return min(self.peers[rank].epoch for rank in (self.peers if ranks is None else ranks))
 
     def begin(self, *ranks: int) -> LightSwarm:
         """Founded by these peers, which have made an epoch."""
@@ -67,14 +64,10 @@ class LightSwarm(light_swarm.LightSwarm):
         wait_until(lambda: self.check_digests().keys() >= set(range(1, last + 1)), "a record of every epoch")
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
-        others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
-        namespace = self.namespaces.get(rank, "")
         if rank in self.preparations:
             return self.preparations[rank]
-        if rank in self.lies:
-            return partial(poison, self.lies[rank])
-        if rank in self.liars:
-            return partial(lie, self.liars[rank])
+        others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
+        namespace = self.namespaces.get(rank, "")
         if not others and not namespace:
             return None
         return partial(edges, namespace=namespace, cut_off_from=[self.peer_id(other) for other in others])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import time
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.support.exhaustive import exhaustive_but
+from tests.support.preparations import poison
 from tests.support.swarm import wait_until
 
 GOES_ON_WITHIN_S = 30.0
@@ -104,7 +106,7 @@ def test_who_is_slow_to_answer_a_newcomer_is_waited_for_and_no_second_run_begins
 @pytest.mark.parametrize("lie", exhaustive_but(("not finite",), ["not finite", "longer than announced"]))
 def test_a_peer_that_sends_what_it_must_not_is_named_and_out_within_ten_epochs(swarm, lie):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
-    light.lies = {3: lie}
+    light.preparations[3] = partial(poison, lie)
     honest = light.start_all(4)[:3]
 
     def named() -> list[float]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgpack
 import pytest
 from msgspec.msgpack import Decoder
 
-from peers.admission.secrets import AdmissionKey
+from peers.admission.secrets import AdmissionKey, SwarmSecret
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.monitor.observer import Observer, observing
 from peers.monitor.report_service import ReportService, proof_of
@@ -23,7 +26,8 @@ from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from peers.timing import LEAST_SILENCE_S, RECORD_TTL_S
 from tests.support.commands import free_port
-from tests.support.members import joined
+from tests.support.in_process import Network
+from tests.support.members import eventually
 from tests.support.observing import read_swarm
 from tests.support.sighted import full_report
 from tests.support.swarm import wait_until
@@ -148,82 +152,74 @@ async def test_a_leaving_peer_is_not_taken_for_lost(swarm):
         assert events_of(observer.swarm(), 1, since=left_at) == ["left"]
 
 
-async def hello(dht: Dht, run_id: str, peer_id: str, maddrs: list[str]) -> Channel:
-    sock = await dht.transport.open(peer_id, report_protocol(run_id), timeout_s=5.0, maddrs=maddrs)
-    channel = Channel(sock)
+Call = Callable[[], Awaitable[socket.socket]]
+
+
+@contextlib.asynccontextmanager
+async def serving(secret: SwarmSecret | None = None) -> AsyncIterator[Call]:
+    """A service of reports in this process, and how the peer `observer` calls it."""
+    network = Network()
+    service = ReportService("r", "peer", network.transport("peer"), lambda _: full_report(), secret=secret)
+    await service.start()
+    try:
+        yield partial(network.transport("observer").open, "peer", report_protocol("r"), timeout_s=5.0)
+    finally:
+        await network.close()
+
+
+async def hello(call: Call) -> Channel:
+    channel = Channel(await call())
     await channel.send(Hello(version=VERSION), 5.0)
     return channel
 
 
-async def test_only_who_has_the_swarm_secret_is_told_where_there_is_one(tmp_path):
+async def test_only_who_has_the_swarm_secret_is_told_where_there_is_one():
     secret, other = AdmissionKey.new().secret, AdmissionKey.new().secret
-    async with (
-        joined(tmp_path, "peer") as peer,
-        joined(tmp_path, "observer", *await peer.maddrs()) as looker,
-    ):
-        service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report(), secret=secret)
-        await service.start()
-        refusal = Refusal(why=Why.WRONG_SECRET)
-        for proof, answer in (
-            (proof_of(secret, "r", looker.peer_id, peer.peer_id, b""), refusal),
-            (b"\0" * 32, refusal),
-            (None, refusal),
-            ("right", full_report()),
+    refusal = Refusal(why=Why.WRONG_SECRET)
+    async with serving(secret) as call:
+        for key, is_fresh, answer in (
+            (secret, False, refusal),
+            (None, True, refusal),
+            (other, True, refusal),
+            (secret, True, full_report()),
         ):
-            channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
+            channel = await hello(call)
             nonce = (await channel.read(_NONCE, 5.0)).nonce
-            if proof == "right":
-                proof = proof_of(secret, "r", looker.peer_id, peer.peer_id, nonce)
-            elif proof is None:
-                proof = proof_of(other, "r", looker.peer_id, peer.peer_id, nonce)
+            proof = proof_of(key, "r", "observer", "peer", nonce if is_fresh else b"") if key else b"\0" * 32
             await channel.send(Proof(proof=proof), 5.0)
             assert await channel.read(_ANSWER, 5.0) == answer
             channel.close()
 
 
-async def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monkeypatch):
+async def test_observers_are_so_many_at_most_and_make_room_when_they_go(monkeypatch):
     monkeypatch.setattr("peers.monitor.report_service.MAX_OBSERVERS", 2)
-    async with (
-        joined(tmp_path, "peer") as peer,
-        joined(tmp_path, "observer", *await peer.maddrs()) as looker,
-    ):
-        service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
-        await service.start()
+    async with serving() as call:
 
         async def first_word() -> tuple[Channel, Any]:
-            channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
+            channel = await hello(call)
             return channel, await channel.read(_ANSWER, 5.0)
 
-        (one, first), (two, second), (three, third) = [await first_word() for _ in range(3)]
-        assert (first, second, third) == (full_report(), full_report(), Busy())
-        one.close()
-        deadline, word = time.monotonic() + 10, third
-        while word == Busy():
-            assert time.monotonic() < deadline, "nobody made room"
+        async def has_room() -> bool:
             late, word = await first_word()
             late.close()
-        assert word == full_report()
+            return word == full_report()
+
+        (one, first), (two, second) = [await first_word() for _ in range(2)]
+        assert first == second == full_report() and not await has_room()
+        one.close()
+        await eventually(has_room, 10)
         two.close()
-        three.close()
 
 
 @pytest.mark.parametrize(
     "words", [b"\xc1" * 50, msgpack.packb({"type": "hello"}), msgpack.packb({"type": "rank"})]
 )
-async def test_who_says_anything_else_is_hung_up_on(tmp_path, words):
-    async with (
-        joined(tmp_path, "peer") as peer,
-        joined(tmp_path, "observer", *await peer.maddrs()) as looker,
-    ):
-        service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
-        await service.start()
-        maddrs = await peer.maddrs()
-        sock = await looker.transport.open(peer.peer_id, report_protocol("r"), timeout_s=5.0, maddrs=maddrs)
-        channel = Channel(sock)
-        await asyncio.get_running_loop().sock_sendall(sock, len(words).to_bytes(4, "little") + words)
-        with pytest.raises((PeerUnreachable, ProtocolError)):
-            await channel.read(_ANSWER, 5.0)
-        channel.close()
+async def test_who_says_anything_else_is_hung_up_on(words):
+    async with serving() as call:
+        with contextlib.closing(Channel(await call())) as channel:
+            await channel.send_bytes(memoryview(len(words).to_bytes(4, "little") + words), 5.0)
+            with pytest.raises((PeerUnreachable, ProtocolError)):
+                await channel.read(_ANSWER, 5.0)
 
 
 async def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp_path):

@@ -23,8 +23,8 @@ from diloco.train.metrics import Metrics
 from diloco.train.progress import Progress
 from peers.monitor.observer import Observer, observing
 from peers.protocol.maddrs import parse_maddr
-from tests.support.false_clock import clock_off
 from tests.support.namespaces import hub, inside, why_not
+from tests.support.preparations import clock_off
 from tests.support.swarm import LightSwarm, wait_until
 
 RUN = "verdict"

@@ -1,0 +1,130 @@
+"""What a light peer's process does before it becomes a peer: a network of its own, or a daemon that means ill."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+
+LIES = "this peer has lied"
+"""In the log of one that has."""
+STALLS = "stalling"
+"""In the log of one that ignores its ban, with the peer id of each that asks it for its state."""
+Poison = Literal["not finite", "longer than announced"]
+
+log = logging.getLogger(__name__)
+
+
+def edges(*, namespace: str = "", cut_off_from: Sequence[str] = ()) -> None:
+    """Live in this network namespace; libp2p reaches none of these peers, as if no packet went between them and us."""
+    from peers.errors import PeerUnreachable
+    from peers.net.libp2p.transport import Transport
+    from tests.support import namespaces
+
+    if namespace:
+        namespaces.enter(namespaces.path_of(namespace))
+    if not cut_off_from:
+        return
+    really_open, really_list = Transport.open, Transport.connected_peers
+
+    async def open_stream(self: Transport, peer_id: str, protocol: str, **options: Any) -> Any:
+        if peer_id in cut_off_from:
+            raise PeerUnreachable(f"no path to {peer_id}")
+        return await really_open(self, peer_id, protocol, **options)
+
+    async def connected_peers(self: Transport) -> set[str]:
+        return await really_list(self) - set(cut_off_from)
+
+    Transport.open, Transport.connected_peers = open_stream, connected_peers  # type: ignore[method-assign]
+
+
+def clock_off(seconds: float) -> None:
+    """What this process announces is of another time."""
+    from peers.daemon import daemon
+
+    names = {name: getattr(time, name) for name in ("monotonic", "time_ns")}
+    daemon.time = SimpleNamespace(**names, time=lambda: time.time() + seconds)  # type: ignore[attr-defined]
+
+
+def poison(kind: Poison) -> None:
+    """What this process contributes to rounds is this; it follows the protocol otherwise."""
+    from peers.reduce import arithmetic
+    from peers.reduce.codecs import PseudoGradient
+
+    honest = arithmetic.contribution
+
+    def hostile(*arguments: Any) -> PseudoGradient:
+        chunk = honest(*arguments)
+        if kind == "not finite":
+            return chunk._replace(local=np.full_like(chunk.local, np.nan))
+        return chunk._replace(local=chunk.anchor - np.float32(1000) * (chunk.anchor - chunk.local))
+
+    arithmetic.contribution = hostile  # type: ignore[assignment]
+
+
+def ignore_bans() -> None:
+    """This process does not mind being banned. Who asks it for its state waits in vain."""
+    from peers.admission.service import AdmissionService
+    from peers.net.states.server import StateServer
+
+    async def stall(server: StateServer, head: str, channel: Any) -> None:
+        asking = next(peer_id for peer_id, newest in server._newest.items() if newest is channel)
+        log.info("%s %s", STALLS, asking)
+        await asyncio.sleep(60.0)
+
+    AdmissionService._is_banned = property(lambda service: False)  # type: ignore[assignment, method-assign]
+    StateServer._serve_state = stall  # type: ignore[method-assign]
+
+
+def hold_state_until(flag: Path) -> None:
+    """This process hands over its state only once there is a file of this name."""
+    from peers.net.states import server
+
+    hand_over = server._serve_snapshot
+
+    async def hold(*arguments: Any) -> None:
+        while not flag.exists():
+            await asyncio.sleep(0.02)
+        await hand_over(*arguments)
+
+    server._serve_snapshot = hold
+
+
+def lie(name: str) -> None:
+    """The daemon decides with the liar of the random schedules that has this name (`ALL_LIARS`)."""
+    from diloco.sim.schedules import ALL_LIARS
+    from peers.daemon import assembly
+
+    honest = assembly.Peer
+
+    def make(*, keys: Any, now: float, **rest: Any) -> Any:
+        inner = honest(keys=keys, now=now, **rest)
+        liar = ALL_LIARS[name](inner=inner, keys=keys, rng=random.Random(1), now=now, lies_at=now)
+        liar.hear = noted(liar.hear, lambda event: event)  # type: ignore[method-assign]
+        liar.say = noted(liar.say, lambda effect: (effect,))  # type: ignore[method-assign]
+        liar.invent = noted(liar.invent, lambda: ())  # type: ignore[method-assign]
+        liar.answer = noted(liar.answer, lambda event: ())  # type: ignore[method-assign]
+        return liar
+
+    assembly.Peer = make  # type: ignore[misc, assignment]
+
+
+def noted(said: Callable[..., Any], honest: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and a line in the log where it is not what an honest peer would say."""
+
+    def say(*arguments: Any) -> Any:
+        truth, told = honest(*arguments), said(*arguments)
+        if isinstance(truth, tuple):
+            told = tuple(told)
+        if told != truth:
+            log.info(LIES)
+        return told
+
+    return say

@@ -1,0 +1,72 @@
+"""A trainer that pushes its weights to an inference server, and what holds of every server that it pushes to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from diloco.rl.own_server import OwnServer
+from diloco.rl.push import Offers, Publisher
+from diloco.rl.rollouts import Rollouts
+from diloco.rl.server_client import ServerClient
+from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused_blobs, train_a_little
+
+
+class Trainer:
+    """A model, and its way to a server that runs. Close it."""
+
+    def __init__(self, directory: Path, server: OwnServer, *, restarts: bool = False) -> None:
+        """`restarts`: it starts the server again that has died."""
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.publisher, self.events = Publisher(torch.float32), list[str]()
+        self.client = ServerClient(server.url)
+        own = server if restarts else None
+        self.rollouts = Rollouts(
+            [server.url], self.publisher, own, lambda **event: self.events.append(event["event"])
+        )
+
+    def push(self, seed: int, *, share: float = 1.0) -> None:
+        """Train a little, and hand over the weights."""
+        train_a_little(self.model, seed, share=share)
+        self.publisher.take(self.model.named_parameters())
+        self.rollouts.push()
+
+    def is_close(self, seed: int) -> bool:
+        """Whether the server writes by this trainer's weights."""
+        return difference(self.model, self.rollouts.complete(PROMPTS, 2, SAMPLING, seed=seed)) <= CLOSE
+
+    def close(self) -> None:
+        self.rollouts.close()
+
+
+def check_pushes(trainer: Trainer) -> None:
+    """After every push the server has the trainer's log-probabilities, and without one it has not."""
+    kinds = []
+    for step, share in enumerate((1.0, 0.01, 1.0)):
+        trainer.push(step, share=share)
+        kinds.append(trainer.rollouts.last_push["is_patch"])
+        assert trainer.is_close(step)
+    assert kinds == [False, True, False]
+    train_a_little(trainer.model, 9)
+    assert not trainer.is_close(9)
+
+
+def check_refusals(trainer: Trainer) -> None:
+    """What is not to be loaded is refused by name, and the old weights serve on."""
+    offers = Offers("127.0.0.1")
+    for step in range(2):
+        trainer.push(step)
+    before = trainer.client.call("diloco_state")
+    for blob, words in refused_blobs(trainer.publisher.state, trainer.publisher.name, before["version"]):
+        answer = trainer.client.pull(offers.blob(blob))
+        assert not answer["ok"] and not answer.get("is_lost")
+        assert re.search(words, answer["error"]), answer["error"]
+        assert trainer.client.call("diloco_state") == before
+    true = offers.blob(b"as announced")
+    offers._offered[true[-65:]] = b"other bytes"
+    assert "not the one announced" in trainer.client.pull(true)["error"]
+    assert trainer.is_close(3)
+    offers.close()
