@@ -16,41 +16,23 @@ from peers.net.channel import Channel
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.relay import MAX_FORWARDED_PER_PAIR, Relay
 from peers.net.paths.tls import Credentials
+from tests.support.in_process import Network
 from tests.support.keys import credentials
-from tests.support.members import eventually, joined
+from tests.support.members import eventually
 from tests.support.namespaces import hub, why_not
 from tests.support.swarm import LightPeer, wait_until
 
 PROTOCOL = "test/through"
 
 
-class Edge:
-    """A member's libp2p, from which nothing gets through to some of the others."""
-
-    def __init__(self, transport: Any, blocked: set[str]) -> None:
-        self._transport, self._blocked = transport, blocked
-        self.opened: list[str] = []
-
-    async def open(self, peer_id: str, protocol: str, **options: Any) -> Any:
-        if peer_id in self._blocked:
-            raise PeerUnreachable(f"no path to {peer_id}")
-        self.opened.append(protocol)
-        return await self._transport.open(peer_id, protocol, **options)
-
-    async def serve(self, protocol: str, handler: Any) -> None:
-        await self._transport.serve(protocol, handler)
-
-    async def connected_peers(self) -> set[str]:
-        return await self._transport.connected_peers() - self._blocked
-
-
 class Member:
-    def __init__(self, me: Credentials, libp2p: Edge, peers: set[str]) -> None:
-        self.me, self.libp2p, self.streams = me, libp2p, asyncio.Queue[Any]()
+    def __init__(self, me: Credentials, network: Network, peers: set[str]) -> None:
+        self.me, self.streams = me, asyncio.Queue[Any]()
+        self.libp2p = network.transport(me.peer_id)
         self.acceptor = Acceptor(me, allows=lambda _: True)
         self.relay = Relay(
             run_id="run",
-            libp2p=libp2p,
+            libp2p=self.libp2p,
             acceptor=self.acceptor,
             peers=lambda: peers - {me.peer_id},
             rate_to=lambda _: 0.0,
@@ -63,32 +45,23 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def members(tmp_path: Any, bootstrap: str, names: str) -> AsyncIterator[dict[str, Member]]:
+async def members(tmp_path: Any, names: str) -> AsyncIterator[tuple[Network, dict[str, Member]]]:
     """The first and the last of them have no path between them; all know all."""
-    async with contextlib.AsyncExitStack() as stack:
-        made: dict[str, Member] = {}
-        ids = {name: credentials(tmp_path, name) for name in names}
-        peers = {me.peer_id for me in ids.values()}
-        ends = {names[0]: names[-1], names[-1]: names[0]}
-        for name, me in ids.items():
-            dht = await stack.enter_async_context(joined(tmp_path, name, bootstrap))
-            blocked = {ids[ends[name]].peer_id} if name in ends else set()
-            made[name] = Member(me, Edge(dht.transport, blocked), peers)
-            stack.push_async_callback(made[name].relay.close)
-            await made[name].relay.start()
-            for middle in made:
-                if middle not in ends or name not in ends:
-                    with contextlib.suppress(PeerUnreachable):
-                        await dht.ping(ids[middle].peer_id, timeout_s=10)
-        yield made
+    network, ids = Network(), {name: credentials(tmp_path, name) for name in names}
+    made = {name: Member(me, network, {me.peer_id for me in ids.values()}) for name, me in ids.items()}
+    network.cut.add(frozenset({ids[names[0]].peer_id, ids[names[-1]].peer_id}))
+    for member in made.values():
+        await member.relay.start()
+    try:
+        yield network, made
+    finally:
+        await network.close()
+        for member in made.values():
+            await member.relay.close()
 
 
-def run(coroutine: Any) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
-async def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_caller(tmp_path, bootstrap):
-    async with members(tmp_path, bootstrap, "arb") as m:
+async def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_caller(tmp_path):
+    async with members(tmp_path, "arb") as (_, m):
         ours = await m["a"].relay.open(m["b"].me.peer_id, PROTOCOL, timeout_s=20)
         caller, theirs = await asyncio.wait_for(m["b"].streams.get(), 20)
         assert caller == m["a"].me.peer_id
@@ -110,8 +83,8 @@ async def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_calle
         theirs.close()
 
 
-async def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_path, bootstrap):
-    async with members(tmp_path, bootstrap, "arb") as m:
+async def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_path):
+    async with members(tmp_path, "arb") as (network, m):
         a, r, b = m["a"], m["r"], m["b"]
         streams = [
             await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20) for _ in range(MAX_FORWARDED_PER_PAIR)
@@ -123,15 +96,16 @@ async def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(
         stranger = credentials(tmp_path, "stranger").peer_id
         with pytest.raises(PeerUnreachable, match="not both of you"):
             await a.relay.open(stranger, PROTOCOL, timeout_s=20)
-        r.libp2p._blocked.add(b.me.peer_id)
+        network.cut.add(frozenset({r.me.peer_id, b.me.peer_id}))
+        network.opened.clear()
         with pytest.raises(PeerUnreachable, match="no connection with it"):
             await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
         # It did not go on to ask anybody else.
-        assert "diloco/run/relay" not in r.libp2p.opened
+        assert network.opened == ["diloco/run/relay"]
 
 
-async def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path, bootstrap):
-    async with members(tmp_path, bootstrap, "arb") as m:
+async def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path):
+    async with members(tmp_path, "arb") as (_, m):
         a, r, b = m["a"], m["r"], m["b"]
         for claimed in (a.me.peer_id, "nobody", 7):
             leg = await r.libp2p.open(b.me.peer_id, "diloco/run/relayed", timeout_s=10)
@@ -141,8 +115,8 @@ async def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path,
         assert b.streams.empty() and not b.acceptor._of
 
 
-async def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, bootstrap):
-    async with members(tmp_path, bootstrap, "arsb") as m:
+async def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path):
+    async with members(tmp_path, "arsb") as (network, m):
         a, b = m["a"], m["b"]
         first = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
 
@@ -161,8 +135,7 @@ async def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_
         first.settimeout(10)
         assert await asyncio.to_thread(first.recv, 1) == b""
         first.close()
-        used.libp2p._blocked |= {a.me.peer_id, b.me.peer_id}
-        a.libp2p._blocked.add(used.me.peer_id)
+        network.cut |= {frozenset({used.me.peer_id, other.me.peer_id}) for other in (a, b)}
         second = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
         second.close()
 
