@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from benchmarks.convergence.settings import FP32, Job, Scale, arms
 from benchmarks.convergence.swarm import LocalSwarm
 from diloco.data.batches import open_data
 from diloco.data.tokenizer import load_tokenizer
-from tests.support.commands import DILOCO, training_flags
+from tests.support.commands import DILOCO, digests_of, training_flags
 
 
 @pytest.mark.exhaustive
@@ -55,13 +54,7 @@ def test_the_simulation_arrives_at_the_bits_of_a_swarm_with_a_lossy_codec_and_ov
         },
     )
     assert start(*DILOCO, "run", *flags).wait() == 0
-    assert digests_of_run(tmp_path / "run" / "peer-1" / "metrics.jsonl") == digests_of_simulation(job)
-
-
-def digests_of_run(metrics: Path) -> dict[int, str]:
-    """The anchor's digest after each epoch."""
-    records = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return {r["epoch"]: r["anchor_digest"] for r in records if r["kind"] == "epoch"}
+    assert digests_of(tmp_path / "run" / "peer-1") == digests_of_simulation(job)
 
 
 def digests_of_simulation(job: Job) -> dict[int, str]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.format_model import bare_model
-from tests.support.commands import DILOCO, check_nothing_left, training_flags, wait_until
+from tests.support.commands import (
+    DILOCO,
+    check_nothing_left,
+    digests_of,
+    records_of,
+    training_flags,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,17 +29,8 @@ LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 AGREED = "all peers held bit-identical anchors after every epoch"
 
 
-def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
-
-
-def digests(run_dir: Path) -> dict[int, str]:
-    return {record["epoch"]: record["anchor_digest"] for record in records(run_dir, "epoch")}
-
-
 def losses(run_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in records(run_dir, "step")}
+    return {record["step"]: record["loss"] for record in records_of(run_dir, "step")}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
@@ -84,7 +80,7 @@ def test_a_peer_on_the_gpu_and_one_on_the_cpu_agree_on_every_bit(start, model):
         for number, device in enumerate((DEVICE, "cpu"))
     ]
     assert [peer.wait() for peer in peers] == [0, 0], [peer.stderr for peer in peers]
-    gpu, cpu = (digests(peer.directory / "run") for peer in peers)
+    gpu, cpu = (digests_of(peer.directory / "run") for peer in peers)
     assert len(gpu) == 4 and gpu == cpu
 
 
@@ -96,5 +92,5 @@ def test_two_peers_learn_by_reinforcement_on_the_gpu(start, tmp_path):
     ran = start(*DILOCO, "run", "--mode", "grpo", *place, *flags, *lengths)
     assert ran.wait() == 0, ran.stderr
     assert AGREED in ran.stdout
-    first, second = (digests(tmp_path / "run" / f"peer-{rank}") for rank in (0, 1))
+    first, second = (digests_of(tmp_path / "run" / f"peer-{rank}") for rank in (0, 1))
     assert len(first) == 2 and first == second

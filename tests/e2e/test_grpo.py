@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.format_model import TASK, bare_model, train_format_model
 from diloco.errors import UserError
-from tests.support.commands import DILOCO, check_nothing_left, text_of_boxes
+from tests.support.commands import DILOCO, check_nothing_left, digests_of, records_of, text_of_boxes
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TRAINER = (sys.executable, "-m", "diloco.train_grpo")
 SHORT = ("--device", "cpu", "--rollout", "hf", "--hv.local-steps", 2, "--warmup-steps", 0)
 LEARNING_TIMEOUT_S = 900.0
-
-
-def records(run_dir: Path, rank: int) -> list[dict]:
-    lines = (run_dir / f"peer-{rank}" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def digests(run_dir: Path, rank: int) -> dict[int, str]:
-    return {r["epoch"]: r["anchor_digest"] for r in records(run_dir, rank) if r["kind"] == "epoch"}
 
 
 @pytest.mark.exhaustive
@@ -37,10 +26,12 @@ def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path
     assert "all peers held bit-identical anchors after every epoch" in ran.stdout
     assert "\nverdict                 " in ran.stdout
     assert (
-        digests(tmp_path / "run", 0) == digests(tmp_path / "run", 1)
-        and len(digests(tmp_path / "run", 0)) == 2
+        digests_of(tmp_path / "run" / "peer-0") == digests_of(tmp_path / "run" / "peer-1")
+        and len(digests_of(tmp_path / "run" / "peer-0")) == 2
     )
-    steps = [r for rank in (0, 1) for r in records(tmp_path / "run", rank) if r["kind"] == "step"]
+    steps = [
+        r for rank in (0, 1) for r in records_of(tmp_path / "run" / f"peer-{rank}") if r["kind"] == "step"
+    ]
     assert len(steps) == 8 and all(0.0 <= r["reward"] <= 1.0 for r in steps)
     assert (tmp_path / "run" / "reward.png").is_file()
     assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
@@ -123,11 +114,11 @@ def test_the_mean_reward_of_two_peers_rises_from_under_three_tenths_to_over_six(
     rewards = {
         r["step"]: r["reward"]
         for rank in (0, 1)
-        for r in records(tmp_path / "run", rank)
+        for r in records_of(tmp_path / "run" / f"peer-{rank}")
         if r["kind"] == "eval"
     }
     assert rewards[0] < 0.3 and rewards[60] > 0.6
-    first, second = digests(tmp_path / "run", 0), digests(tmp_path / "run", 1)
+    first, second = digests_of(tmp_path / "run" / "peer-0"), digests_of(tmp_path / "run" / "peer-1")
     assert all(first[epoch] == second[epoch] for epoch in first.keys() & second.keys())
     assert len(first.keys() & second.keys()) >= 8
     assert (tmp_path / "run" / "reward.png").stat().st_size > 10_000

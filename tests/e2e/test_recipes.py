@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.format_model import bare_model
-from diloco.train.metrics_file import Tail
-from tests.support.commands import DILOCO, ROOT, wait_until
+from tests.support.commands import DILOCO, ROOT, digests_of, records_of, wait_until
 
 pytestmark = pytest.mark.exhaustive
 
@@ -32,12 +31,8 @@ def with_recipe(name: str, run_dir: Path, **changes: Any) -> list[Any]:
     return ["--config", f"recipes/{name}.toml", *flags, "--run-dir", run_dir]
 
 
-def epochs_in(directory: Path) -> list[dict[str, Any]]:
-    return [record for record in Tail(directory / "metrics.jsonl").read() if record["kind"] == "epoch"]
-
-
 def check_agreed(directories: list[Path], num_epochs: int) -> None:
-    digests = [[record["anchor_digest"] for record in epochs_in(directory)] for directory in directories]
+    digests = [digests_of(directory) for directory in directories]
     assert len(digests[0]) == num_epochs
     assert all(others == digests[0] for others in digests[1:]), digests
 
@@ -81,7 +76,7 @@ def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
     ]
     assert [peer.wait(400) for peer in peers] == [0, 0], [peer.stderr for peer in peers]
     check_agreed([tmp_path / "first", tmp_path / "second"], num_epochs=2)
-    assert epochs_in(tmp_path / "first")[0]["num_peers"] == 2
+    assert records_of(tmp_path / "first", "epoch")[0]["num_peers"] == 2
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,7 @@ def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, l
     assert command.wait(400) == 0, command.stderr
     directories = [tmp_path / "run" / f"peer-{rank}" for rank in range(num_peers)]
     check_agreed(directories, num_epochs)
-    assert epochs_in(directories[0])[0]["num_peers"] == num_peers
+    assert records_of(directories[0], "epoch")[0]["num_peers"] == num_peers
     assert list((tmp_path / "saved").glob("model_step_*")), "no checkpoint"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,15 @@ import pytest
 
 from benchmarks.format_model import bare_model
 from tests.e2e.test_readme import CLOSED_DHT, DHT, ROLLOUT_LEARNER, ROLLOUT_PEER
-from tests.support.commands import DILOCO, Command, check_gone, text_of_boxes, wait_until
+from tests.support.commands import (
+    DILOCO,
+    Command,
+    check_gone,
+    digests_of,
+    records_of,
+    text_of_boxes,
+    wait_until,
+)
 from tests.support.documents import typed
 
 REWARD = '''
@@ -33,15 +40,9 @@ def reward(tmp_path: Path) -> str:
     return f"{tmp_path / 'reward.py'}:early"
 
 
-def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
-
-
 def senders(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The newest figures of each rollout peer whose rollouts were trained on."""
-    return {record["peer_id"]: record for record in records(run_dir, "rollouts") if record["taken"]}
+    return {record["peer_id"]: record for record in records_of(run_dir, "rollouts") if record["taken"]}
 
 
 def coordinator_at(start: Callable[..., Command]) -> str:
@@ -66,9 +67,9 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
     wait_until(lambda: len(senders(run_dir)) == 2, "rollouts of both", command=learner)
 
     first.close()
-    steps = len(records(run_dir, "step"))
+    steps = len(records_of(run_dir, "step"))
     wait_until(
-        lambda: len(records(run_dir, "step")) > steps + NUM_STEPS, "steps after the loss", command=learner
+        lambda: len(records_of(run_dir, "step")) > steps + NUM_STEPS, "steps after the loss", command=learner
     )
     assert second.code is None
 
@@ -77,8 +78,8 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
     second.interrupt()
     assert second.wait() == 130
     check_gone(second)
-    trained = records(run_dir, "step")
-    starts = [record for record in records(run_dir, "event") if record["event"] == "start"]
+    trained = records_of(run_dir, "step")
+    starts = [record for record in records_of(run_dir, "event") if record["event"] == "start"]
     assert len(starts) == 1, "the learner was started again"
     num_senders = [record["rollout_peers"] for record in trained]
     # Before the first rollout peer is up, a learner may generate its own.
@@ -125,17 +126,14 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(st
     assert "admits only peers that have its secret" in text_of_boxes(stranger.stderr)[-1]
 
     def digests() -> list[dict[int, str]]:
-        return [
-            {record["epoch"]: record["anchor_digest"] for record in records(run_dir, "epoch")}
-            for run_dir in run_dirs
-        ]
+        return [digests_of(run_dir) for run_dir in run_dirs]
 
     epochs = min(map(len, digests()))
     wait_until(lambda: min(map(len, digests())) >= epochs + 3, "more epochs", command=learners[0])
     first, second = digests()
     assert all(first[epoch] == second[epoch] for epoch in first.keys() & second.keys())
     assert len(set(first.values())) >= 3
-    trained = [records(run_dir, "step")[-1] for run_dir in run_dirs]
+    trained = [records_of(run_dir, "step")[-1] for run_dir in run_dirs]
     assert all(record["rollout_peers"] >= 1 for record in trained)
 
 

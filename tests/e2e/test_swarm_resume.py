@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -17,7 +16,7 @@ import pytest
 from diloco.checkpoint.mark import COMPLETE
 from diloco.checkpoint.store import STEP, own_part
 from diloco.train.metrics_file import Tail
-from tests.support.commands import DILOCO, Command, check_whole_files, training_flags, wait_until
+from tests.support.commands import DILOCO, Command, check_whole_files, records_of, training_flags, wait_until
 
 INTERVAL = 6
 # Between two outer steps, too; int4 has residuals.
@@ -32,11 +31,6 @@ FLAGS = {
 }
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 SAME = ("loss", "lr", "grad_norm", "tokens")
-
-
-def records_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
-    lines = (run_dir / f"peer-{rank}" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def by_step(records: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
@@ -78,7 +72,9 @@ class Lives:
 
     def killed_while_training(self, most_s: float) -> None:
         """Killed so long after both peers have taken their first step, up to `most_s`."""
-        before = [len(records_of(self.run_dir, rank)) for rank in (0, 1)] if self._number else [0, 0]
+        before = (
+            [len(records_of(self.run_dir / f"peer-{rank}")) for rank in (0, 1)] if self._number else [0, 0]
+        )
         command = self.begin()
         for rank in (0, 1):
             tail = Tail(self.run_dir / f"peer-{rank}" / "metrics.jsonl")
@@ -108,7 +104,7 @@ def check_equal(lives: Lives, whole: Path) -> int:
     """
     num_resumed = 0
     for rank in (0, 1):
-        ours, expected = records_of(lives.run_dir, rank), records_of(whole, rank)
+        ours, expected = records_of(lives.run_dir / f"peer-{rank}"), records_of(whole / f"peer-{rank}")
         steps, epochs = by_step(expected, "step"), by_step(expected, "epoch")
         for record in ours:
             if record["kind"] == "step":
@@ -132,7 +128,7 @@ def undisturbed(start, model: Path, directory: Path, steps: int) -> Path:
 
 
 def farthest(run_dir: Path) -> int:
-    return max(max(by_step(records_of(run_dir, rank), "step")) for rank in (0, 1))
+    return max(max(by_step(records_of(run_dir / f"peer-{rank}"), "step")) for rank in (0, 1))
 
 
 @pytest.mark.exhaustive
@@ -143,7 +139,7 @@ def test_after_every_process_was_killed_at_a_random_moment_training_goes_on_bit_
     lives.killed_while_training(1.5)
     expected = whole_steps(lives.saved)
     lives.killed_while_training(1.5)
-    resumed_at = [r["step"] for r in records_of(lives.run_dir, 1) if r.get("event") == "start"]
+    resumed_at = [r["step"] for r in records_of(lives.run_dir / "peer-1") if r.get("event") == "start"]
     assert resumed_at == [0, expected[-1] if expected else 0]
     end = farthest(lives.run_dir) + 4
     last = lives.begin("--max-steps", end)
@@ -162,7 +158,7 @@ def test_who_comes_back_with_an_old_checkpoint_takes_what_the_living_swarm_has(s
         return start(*DILOCO, "peer", "--initial-peers", maddr, *LOOPBACK, *named, name=f"peer-{rank}")
 
     def epochs(rank: int) -> dict[int, str]:
-        records = records_of(tmp_path / "run", rank)
+        records = records_of(tmp_path / "run" / f"peer-{rank}")
         return {r["epoch"]: r["anchor_digest"] for r in records if r["kind"] == "epoch"}
 
     coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="coordinator")
@@ -180,7 +176,7 @@ def test_who_comes_back_with_an_old_checkpoint_takes_what_the_living_swarm_has(s
         return {epoch for epoch in set(epochs(1)) & set(epochs(0)) if epoch > alone}
 
     wait_until(lambda: len(together()) >= 3, "three epochs together", command=back)
-    starts = [r["epoch"] for r in records_of(tmp_path / "run", 1) if r.get("event") == "start"]
+    starts = [r["epoch"] for r in records_of(tmp_path / "run" / "peer-1") if r.get("event") == "start"]
     assert starts[0] == 0 and starts[1] >= alone, starts
     mine, theirs = epochs(1), epochs(0)
     assert list(theirs) == sorted(theirs)
@@ -216,7 +212,7 @@ def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, mo
     )
     assert first.wait() == 0, first.stderr
     check_whole_files(saved)
-    digests = by_step(records_of(tmp_path / "first", 0), "epoch")
+    digests = by_step(records_of(tmp_path / "first" / "peer-0"), "epoch")
     # Of peer 1's nothing is left, and its number is now another machine's.
     for part in saved.glob(f"*/{own_part(1)}"):
         shutil.rmtree(part) if part.is_dir() else part.unlink()
@@ -224,7 +220,7 @@ def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, mo
     second = start(*DILOCO, "run", *training_flags(model, **again), name="2")
     assert second.wait() == 0, second.stdout + second.stderr
     for rank in range(3):
-        records = records_of(tmp_path / "again", rank)
+        records = records_of(tmp_path / "again" / f"peer-{rank}")
         [begun] = [record for record in records if record.get("event") == "start"]
         assert (begun["step"], begun["epoch"]) == (12, 3)
         log = (tmp_path / "again" / f"peer-{rank}" / "logs" / "daemon.log").read_text()
@@ -247,8 +243,8 @@ def test_the_demo_kills_a_peer_half_way_and_has_it_back_before_the_end(start, mo
     assert re.search(r"killed peer 1 \(SIGKILL to its \d+ processes\) at step 2\d\d\d of 4000", run.stdout)
     assert "all peers held bit-identical anchors" in run.stdout
     assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
-    first, again = (r["step"] for r in records_of(tmp_path / "run", 1) if r.get("event") == "start")
+    first, again = (r["step"] for r in records_of(tmp_path / "run" / "peer-1") if r.get("event") == "start")
     assert first == 0 and 2000 < again < 4000
-    mine, others = (by_step(records_of(tmp_path / "run", rank), "epoch")[4000] for rank in (0, 1))
+    mine, others = (by_step(records_of(tmp_path / "run" / f"peer-{rank}"), "epoch")[4000] for rank in (0, 1))
     assert mine["contributors"] == others["contributors"] == [0, 1]
     assert mine["anchor_digest"] == others["anchor_digest"]

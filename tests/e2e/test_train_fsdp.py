@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from diloco.train.metrics_file import Tail
 from peers.daemon.link import LINK_ENV
+from tests.support.commands import ROOT, records_of
 from tests.support.swarm import wait_until
 from tests.support.training import tiny_config
 
-ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 BY_PATH, BY_MODULE = ["diloco/train_fsdp.py"], ["-m", "diloco.train_fsdp"]
 DEADLINE_S = 120
@@ -57,18 +55,13 @@ def finished(command):
     return process.returncode, output
 
 
-def records(directory, kind):
-    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
-    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
-
-
 @pytest.mark.parametrize(
     "command", [[*TORCHRUN, *BY_PATH], [sys.executable, *BY_MODULE]], ids=["torchrun", "alone"]
 )
 def test_a_training_leaves_its_metrics_and_a_model_that_transformers_loads(tmp_path, command):
     code, output = finished([*command, *flags(tmp_path, "--max-steps", "3", "--log-activations-steps", "2")])
     assert code == 0, output
-    steps = records(tmp_path, "step")
+    steps = records_of(tmp_path / "run", "step")
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert {"epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "time"} <= steps[0].keys()
     said = output.splitlines()
@@ -76,10 +69,10 @@ def test_a_training_leaves_its_metrics_and_a_model_that_transformers_loads(tmp_p
     assert any(line.startswith("step 1  epoch 0  loss") for line in said)
     assert any(line.startswith("verdict ") for line in said) and "PROBLEM" not in output
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
-    before, after = records(tmp_path, "eval")
+    before, after = records_of(tmp_path / "run", "eval")
     assert (before["step"], after["step"]) == (0, 3)
     assert {"loss", "bits_per_byte", "unigram_bits_per_byte", "eval_bytes"} <= before.keys()
-    assert [len(record["rms"]) for record in records(tmp_path, "activations")] == [3, 3]
+    assert [len(record["rms"]) for record in records_of(tmp_path / "run", "activations")] == [3, 3]
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -123,4 +116,4 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_half_written(tmp_path, numb
     assert process.returncode == code
     assert list(checkpoints.glob(".*")) == []
     assert all((kept / "complete.json").exists() for kept in checkpoints.iterdir())
-    assert len(records(tmp_path, "step")) > 3
+    assert len(records_of(tmp_path / "run", "step")) > 3

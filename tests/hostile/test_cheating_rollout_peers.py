@@ -9,9 +9,9 @@ import pytest
 from benchmarks.format_model import bare_model
 from tests.e2e.conftest import start  # noqa: F401
 from tests.e2e.test_readme import ROLLOUT_LEARNER, ROLLOUT_PEER
-from tests.e2e.test_rollout_peers import LEARNER, REWARD, SHORT, coordinator_at, records
+from tests.e2e.test_rollout_peers import LEARNER, REWARD, SHORT, coordinator_at
 from tests.support.cheating_rollout_peer import CHEATS
-from tests.support.commands import wait_until
+from tests.support.commands import records_of, wait_until
 from tests.support.documents import typed
 
 WITHIN_BATCHES = 20
@@ -45,15 +45,15 @@ def test_a_cheating_rollout_peer_is_left_out_and_an_honest_one_is_not(start, tmp
     )
 
     def events() -> list[dict[str, str]]:
-        return [one for one in records(run_dir, "event") if one["event"] == "rollout_peer_left_out"]
+        return [one for one in records_of(run_dir, "event") if one["event"] == "rollout_peer_left_out"]
 
     wait_until(events, "a rollout peer to be left out", command=learner)
     [left_out] = events()
     assert left_out["peer_id"] in cheating.stdout + cheating.stderr + _log_of(cheating)
-    of_it = [one for one in records(run_dir, "rollouts") if one["peer_id"] == left_out["peer_id"]]
+    of_it = [one for one in records_of(run_dir, "rollouts") if one["peer_id"] == left_out["peer_id"]]
     assert of_it[-1]["taken"] <= WITHIN_BATCHES * 2
-    steps = len(records(run_dir, "step"))
-    wait_until(lambda: len(records(run_dir, "step")) > steps + 5, "steps after it", command=learner)
+    steps = len(records_of(run_dir, "step"))
+    wait_until(lambda: len(records_of(run_dir, "step")) > steps + 5, "steps after it", command=learner)
     assert len(events()) == 1
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.train.metrics_file import Tail
+
 ROOT = Path(__file__).parents[2]
 DILOCO = (sys.executable, "-m", "diloco")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -206,6 +208,17 @@ def check_nothing_left(command: Command) -> None:
     check_whole_files(command.directory)
     left = list((command.directory / "tmp").glob("diloco-*"))
     assert not left, f"temporary directories left behind: {left}"
+
+
+def records_of(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
+    """What a trainer has written by now, of one kind or all."""
+    found = Tail(run_dir / "metrics.jsonl").read()
+    return [dict(record) for record in found if kind in ("", record["kind"])]
+
+
+def digests_of(run_dir: Path) -> dict[int, str]:
+    """The anchor's digest after each epoch."""
+    return {record["epoch"]: record["anchor_digest"] for record in records_of(run_dir, "epoch")}
 
 
 def text_of_boxes(stderr: str) -> list[str]:
