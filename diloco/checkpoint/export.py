@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,6 +30,9 @@ from peers.state import files as state_files
 log = logging.getLogger(__name__)
 
 Weights = Literal["agreed", "own"]
+
+# Metadata key of the format before torch.distributed.checkpoint.
+_OLD_OFFSETS_KEY = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
@@ -99,11 +104,27 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
 
 def own_weights(source: Path) -> dict[str, Tensor]:
     """The weights of the peer's worker, unsharded. Raises UserError."""
+    files = sorted(source.glob("rank_*.safetensors"))
+    with safe_open(files[0], framework="pt") as file:
+        is_of_earlier_version = _OLD_OFFSETS_KEY in (file.metadata() or {})
+    if is_of_earlier_version:
+        return _old_weights(files)
     state = read(
         source,
         lambda there: {name: torch.empty(there[name].size) for name in there if name.startswith("model.")},
     )
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _old_weights(files: Sequence[Path]) -> dict[str, Tensor]:
+    """Read the format before torch.distributed.checkpoint, whose metadata has each shard's first row."""
+    rows: dict[str, dict[int, Tensor]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name, (start, *_) in json.loads(file.metadata()[_OLD_OFFSETS_KEY]).items():
+                if name.startswith("model."):
+                    rows.setdefault(name.removeprefix("model."), {})[start] = file.get_tensor(name)
+    return {name: torch.cat([parts[start] for start in sorted(parts)]) for name, parts in rows.items()}
 
 
 def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:

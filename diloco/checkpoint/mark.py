@@ -85,7 +85,8 @@ class Mark:
             number=_count(content["number"]),
             saved_at_ms=_count(content["saved_at_ms"]),
             contributors=tuple(_count(value) for value in content["contributors"]),
-            head=str(content["head"]),
+            # Versions without certificates called this field `lineage`.
+            head=str(content.get("head", content.get("lineage", ""))),
         )
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 
 from diloco.checkpoint.export import exported
+from diloco.checkpoint.mark import COMPLETE, read_mark
 from diloco.checkpoint.store import own_part
 from diloco.cli import export as export_verb
 from diloco.errors import UserError
 from peers.state import files as state_files
+from peers.state.header import HEADER_FILE
+from peers.state.whole_files import record_of
 from tests.support.checkpoint_commands import EXPORT, SAVE
 from tests.support.commands import DILOCO, ROOT, Command, model_directory, text_of_boxes, training_flags
 
@@ -77,6 +84,28 @@ def test_of_a_step_between_two_rounds_the_agreed_weights_and_the_peers_own_diffe
     anchor = state_files.load(step / own_part(0)).anchor[0]
     embedding = agreed["model.embed_tokens.weight"].flatten()
     assert torch.equal(embedding, anchor[: embedding.numel()])
+
+
+def test_a_checkpoint_from_before_certificates_becomes_a_model(trained, tmp_path):
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(trained / "checkpoints", copy)
+    part = copy / "model_step_6" / own_part(0)
+    header = json.loads((part / HEADER_FILE).read_text())
+    del header["certificate"]
+    header["lineage"] = header.pop("head")
+    (part / HEADER_FILE).write_text(json.dumps(header))
+    mark = read_mark(part)
+    files = {**mark.files, HEADER_FILE: record_of(part / HEADER_FILE)}
+    now = replace(mark, files=files).to_bytes()
+    # Its seal is that of a mark with the same digits in it, and nothing but zeros in the seal's own place.
+    unsealed = re.sub(rb'"seal": "[0-9a-f]{64}"', b'"seal": "' + b"0" * 64 + b'"', now).replace(
+        b'"head"', b'"lineage"'
+    )
+    seal = blake3(unsealed).hexdigest().encode()
+    (part / COMPLETE).write_bytes(unsealed.replace(b'"seal": "' + b"0" * 64, b'"seal": "' + seal))
+    told = exported(str(copy / "model_step_6"), tmp_path / "model", weights="agreed")
+    assert (told["step"], told["weights"]) == (6, "agreed")
+    assert same(weights_of(tmp_path / "model"), weights_of(trained / "run" / "model"))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_exported(trained, tmp_path, caplog):

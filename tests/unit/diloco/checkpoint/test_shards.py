@@ -56,3 +56,18 @@ def test_rows_that_are_missing_are_not_made_up(tmp_path, start):
     write_tensors(tmp_path / "rank_1.safetensors", {"model.a": torch.ones(2)}, places)
     with pytest.raises(UserError, match="holds another model"):
         own_weights(tmp_path)
+
+
+def test_the_rows_that_an_earlier_version_saved_become_a_model(tmp_path):
+    weight, norm = torch.randn(5, 2), torch.randn(3)
+    parts = [
+        ({"model.w": weight[:3], "model.n": norm, "rng.cpu": torch.zeros(4, dtype=torch.uint8)}, [0, 0]),
+        ({"model.w": weight[3:], "optimizer.w.step": torch.tensor(1.0)}, [3]),
+    ]
+    for rank, (tensors, starts) in enumerate(parts):
+        rows = {"model.w": [starts[0], 5, 2], "model.n": [0, 3]}
+        metadata = {"pieces": json.dumps({name: rows[name] for name in tensors if name in rows})}
+        write_tensors(tmp_path / f"rank_{rank}.safetensors", tensors, metadata)
+    found = own_weights(tmp_path)
+    assert found.keys() == {"w", "n"}
+    assert torch.equal(found["w"], weight) and torch.equal(found["n"], norm)
