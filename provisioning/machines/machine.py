@@ -12,6 +12,7 @@ from provisioning.errors import MachineError
 EXCLUDED = (
     ".git",
     ".venv",
+    "__pycache__",
     "*.egg-info",
     "runs",
     "outputs",
@@ -20,7 +21,7 @@ EXCLUDED = (
     "dist",
     ".*_cache",
 )
-"""Patterns of files that are not sent with the code. Compiled kernels are: compiling takes a quarter of a minute."""
+"""Patterns of files that are not sent with the code."""
 _SHOWN_CHARACTERS = 1500
 _MAX_LINE_BYTES = 1 << 16
 
