@@ -25,8 +25,12 @@ _KEEPALIVE_S = 15.0
 _SSH_PORT = 22
 _BLOCK_BYTES = 1 << 16
 _RSYNC_TIMEOUT_S = 1800.0
+_NO_SPACE = "No space left on device"
+_CANNOT_WRITE = 11
 # Exit code: a file was removed while rsync ran.
 _VANISHED = 24
+# The error output of a failing remote rsync is sometimes lost when ssh ends.
+_MAX_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +213,16 @@ def _fetch_argv(source: str, into: Path, shell: str) -> list[str]:
 
 async def _run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b"") -> None:
     """Run rsync. Raises MachineError if it fails. `what` and `where` describe the work in its message."""
+    for number in range(1, _MAX_TRIES + 1):
+        code, said = await _rsync_once(argv, what, stdin)
+        if code in (0, _VANISHED):
+            return
+        if said.strip() or number == _MAX_TRIES:
+            raise MachineError(_trouble(code, said, what, where))
+
+
+async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int, str]:
+    """The exit code, and the error output."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,
@@ -224,18 +238,17 @@ async def _run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = 
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    if process.returncode not in (0, _VANISHED):
-        raise MachineError(_trouble(process.returncode or 0, said.decode(errors="replace"), what, where))
+    assert process.returncode is not None
+    return process.returncode, said.decode(errors="replace")
 
 
 def _trouble(code: int, said: str, what: str, where: str) -> str:
-    # The error output of a failing remote rsync is sometimes lost when ssh ends.
-    if not what.startswith("fetching") and (
-        "No space left on device" in said or (code, said.strip()) == (11, "")
-    ):
+    if _NO_SPACE in said and not what.startswith("fetching"):
         return f"the disk of {where} is full; take a larger machine or volume"
     if code in (12, 127) and ("rsync: not found" in said or "command not found" in said):
         return f"there is no rsync on {where}; take an image that has it"
+    if code == _CANNOT_WRITE and not said.strip():
+        return f"files could not be written on {where}; is its disk full?"
     return f"{what} failed ({code}): {said.strip()[-600:]}"
 
 
