@@ -41,6 +41,14 @@ def run_script(argv: Sequence[str], env: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def argv_in(script: str) -> list[str]:
+    """The argv in a script made by `run_script`; empty if it cannot be read."""
+    try:
+        return shlex.split(script.splitlines()[-2])
+    except (IndexError, ValueError):
+        return []
+
+
 async def start(
     machine: Machine, label: str, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None
 ) -> bool:
@@ -67,6 +75,12 @@ if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else ec
     words = (await machine.run(script)).checked(f"looking at {name}").split()
     word = words[0] if words else "none"
     return JobState(word == "runs", int(word) if word.isdigit() else None)
+
+
+async def command(machine: Machine, label: str, name: str) -> list[str]:
+    """The argv of a job's last start; empty if it is not known. Raises MachineError."""
+    script = f'{_functions(label, name)}\ncat "$job/run.sh" 2>/dev/null; exit 0'
+    return argv_in((await machine.run(script)).checked(f"looking at how {name} was started"))
 
 
 async def any_runs(machine: Machine, label: str) -> bool:

@@ -36,16 +36,14 @@ async def follow_all(
 
         async def one(row: Row) -> None:
             machine = await found[row.provider].machine(row)
-            jobs = shlex.quote(f"{pod_directory(row.label)}/{JOBS}")
-            there = (await machine.run(f"ls {jobs} 2>/dev/null; exit 0")).stdout.split()
-            wanted = job or PEER_JOB
-            if wanted in there or (follow and wanted in (PEER_JOB, DHT_JOB) and (job or not there)):
-                await follow_one(machine, row, wanted, row.name)
-            elif there and job is None:
-                await gathered(follow_one(machine, row, name, f"{row.name}/{name}") for name in there)
-            else:
+            there, wanted = await _jobs(machine, row), job or PEER_JOB
+            shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
+            if wanted in there or (follow and not shown and wanted in (PEER_JOB, DHT_JOB)):
+                shown = {wanted: row.name}
+            if not shown:
                 known = ", ".join(there) or "none yet"
                 without[row.name] = MachineError(f"there is no log of a job {wanted}; there are: {known}")
+            await gathered(follow_one(machine, row, name, as_what) for name, as_what in shown.items())
 
         async def follow_one(machine: Machine, row: Row, name: str, as_what: str) -> None:
             path = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{name}/log")
@@ -57,3 +55,8 @@ async def follow_all(
         failures = await each(rows, one)
     # A job may run on one pod only, like the DHT. Without `names`, it suffices that one pod has its log.
     return failures | without if names or len(without) == len(rows) else failures
+
+
+async def _jobs(machine: Machine, row: Row) -> list[str]:
+    jobs = shlex.quote(f"{pod_directory(row.label)}/{JOBS}")
+    return (await machine.run(f"ls {jobs} 2>/dev/null; exit 0")).stdout.split()

@@ -26,6 +26,7 @@ from provisioning.swarm.commands import (
     address_in,
     coordinator_file,
     dht_argv,
+    flags_in,
     peer_argv,
 )
 from provisioning.swarm.peer import PeerNews, PeerProgress, end_of, read_progress
@@ -72,9 +73,7 @@ class Swarm:
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
         # Before new peers start, since a swarm with other settings refuses them.
-        for row in rows:
-            if row not in missing:
-                self._tell_other_flags(row)
+        failures |= await each([row for row in rows if row not in missing], self._tell_other_flags, self._say)
         if missing or running:
             # Also if all peers run: they train without a coordinator, but new peers could not join.
             failures |= await each([self._dht_row(rows)], lambda row: self._join_dht(row, running), self._say)
@@ -161,17 +160,19 @@ class Swarm:
             num_peers_here=self._num_peers_with(row),
             flags=[*provider.swarm_flags(row.offer), *self._options.flags],
         )
-        self._ledger.remember(_flags_key(row), shlex.join(self._options.flags))
         if await jobs.start(machine, row.label, PEER_JOB, argv):
             self._say(row.name, "starting its peer")
 
-    def _tell_other_flags(self, row: Row) -> None:
-        flags = self._ledger.recall(_flags_key(row))
-        if flags != shlex.join(self._options.flags):
+    async def _tell_other_flags(self, row: Row) -> None:
+        """Print a message if a running peer was started with other flags than the present ones. Raises MachineError."""
+        renter = self._renters[row.provider]
+        argv = await jobs.command(await renter.machine(row), row.label, PEER_JOB)
+        flags = flags_in(argv, beside=renter.provider.swarm_flags(row.offer))
+        if argv and flags != list(self._options.flags):
             self._say(
                 row.name,
-                f"its peer keeps the flags that it was started with: {flags or 'none'}. To train with other flags, run "
-                "`diloco pods down` first, or rent other pods with another --state-file",
+                f"its peer keeps the flags that it was started with: {shlex.join(flags) or 'none'}. To train with "
+                "other flags, run `diloco pods down` first, or rent other pods with another --state-file",
             )
 
     def _num_peers_with(self, row: Row) -> int:
@@ -221,11 +222,6 @@ class Swarm:
                 f"`diloco pods logs -f {row.name}` shows what it does: {progress.last_lines}"
             )
         return None
-
-
-def _flags_key(row: Row) -> str:
-    """Key in the ledger: the flags with which this pod's peer was started."""
-    return f"flags:{row.label}"
 
 
 def admission_key_path(state_file: Path, run_id: str) -> Path:
