@@ -207,7 +207,7 @@ class Trainer:
     def samples_left(self) -> Prefetched[np.ndarray]:
         """This rank's samples, int64 [n, seq_length + 1], for each remaining step of the epoch."""
         steps = self.config.hv.steps_per_epoch
-        block, local_step = place_of(self.outer, steps_per_epoch=steps)
+        block, local_step = place_of(self.outer, self.outer.nominal_step, steps_per_epoch=steps)
         return Prefetched(
             batches(
                 self.source,

@@ -353,7 +353,8 @@ class Training:
 
     def example_numbers(self) -> list[int]:
         """Of the next generation's prompts."""
-        block, local_step = place_of(self.outer, steps_per_epoch=self.prompts.steps_per_epoch)
+        step, steps_per_epoch = self.trainer.state.global_step, self.prompts.steps_per_epoch
+        block, local_step = place_of(self.outer, step, steps_per_epoch=steps_per_epoch)
         return self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
 
     def start(self) -> None:

@@ -124,7 +124,8 @@ class Store:
 
     def clear(self, part: str) -> None:
         """Remove half-written checkpoints that killed workers of this peer have left."""
-        for path in self._directory.glob(f"model_step_*/.{part}.*" if part else ".model_step_*"):
+        # All are found before the first is deleted: several peers clear one directory at once.
+        for path in list(self._directory.glob(f"model_step_*/.{part}.*" if part else ".model_step_*")):
             if path.name.endswith(_TEMPORARY):
                 _delete(path)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError, print_note
-from diloco.options.flags import Count, Switch
+from diloco.options.flags import LARGEST, Count, Switch
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
@@ -79,9 +79,10 @@ def seeds_of(text: str | None, num_instances: int, first: int) -> list[int]:
     """The seeds of --seeds, or `num_instances` seeds from `first` on. Raises UserError for an invalid list."""
     if text is None:
         return list(range(first, first + num_instances))
-    seeds = [part for part in text.replace(" ", ",").split(",") if part]
-    if not all(map(str.isdecimal, seeds)) or not len(seeds) == len(set(seeds)) == num_instances:
+    parts = [part for part in text.replace(" ", ",").split(",") if part]
+    seeds = {int(part): None for part in parts if part.isdecimal() and int(part) <= LARGEST}
+    if not len(parts) == len(seeds) == num_instances:
         raise UserError(
-            f"--seeds {text} must be {num_instances} different whole numbers, one for each instance"
+            f"--seeds {text} must be {num_instances} different whole numbers up to {LARGEST}, one for each instance"
         )
-    return list(map(int, seeds))
+    return list(seeds)

@@ -123,6 +123,8 @@ class _Run:
     description: str
     """The model and its training, in one line."""
     records: dict[str, list[Record]] = field(default_factory=dict)
+    """By peer."""
+    run_dirs: list[Path] = field(default_factory=list)
 
     async def run(self) -> int:
         import asyncio
@@ -136,6 +138,7 @@ class _Run:
         _say(f"starting a coordinator and {peers}: some seconds, and half a minute the first time")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.rows}
+        self.run_dirs = [peer.run_dir for peer in swarm.rows]
         try:
             async with running_view(
                 show(swarm.rows, on_records=lambda i, new: self._received(swarm, i, new))
@@ -178,11 +181,7 @@ class _Run:
         """Print the report. Returns the exit code; None if the run was complete already."""
         from diloco.launch.report import plot_run, print_report, report_of, text_if_already_complete
 
-        models = [
-            path
-            for name in self.records
-            if (path := self.run_dir / name.replace(" ", "-") / "model").is_dir()
-        ]
+        models = [path for own in self.run_dirs if (path := own / "model").is_dir()]
         paths = {"model": models[0]} if models else {}
         if self.config.ckpt.interval is not None and "://" not in self.config.ckpt.path:
             paths["checkpoints"] = Path(self.config.ckpt.path).expanduser().absolute()

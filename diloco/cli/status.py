@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +75,7 @@ async def _show_status(
         if not watch:
             show()
             return 0
-        is_redrawn = console.is_terminal and not as_json
+        is_redrawn = sys.stdout.isatty() and not as_json
         with Live(console=console, auto_refresh=False, screen=True) if is_redrawn else nullcontext() as live:
             while True:
                 if live is not None:

@@ -34,14 +34,14 @@ class Block:
         return (self.data_base + self.world_rank) * samples_per_block + offsets
 
 
-def place_of(outer: Diloco, *, steps_per_epoch: int) -> tuple[Block, int]:
-    """The block that this peer's next inner step takes its samples from, and the local step in it."""
+def place_of(outer: Diloco, step: int, *, steps_per_epoch: int) -> tuple[Block, int]:
+    """The block that this peer's inner step `step`, its next one, takes its samples from, and the local step in it."""
     position = outer.position
     if outer.world_rank is not None:
         block = Block(epoch=position.epoch, world_rank=outer.world_rank, data_base=position.data_base)
         return block, position.local_step
     # Without a swarm there are no epochs: use one block for every `steps_per_epoch` steps.
-    number, local_step = divmod(position.local_step, steps_per_epoch)
+    number, local_step = divmod(step, steps_per_epoch)
     return Block(epoch=number, world_rank=0, data_base=number), local_step
 
 

@@ -47,7 +47,7 @@ def crashed(name: str, error: Exception) -> Finding:
     return failed(
         name,
         f"cannot be checked: {type(error).__name__}: {error}",
-        "diloco peer  # may show more of this error",
+        "report this error  # the check itself has failed; the others hold",
     )
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from diloco.errors import DilocoError
 from diloco.launch.live import PeerRow, running_view, show
 from diloco.launch.local_swarm import PER_PEER_FIELDS, environment_of_peers, gpu_of_peer
 from diloco.launch.log_tail import LogTail
+from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, flat_values, to_toml
 from diloco.train.devices import visible_gpus
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import reason_in
 from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.monitor.phases import Doing, PhaseClock
+from peers.protocol.reports import Phase
 
 # Not restarted, since it saves no checkpoints.
 _POLICY = RestartPolicy(max_deaths=1)
@@ -43,9 +46,17 @@ async def train_alone(
         log_path=own_dir / "logs" / "peer.log",
         reason_in=reason_in,
     )
-    records: list[Record] = []
+    records, clock = list[Record](), PhaseClock()
     row = PeerRow("alone", own_dir, since=time.time())
-    async with running_view(show([row], on_records=lambda _index, new: records.extend(new))):
+    write_phase(own_dir, Phase(name="starting", detail="loading torch, the model and the data"))
+
+    def received(_index: int, new: Sequence[Record]) -> None:
+        records.extend(new)
+        if steps := [record for record in new if record.get("kind") == "step"]:
+            doing = Doing("training", done=steps[-1]["step"], total=config.end_step, unit="steps")
+            write_phase(own_dir, clock.at(doing, time.time()))
+
+    async with running_view(show([row], on_records=received)):
         log = LogTail(command.log_path)
         end = await Supervisor(command, policy=_POLICY).run()
     if end.code:

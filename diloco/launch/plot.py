@@ -114,9 +114,11 @@ def _draw_peer(
         axes.plot(times, losses, color=colour, label=peer if index == 0 else None, linewidth=1.4)
     for lost_at, returned_at in absences(sessions, ended_at):
         axes.axvspan(lost_at - began_at, returned_at - began_at, color=colour, alpha=0.12, linewidth=0)
-        text = f" {peer} lost{', then back' if returned_at < ended_at else ''}"
+        text = f" {peer} lost{', then back' if returned_at < ended_at else ''} "
         where = (lost_at - began_at, 0.02)
-        axes.annotate(text, where, xycoords=("data", "axes fraction"), color=colour, fontsize=9)
+        # Near the end of the plot, to the left of the loss.
+        side = "right" if lost_at - began_at > 0.8 * (ended_at - began_at) else "left"
+        axes.annotate(text, where, xycoords=("data", "axes fraction"), color=colour, fontsize=9, ha=side)
 
 
 def _drawing(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Any]:

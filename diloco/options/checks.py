@@ -89,6 +89,7 @@ def whole(_type: Any, tokens: Sequence[Token]) -> int:
 
 def rate_or_auto(maximum: float = math.inf) -> Callable[[Any, Sequence[Token]], float | None]:
     """Converts a number from 0 to `maximum`; `auto` becomes None."""
+    limit = f"to {maximum:g}" if math.isfinite(maximum) else "on"
 
     def convert(_type: Any, tokens: Sequence[Token]) -> float | None:
         text = tokens[-1].value
@@ -99,7 +100,7 @@ def rate_or_auto(maximum: float = math.inf) -> Callable[[Any, Sequence[Token]], 
         except ValueError:
             value = math.nan
         if not (0 <= value <= maximum and math.isfinite(value)):
-            raise ValueError(f'"{text}" is neither auto nor a number from 0 to {maximum:g}.')
+            raise ValueError(f'"{text}" is neither auto nor a number from 0 {limit}.')
         return value
 
     return convert

@@ -46,9 +46,9 @@ MUON_DEFAULTS: dict[str, int | float] = {"lr": 0.02, "weight_decay": 2e-3}
 AdamW's defaults."""
 
 # Some values come from other peers' manifests, so numbers are limited to what torch and msgpack can represent.
-_LARGEST = 2**48
-Count = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(_LARGEST)))]
-Whole = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(_LARGEST)))]
+LARGEST = 2**48
+Count = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(LARGEST)))]
+Whole = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(LARGEST)))]
 Seconds = Annotated[float, Parameter(validator=(finite, at_least(0)))]
 Rate = Annotated[float, Parameter(validator=(finite, at_least(0)))]
 Name = Annotated[str, Parameter(validator=safe_name)]
@@ -210,7 +210,7 @@ class GrpoConfig:
     own environment."""
     reward: Annotated[str | None, Parameter(metavar="FILE.py:FUNCTION")] = None
     """Your own reward function (or module:function), instead of the dataset's rewards."""
-    num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = (
+    num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(LARGEST)))] = (
         field(default=8, metadata=SHARED)
     )
     """Completions per prompt; GRPO compares them with each other."""
@@ -270,7 +270,7 @@ class TrainConfig:
     """The column of the dataset that holds the text; default: chosen automatically."""
     fake_data: bool = field(default=False, metadata=SHARED)
     """Train on random tokens instead of the dataset."""
-    seq_length: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = field(
+    seq_length: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(LARGEST)))] = field(
         default=1024, metadata=SHARED
     )
     """Tokens per sample."""

@@ -112,11 +112,15 @@ def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[s
             waits_for_all,
             "has no effect with WAIT_FOR_ALL: a round waits for all live peers",
         ),
-        ("sharding_strategy", config.sharding_strategy == "SHARD_GRAD_OP", "is treated as FULL_SHARD"),
+        (
+            "sharding_strategy",
+            config.sharding_strategy == "SHARD_GRAD_OP",
+            "SHARD_GRAD_OP is treated as FULL_SHARD",
+        ),
         (
             "sharding_strategy",
             config.sharding_strategy == "_HYBRID_SHARD_ZERO2",
-            "is treated as HYBRID_SHARD",
+            "_HYBRID_SHARD_ZERO2 is treated as HYBRID_SHARD",
         ),
     )
     values, defaults = flat_values(config), flat_values(TrainConfig())

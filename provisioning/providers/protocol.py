@@ -1,7 +1,8 @@
 """The protocol of all providers.
 
 Every method may raise UserError, or ProviderError or one of its subclasses, which tell the caller what to do
-(errors.py).
+(errors.py). All are called through `repeated` (backoff.py), which also translates what an answer of an unknown form
+raises.
 """
 
 from __future__ import annotations

@@ -214,6 +214,13 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "model"]
 
 
+def test_alone_each_generation_has_prompts_of_its_own(config, tmp_path, monkeypatch):
+    asked, numbers = [], Training.example_numbers
+    monkeypatch.setattr(Training, "example_numbers", lambda self: asked.append(numbers(self)) or asked[-1])
+    trained(config, tmp_path / "run")
+    assert len(asked) == 4 and len({tuple(numbers) for numbers in asked}) == 4
+
+
 def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):
     from safetensors.torch import load_file
 

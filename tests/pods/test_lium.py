@@ -130,6 +130,15 @@ def test_an_order_whose_answer_is_lost_makes_one_pod(fleet, api):
     assert fleet.states == {"pod-0": "synced"}
 
 
+@pytest.mark.pods
+def test_an_order_that_was_lost_on_its_way_is_sent_again_under_the_same_key(fleet, api):
+    api.faults.append(Fault(RENT, 502, carried_out=False))
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert api.num_rented == 1
+    keys = {one.headers["Idempotency-Key"] for one in api.requests if one.path.endswith("/rent")}
+    assert len(keys) == 1
+
+
 def test_a_price_that_rose_after_it_was_agreed_to_is_not_paid_and_one_within_the_limit_is_said(fleet, api):
     api.dearer = 1.3
     outcome = fleet.up([one()], trains=False)

@@ -27,7 +27,7 @@ def store(request, tmp_path):
         "memory": f"memory://{uuid.uuid4().hex}/kept [1]",
     }
     made = open_store(paths[request.param], tmp_path / "scratch")
-    assert isinstance(made, Store if request.param == "directory" else RemoteStore)
+    assert type(made) is (Store if request.param == "directory" else RemoteStore)
     made.clear(PART)
     return made
 

@@ -72,7 +72,7 @@ def test_a_server_finds_this_package_where_another_one_was_before(tmp_path):
 def test_seeds_are_numbers_apart_by_commas():
     assert seeds_of("42,1337, 2024", 3, 0) == [42, 1337, 2024]
     assert seeds_of(None, 3, 7) == [7, 8, 9]
-    for wrong in ("42;43", "1", "1,1", "1,-1"):
+    for wrong in ("42;43", "1", "1,1", "1,01", "1,-1", f"1,{10**20}"):
         with pytest.raises(UserError, match="2 different whole numbers"):
             seeds_of(wrong, 2, 0)
 
