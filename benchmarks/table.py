@@ -21,7 +21,7 @@ _HEAD = """\
 
 Generated from `results/*.json` by `python -m benchmarks.table`; change nothing here by hand.
 
-Each benchmark is one command, `python -m benchmarks.NAME [--quick] [--json FILE] [--plot FILE]`; `--quick` ends in
+Each benchmark is one command, `python -m benchmarks.NAME [--quick] [--json FILE]`; `--quick` ends in
 under a minute. A figure is the median (least–greatest, × repetitions). A `+` after a commit means that files differed
 from it.
 """

@@ -5,7 +5,7 @@ PeersError
 │   └── ClockOff      the swarm's nodes do not take this machine's clock (net/dht/bootstrap.py)
 ├── PeerUnreachable   skip this peer, or try it again later
 │   ├── PeerSilent    try another way: the stream stands, and may carry nothing
-│   ├── NotAdmitted   it says that this peer may not be there (net/introduction.py)
+│   ├── NotAdmitted   it says that this peer may not be there (net/channels.py)
 │   └── NoIssuer      there is nobody who issues tokens (admission/own_token.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
 │   └── Refused       drop it, and tell it why: it may not be here (protocol/refusal.py)

@@ -316,7 +316,7 @@ class Diloco:
     def _collect(self, exchange: Exchange, *, may_go_ahead: bool = False) -> Commit | None:
         """Wait for the round that is under way, and merge its commit.
 
-        None where the commit takes long and training continues in the next epoch meanwhile.
+        None where training continues in the next epoch while the commit is awaited.
         """
         flight = self._flight
         assert flight is not None
@@ -419,7 +419,7 @@ class _Flight:
     blocked_s: float
     """How long training has waited for it."""
     is_ahead: bool = False
-    """Whether training has continued in the next epoch, because the commit takes long."""
+    """Whether training has continued in the next epoch, while the commit is awaited."""
 
 
 @dataclass

@@ -111,7 +111,7 @@ class VirtualWorker:
             self._step_or_hand_over()
 
     def goes_ahead(self, order: GoAhead) -> None:
-        """Its commit is late: train on in the next epoch."""
+        """Its commit is awaited: train on in the next epoch."""
         if self.waits:
             self._is_ahead = True
             self._enter(order.epoch, 0, order.epoch_s)

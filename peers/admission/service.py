@@ -134,7 +134,10 @@ MAX_FOUND = 1024
 
 
 def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
-    """From now on store only such records under the run's keys."""
+    """From now on store under the run's keys only announcements that admitted peers have signed themselves.
+
+    Of records found at other nodes only the signature is checked: the reader wants to know whom it refuses.
+    """
 
     def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
         found: dict[tuple[str, bytes], None] = {}

@@ -1,4 +1,4 @@
-"""The Late-work rule: work that missed its commit goes into the next one, and no worker idles while a commit is late.
+"""The Late-work rule: work that missed its commit goes into the next one, and no worker idles while faults happen.
 
 Late work: a worker whose work missed the commit trains on at once, in the epoch that the others are in. Its weights are
 rebased: new anchor + (local - old anchor). Its next work contains the late work, with the epoch since which it was
@@ -92,7 +92,7 @@ class LateWork:
         others = [s.step_s for peer_id, s in self.swarm.live() if peer_id in roster and s.step_s > 0]
         if not own or not others:
             return 0.0
-        hides_rounds = self.settings.never_waits
+        hides_rounds = self.settings.never_waits or not self.chain.is_faultless
         return best_epoch_s(own, others, steps, self.timing.learned_round_s, hides_rounds=hides_rounds)
 
     def entry_step(self, turn: Turn, head: str = "") -> int:

@@ -19,7 +19,7 @@ class Settings:
     epoch_s: float | None = None
     """How long an epoch may last; 0: learned (epoch_time.py); None: as long as its steps take."""
     never_waits: bool = False
-    """Whether workers train on during every round, and not only while a commit is late."""
+    """Whether workers train on during every round, and not only while faults happen."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     quorum: float = 0.5
     """A commit needs more than this share of the roster."""

@@ -55,7 +55,7 @@ class WorkInHand:
         last: bool,
         ahead: asyncio.Future[Ahead],
     ) -> None:
-        """`ahead` gets its result where the worker is to continue training while the commit takes long."""
+        """`ahead` gets its result where the worker is to continue training while the commit is awaited."""
         self.memories, self.fragment, self.ahead = memories, fragment, ahead
         self.tokens, self.step, self.last = tokens, step, last
         self.local = memories.out[fragment]

@@ -14,7 +14,7 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
     progress {step, loss, ...}          ->   (at any time)
     collect {may_go_ahead}              ->   (at once, or after the worker has trained some steps meanwhile)
                                         <-   committed {...}   (*in* is the worker's)
-                                          |  ahead {epoch, data_base}   (the commit takes long: go on training)
+                                          |  ahead {epoch, data_base}   (the commit is awaited: go on training)
     poll {}                             ->   (after each step of a worker that has gone ahead)
                                         <-   committed {...} | pending {}
     checkpoint {directory}              ->

@@ -107,7 +107,10 @@ class WorkerMonitor:
         self.local_step, self.step_s = max(0, self._steps_since_commit(work.step)), _step_s_in(ready)
         self.journal.loss = self._loss_in(ready)
         self.show("averaging")
-        work.ahead.add_done_callback(lambda done: None if done.cancelled() else self.show("training"))
+
+    def goes_ahead(self) -> None:
+        """The worker trains on while the commit of its work is awaited."""
+        self.show("training")
 
     def waits(self) -> None:
         """The worker has gone ahead as far as it may, and waits for the commit."""

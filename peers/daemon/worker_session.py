@@ -197,6 +197,7 @@ class WorkerSession:
             self._averaging = self._work = None
             await connection.send("committed", **asdict(averaging.result()))
         elif message["kind"] == "collect":
+            self._monitor.goes_ahead()
             await connection.send("ahead", **asdict(work.ahead.result()))
         else:
             await connection.send("pending")

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable
 from peers.system import tcp_info
 from peers.timing import WINDOW_S
 
+# Offsets in the struct tcp_info of Linux 4.6 and newer (linux/tcp.h).
 _BYTES_ACKED = struct.Struct("120xQ")
 _BYTES_RECEIVED = struct.Struct("128xQ")
 _MIN_RTT_US = struct.Struct("148xI")
 
 
 def bytes_acked(sock: socket.socket) -> int:
-    """Bytes sent that the other end has acknowledged."""
+    """Bytes sent that the other end has acknowledged. These raise OSError, or struct.error on an older kernel."""
     return _field(sock, _BYTES_ACKED)
 
 

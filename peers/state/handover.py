@@ -26,7 +26,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """The message `ahead`: where a worker trains on while its commit is late."""
+    """The message `ahead`: where a worker trains on while its commit is awaited."""
 
     epoch: int
     epoch_s: float = 0.0

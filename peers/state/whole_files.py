@@ -20,6 +20,8 @@ from blake3 import blake3
 from torch import Tensor
 
 _PART_BYTES = 1 << 20
+_DIRTY_BYTES = 64 << 20
+"""After so many a file is flushed: others that write meanwhile, as a vote does, do not wait for a whole checkpoint."""
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float64: "F64",
@@ -114,7 +116,18 @@ def _written(path: Path, parts: Iterable[memoryview]) -> FileRecord:
                 piece = part[start : start + _PART_BYTES]
                 hasher.update(piece)
                 num_bytes += file.write(piece)
+                if num_bytes % _DIRTY_BYTES < len(piece):
+                    _put_on_disk(file)
     return FileRecord(num_bytes, hasher.hexdigest())
+
+
+def _put_on_disk(file: BinaryIO) -> None:
+    """What is written, and out of the page cache, where it would only displace what training reads."""
+    file.flush()
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
@@ -124,11 +137,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-            # What is on the disk now would only displace what training reads.
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _put_on_disk(file)
         temporary.replace(path)
         flush_to_disk(path.parent)
     except OSError as error:

@@ -83,7 +83,7 @@ class Worker:
         self._blocked_since: float | None = None
         self._blocked_s = 0.0
         self.is_ahead = False
-        """Whether it trains in the next epoch because its commit is late."""
+        """Whether it trains in the next epoch while its commit is awaited."""
         self._ahead_to: tuple[int, float] | None = None
         """The epoch in which to go ahead as soon as it would be blocked, and how long that may last; None: not yet."""
         self._answer: Continuation | None = None

@@ -100,6 +100,18 @@ def test_after_a_fault_no_worker_waits_for_a_commit_until_it_is_long_ago():
     assert len(ahead(swarm, "a")) == count
 
 
+def test_who_ends_with_this_epoch_waits_for_its_commit_after_a_fault_too():
+    swarm = running_swarm("abcd")
+    swarm.kill("d")
+    assert swarm.reach(swarm["a"].machine.epoch + 2, 60)
+    node = swarm["a"]
+    node.worker.ends_after_this = True
+    assert swarm.run_until(lambda: node.machine.worker.work is not None and node.machine.worker.work.last, 30)
+    count = len(ahead(swarm, "a"))
+    assert swarm.run_until(lambda: not node.worker.is_running, 30)
+    assert len(ahead(swarm, "a")) == count
+
+
 @pytest.mark.parametrize(("own_step_s", "local_step"), [(0.5, 3), (4.0, 1), (0.0, 0)])
 def test_the_others_begin_the_next_epoch_where_those_who_went_ahead_are_by_then(own_step_s, local_step):
     swarm = running_swarm()

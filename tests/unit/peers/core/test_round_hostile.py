@@ -29,6 +29,7 @@ from peers.protocol.messages import (
 from peers.protocol.wire import encode
 from tests.unit.peers.core.driven import Driven
 from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, with_settings, work
+from tests.unit.peers.core.swarm import Swarm, founded
 
 NAMES = "abcde"
 
@@ -366,6 +367,73 @@ def test_proposals_of_the_far_future_are_not_kept():
     for attempt in range(0, 5000, 5):
         a.say(leader, Propose(plan=plan_at(a, attempt=attempt)))
     assert len(a.peer.round._proposals) <= len(NAMES)
+
+
+# Over many epochs, in a swarm
+
+EPOCHS = 24
+"""A liar costs fewer attempts than that, by half: it is left out for longer than it is let in."""
+
+
+def attempts_lost(swarm: Swarm, name: str, since: int) -> int:
+    return sum(attempt for epoch, attempt, _ in swarm[name].commits if epoch > since)
+
+
+@pytest.mark.parametrize("names", ["abcde"])
+def test_a_member_that_never_votes_does_not_cost_an_attempt_in_every_epoch(names):
+    swarm, liar = founded(names), names[-1]
+    swarm.tamper = lambda sender, to, message: (
+        None if sender == liar and isinstance(message, Vote) else message
+    )
+    assert swarm.run_until(lambda: swarm["a"].machine.epoch >= 2 + EPOCHS, 400)
+    assert attempts_lost(swarm, "a", 2) <= 3 * EPOCHS // 4
+
+
+@pytest.mark.parametrize("names", ["abcde"])
+def test_a_member_that_accuses_another_each_time_does_not_cost_an_attempt_in_every_epoch(names):
+    swarm, liar = founded(names), names[-1]
+
+    def accuses(sender: str, to: str, message: Message) -> Message:
+        if sender == liar and isinstance(message, Vote):
+            others = sorted(set(names) - {liar, to})
+            return Decline(
+                head=message.head,
+                attempt=message.attempt,
+                reason="it sends nothing",
+                suspects=(others[message.attempt % len(others)],),
+            )
+        return message
+
+    swarm.tamper = accuses
+    assert swarm.run_until(lambda: swarm["a"].machine.epoch >= 2 + EPOCHS, 400)
+    assert attempts_lost(swarm, "a", 2) <= 3 * EPOCHS // 4
+
+
+def test_a_stranger_that_says_it_is_ready_and_does_nothing_does_not_cost_an_attempt_in_every_epoch():
+    swarm = founded("abcd")
+    sequence = iter(range(2, 10**6))
+
+    def beats() -> None:
+        for name in "abcd":
+            at = swarm[name].machine
+            swarm.say(
+                "z",
+                name,
+                Status(
+                    incarnation=1,
+                    sequence=next(sequence),
+                    world_rank=-1,
+                    phase="ready",
+                    head=at.head,
+                    epoch=at.epoch,
+                    work=work(based_on=at.epoch),
+                ),
+            )
+        swarm.at(swarm.now + 0.4, beats)
+
+    beats()
+    assert swarm.run_until(lambda: swarm["a"].machine.epoch >= 2 + EPOCHS, 400)
+    assert attempts_lost(swarm, "a", 2) <= 3 * EPOCHS // 4
 
 
 # Anything at any time

@@ -12,7 +12,7 @@ import torch
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.worker_monitor import WorkerMonitor
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
-from peers.state.handover import Ahead, EpochOutcome, Memories, Start
+from peers.state.handover import EpochOutcome, Memories, Start
 from tests.support.scripted_daemon import COMMITTED
 
 
@@ -57,8 +57,7 @@ async def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_wor
     monitor.handed_over(work, {"step_s": 0.5, "loss": 2.5})
     shown.append(monitor.state)
     assert monitor.journal.loss == 2.5
-    work.ahead.set_result(Ahead(epoch=3, data_base=0))
-    await asyncio.sleep(0)
+    monitor.goes_ahead()
     shown.append(monitor.state)
     # It has trained as far ahead as it may.
     monitor.waits()

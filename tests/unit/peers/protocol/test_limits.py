@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import pkgutil
 import sys
 import unicodedata
+from pathlib import Path
 
 import msgpack
 import msgspec
@@ -13,6 +16,7 @@ import pytest
 from msgspec import inspect
 from msgspec.msgpack import Decoder
 
+from peers import protocol
 from peers.errors import ProtocolError
 from peers.protocol import relays, wire
 from peers.protocol.limits import ShownText
@@ -65,53 +69,60 @@ def test_texts_of_many_languages_are_shown():
 
 # All messages
 
+GOLDEN = Path(__file__).with_name("limits.txt")
+"""What the types of all messages take. After a deliberate change: python -m tests.unit.peers.protocol.test_limits"""
 SAMPLES = [*itertools.chain.from_iterable(WORDS.values()), *SAID, *INTRODUCTIONS, *STANDING, CERTIFICATE]
-WITHOUT_LIMIT = {
-    # Part of a message or record whose whole length is bounded, and verified before it is read.
-    *((kind, "payload") for kind in ("Sealed", "_Signed")),
-    # core/joining.py checks every value of a manifest.
-    ("Manifest", "fields"),
-    # As many as fit into MAX_MESSAGE_BYTES; each costs less than a byte of it.
-    *(("Completion", name) for name in ("tokens", "logprobs")),
-}
 
 
-def kinds(kind=wire.Struct):
-    for below in kind.__subclasses__():
-        yield below
-        yield from kinds(below)
+def structs() -> list[type[wire.Struct]]:
+    for module in pkgutil.iter_modules(protocol.__path__):
+        importlib.import_module(f"{protocol.__name__}.{module.name}")
+    found, to_see = set[type[wire.Struct]](), [wire.Struct]
+    while to_see:
+        below = to_see.pop().__subclasses__()
+        found |= {kind for kind in below if kind.__module__.startswith(f"{protocol.__name__}.")}
+        to_see += below
+    return sorted(found, key=lambda kind: (kind.__module__, kind.__qualname__))
 
 
-def is_bounded(told) -> bool:
-    """Whether all that a value of this type may hold has a limit."""
+def in_words(told) -> str:
+    """A type with everything that it demands."""
     match told:
-        case inspect.IntType() | inspect.FloatType():
-            return told.le is not None or (told.lt is not None and told.ge is not None)
-        case inspect.StrType():
-            return told.max_length is not None or (told.pattern is not None and "*" not in told.pattern)
-        case inspect.BytesType():
-            return told.max_length is not None
-        case inspect.VarTupleType() | inspect.FrozenSetType():
-            return told.max_length is not None and is_bounded(told.item_type)
-        case inspect.DictType():
-            return told.max_length is not None and is_bounded(told.key_type) and is_bounded(told.value_type)
-        case inspect.TupleType():
-            return all(map(is_bounded, told.item_types))
+        case inspect.StructType():
+            return told.cls.__name__
         case inspect.UnionType():
-            return all(map(is_bounded, told.types))
-    one_of_few = inspect.EnumType | inspect.LiteralType | inspect.BoolType | inspect.NoneType
-    # Structs are looked at by themselves.
-    return isinstance(told, one_of_few | inspect.StructType)
+            return " | ".join(map(in_words, told.types))
+        case inspect.EnumType():
+            return " ".join(repr(one.value) for one in told.cls)
+        case inspect.LiteralType():
+            return " ".join(map(repr, told.values))
+    parts = []
+    for name in told.__struct_fields__:
+        match getattr(told, name):
+            case None:
+                continue
+            case inspect.Type() as inner:
+                parts.append(f"{name} ({in_words(inner)})")
+            case tuple() as inner:
+                parts.append(f"{name} ({', '.join(map(in_words, inner))})")
+            case value:
+                parts.append(f"{name} {value!r}")
+    return " ".join([type(told).__name__.removesuffix("Type").lower(), *parts])
 
 
-def test_everything_in_every_message_has_a_limit():
-    found = {
-        (kind.__name__, field.name)
-        for kind in kinds()
-        for field in inspect.type_info(kind).fields
-        if not is_bounded(field.type)
-    }
-    assert found == WITHOUT_LIMIT
+def limits() -> str:
+    lines = []
+    for kind in structs():
+        told = inspect.type_info(kind)
+        is_open = "" if told.forbid_unknown_fields or told.array_like else ", and takes unknown fields"
+        lines.append(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__} {told.tag!r}{is_open}")
+        for field in told.fields:
+            lines.append(f"    {field.encode_name}: {in_words(field.type)}{'' if field.required else ', or left out'}")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_types_of_all_messages_take_what_they_are_meant_to():
+    assert limits().splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
 def outside(told) -> list:
@@ -206,3 +217,7 @@ def test_what_is_said_of_a_message_that_is_none_holds_nothing_that_a_terminal_ob
     with pytest.raises(ProtocolError) as caught:
         wire.decode(Decoder(relays.Go | relays.Ready), wire.encode(fields), 1024)
     assert str(caught.value).isprintable()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(limits(), encoding="utf-8")
