@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.chaos.plan import Fault
 from diloco.sim.peer import VirtualPeer
-from diloco.sim.swarm import VirtualSwarm, settings_for
-from diloco.sim.world import Durations
-from peers.core.peer import Peer
+from diloco.sim.swarm import Durations, VirtualSwarm, settings_for
 from peers.core.round import Stage
 
 STEPS = 50
@@ -89,7 +87,6 @@ def _num_committed(swarm: VirtualSwarm) -> int:
 
 def _what_for(swarm: VirtualSwarm, peer: VirtualPeer) -> str:
     machine = peer.machine
-    assert isinstance(machine, Peer)
     round_ = machine.round
     if machine.catch_up.target is not None or round_ is None:
         return "a state"

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock, Timer
 from diloco.sim.network import Network
 from diloco.sim.values import State
+from peers.core import events
 from peers.protocol.certificates import Body
+
+if TYPE_CHECKING:
+    from diloco.sim.peer import VirtualPeer
 
 QUICK_S = (0.05, 0.5)
 """How long a fetch without any reachable donor takes to fail."""
-
-
-class Donor(Protocol):
-    @property
-    def peer_id(self) -> str: ...
-
-    @property
-    def is_frozen(self) -> bool: ...
-
-    def state_of(self, head: str) -> State | None:
-        """The state that it serves for this head."""
-
-
-class Fetcher(Donor, Protocol):
-    def fetched(self, state: State) -> None: ...
-
-    def fetch_failed(self, head: str, reason: str, suspects: frozenset[str]) -> None: ...
 
 
 class Downloads:
@@ -40,15 +27,15 @@ class Downloads:
         clock: Clock,
         rng: random.Random,
         network: Network,
-        donors: Mapping[str, Donor],
+        donors: Mapping[str, VirtualPeer],
         fetch_s: tuple[float, float],
     ) -> None:
         self.fetch_s = fetch_s
         self._clock, self._rng, self._network, self._donors = clock, rng, network, donors
         self._timers: dict[str, Timer] = {}
 
-    def begin(self, fetcher: Fetcher, wanted: Body, donors: Sequence[str], timeout_s: float) -> None:
-        """Start a download; `fetched` or `fetch_failed` follows, unless `end` is called before."""
+    def begin(self, fetcher: VirtualPeer, wanted: Body, donors: Sequence[str], timeout_s: float) -> None:
+        """Start a download; `fetched` or FetchFailed follows, unless `end` is called before."""
         self.end(fetcher.peer_id)
         asked = [p for p in donors if self._deliver(fetcher, p, wanted) is not None]
         takes_s = min(timeout_s, self._rng.uniform(*(self.fetch_s if asked else QUICK_S)))
@@ -60,7 +47,7 @@ class Downloads:
                 fetcher.fetched(states[0])
                 return
             suspects = frozenset(p for p in donors if self._deliver(fetcher, p, wanted) is None)
-            fetcher.fetch_failed(wanted.head, "no donor delivered", suspects)
+            fetcher.post(events.FetchFailed(wanted.head, "no donor delivered", suspects))
 
         self._timers[fetcher.peer_id] = self._clock.after(takes_s, end)
 
@@ -69,7 +56,7 @@ class Downloads:
         if (timer := self._timers.pop(peer_id, None)) is not None:
             timer.cancel()
 
-    def _deliver(self, fetcher: Fetcher, peer_id: str, wanted: Body) -> State | None:
+    def _deliver(self, fetcher: VirtualPeer, peer_id: str, wanted: Body) -> State | None:
         """The donor's state, if the donor is reachable and the state matches the digests."""
         donor = self._donors.get(peer_id)
         if donor is None or donor.is_frozen or not self._network.is_linked(fetcher.peer_id, peer_id):

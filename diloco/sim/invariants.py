@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
-from diloco.sim.runtime import Machine
 from diloco.sim.truth import Truth, split_between
-from diloco.sim.values import Pieces, Reduced, State
-from diloco.sim.worker import Handed
+from diloco.sim.values import Pieces, State
 from peers.core.effects import Answer
 from peers.protocol.certificates import Certificate, Plan, Verify
 from peers.protocol.messages import Certificates, Message, Vote
+
+if TYPE_CHECKING:
+    from diloco.sim.peer import VirtualPeer
 
 LEAST_OUTAGE_S = 2.0
 """A peer that could not be heard for this long may have been taken for lost."""
@@ -29,21 +30,8 @@ class InvariantViolated(AssertionError):
     pass
 
 
-class Checked(Protocol):
-    """A virtual peer, as the checks see it."""
-
-    peer_id: str
-    is_honest: bool
-    machine: Machine
-    pledges: dict[str, int]
-    state: State | None
-    fetched_state: State | None
-    in_hand: Handed | None
-    outcome: Reduced | None
-
-
 class Invariants:
-    """Checks honest peers; `liars` may do anything. `peers`: the live ones, by peer id."""
+    """To be asked about honest peers only; `liars` may do anything. `peers`: the live ones, by peer id."""
 
     def __init__(
         self,
@@ -51,7 +39,7 @@ class Invariants:
         truth: Truth,
         verify: Verify,
         liars: Collection[str],
-        peers: Mapping[str, Checked],
+        peers: Mapping[str, VirtualPeer],
     ) -> None:
         self._peers = peers
         self._clock, self._truth, self._verify, self._liars = clock, truth, verify, frozenset(liars)
@@ -65,7 +53,7 @@ class Invariants:
 
     # No honest peer signs twice
 
-    def sends(self, peer: Checked, message: Message) -> None:
+    def sends(self, peer: VirtualPeer, message: Message) -> None:
         if isinstance(message, Vote):
             digests = (message.plan, message.anchor, message.momentum)
             self._signs(peer, message.head, message.attempt, digests)
@@ -83,15 +71,13 @@ class Invariants:
                     head = GENESIS if certificate.is_genesis else plan.parent
                     self._signs(peer, head, plan.attempt, (plan.digest, body.anchor, body.momentum))
 
-    def _signs(self, peer: Checked, head: str, attempt: int, digests: tuple[str, str, str]) -> None:
+    def _signs(self, peer: VirtualPeer, head: str, attempt: int, digests: tuple[str, str, str]) -> None:
         if self._signed.setdefault((peer.peer_id, head, attempt), digests) != digests:
             self.violated(f"{peer.peer_id} signs twice at attempt {attempt} on {head[:6]}")
 
     # Epoch, state and head move together
 
-    def after_event(self, peer: Checked) -> None:
-        if not peer.is_honest:
-            return
+    def after_event(self, peer: VirtualPeer) -> None:
         machine, state = peer.machine, peer.state
         told = (machine.head, machine.epoch, machine.certificate.head if machine.certificate else "")
         held = (state.head, state.epoch, state.head) if state is not None else ("", 0, "")
@@ -102,9 +88,7 @@ class Invariants:
 
     # What is reduced, committed and told to workers
 
-    def begins_to_reduce(self, peer: Checked, plan: Plan) -> None:
-        if not peer.is_honest:
-            return
+    def begins_to_reduce(self, peer: VirtualPeer, plan: Plan) -> None:
         self._began_to_reduce[peer.peer_id] = self._clock.now
         head = peer.state.head if peer.state is not None else ""
         if plan.parent != head:
@@ -114,10 +98,7 @@ class Invariants:
         elif peer.in_hand.base != head:
             self.violated(f"{peer.peer_id} reduces work based on {peer.in_hand.base[:6]} at {head[:6]}")
 
-    def applies(self, peer: Checked, certificate: Certificate) -> None:
-        self._truth.knows((certificate,))
-        if not peer.is_honest:
-            return
+    def applies(self, peer: VirtualPeer, certificate: Certificate) -> None:
         outcome, body, me = peer.outcome, certificate.body, peer.peer_id
         if outcome is None or outcome.plan != body.plan:
             self.violated(f"{me} applies {certificate.head[:6]} without its result")
@@ -131,12 +112,10 @@ class Invariants:
         if not self._has_majority(certificate) and (others := self._who_takes_part(me, certificate)):
             self.violated(f"{me} commits {certificate.head[:6]} by a minority, though it hears {others}")
 
-    def rebases(self, peer: Checked) -> None:
+    def rebases(self, peer: VirtualPeer) -> None:
         self._check_work_is_not_in(peer, "rebases")
 
-    def answers(self, peer: Checked, answer: Answer) -> None:
-        if not peer.is_honest:
-            return
+    def answers(self, peer: VirtualPeer, answer: Answer) -> None:
         state, handed, me = peer.state, peer.in_hand, peer.peer_id
         if answer.how != "keep" and (state is None or state.epoch != answer.epoch):
             self.violated(f"{me} answers {answer.how} for epoch {answer.epoch}, and is elsewhere")
@@ -151,18 +130,15 @@ class Invariants:
         if missing := sorted(pieces - state.pieces):
             self.violated(f"{me} tells its worker that its work is in {state.head[:6]}: {missing} are not")
 
-    def _check_work_is_not_in(self, peer: Checked, what: str) -> None:
-        if not peer.is_honest or peer.in_hand is None or peer.state is None:
+    def _check_work_is_not_in(self, peer: VirtualPeer, what: str) -> None:
+        if peer.in_hand is None or peer.state is None:
             return
         if twice := sorted(peer.in_hand.pieces & peer.state.pieces):
             self.violated(f"{peer.peer_id} {what}: {twice} are in {peer.state.head[:6]} already")
 
     # Whose state is adopted
 
-    def adopts(self, peer: Checked, certificate: Certificate) -> None:
-        self._truth.knows((certificate,))
-        if not peer.is_honest:
-            return
+    def adopts(self, peer: VirtualPeer, certificate: Certificate) -> None:
         me, state = peer.peer_id, peer.fetched_state
         self._check_signatures(me, certificate)
         if state is None or state.head != certificate.head:
@@ -174,7 +150,7 @@ class Invariants:
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
 
-    def _check_is_known(self, peer: Checked, head: str) -> None:
+    def _check_is_known(self, peer: VirtualPeer, head: str) -> None:
         """A newcomer adopts only states of honest peers, as long as it hears more of them than there are liars."""
         if head in self._truth.held_by_honest:
             return
@@ -188,7 +164,7 @@ class Invariants:
                 f"{peer.peer_id} adopts {head[:6]}, which no honest peer has held, though it hears {heard}"
             )
 
-    def _check_support(self, peer: Checked, certificate: Certificate) -> None:
+    def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
         """The certificate is signed by a majority of the roster before it, or by as many members as could object."""
         me, before = peer.peer_id, certificate.plan.parent
         if self._has_majority(certificate):

@@ -193,8 +193,8 @@ class Replayer(Liar):
         return [Broadcast(message) for message in self.rng.sample(self._old, k=min(5, len(self._old)))]
 
 
-MakeLiar = Callable[..., Liar]
-"""Makes a liar from the fields of Liar."""
+MakeLiar = Callable[..., Any]
+"""Makes a liar from the fields of Liar, to take the place of a Peer."""
 
 LIARS: dict[str, MakeLiar] = {
     "votes for other digests": OtherDigests,

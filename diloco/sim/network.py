@@ -10,12 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
+from peers.core import events
 from peers.errors import ProtocolError
 from peers.protocol.messages import Message, decode_message
 from peers.protocol.wire import encode
+
+if TYPE_CHECKING:
+    from diloco.sim.runtime import Process
 
 CONNECT_S = (0.05, 0.8)
 NOTICE_S = (0.0, 0.5)
@@ -35,19 +39,6 @@ class Quality:
     held_back_s: float = 1.0
 
 
-class Port(Protocol):
-    """One process of a peer, as the network sees it."""
-
-    @property
-    def peer_id(self) -> str: ...
-
-    def received(self, sender: str, message: Message) -> None: ...
-
-    def connected(self, peer_id: str) -> None: ...
-
-    def disconnected(self, peer_id: str) -> None: ...
-
-
 class Network:
     """`encodes=False` delivers the message objects themselves, which is faster."""
 
@@ -62,7 +53,7 @@ class Network:
         self.tamper: Callable[[str, str, Message], Message | None] = lambda sender, receiver, message: message
         """What arrives instead of a message; None: nothing."""
         self._clock, self._rng, self._encodes = clock, rng, encodes
-        self._ports: dict[str, Port] = {}
+        self._ports: dict[str, Process] = {}
         self._cut: set[tuple[str, str]] = set()
         self._channels: set[tuple[str, str]] = set()
         """Each channel in both directions."""
@@ -70,7 +61,7 @@ class Network:
 
     # Processes and links
 
-    def open(self, port: Port) -> None:
+    def open(self, port: Process) -> None:
         """This process starts, and dials all others."""
         self._ports[port.peer_id] = port
         for other in self._others(port.peer_id):
@@ -150,7 +141,7 @@ class Network:
 
         def arrive() -> None:
             if pair not in self._cut and self._ports.get(receiver) is port:
-                port.received(sender, message)
+                port.post(events.Received(sender, message))
 
         self._clock.at(arrives_at, arrive)
 
@@ -168,7 +159,7 @@ class Network:
             self.on_channel(one, other, True)
             for end, far in ((one, other), (other, one)):
                 if (port := self._ports.get(end)) is not None:
-                    port.connected(far)
+                    port.post(events.Connected(far))
 
     def _break(self, one: str, other: str, notice_s: tuple[float, float]) -> None:
         if (one, other) not in self._channels:
@@ -179,10 +170,10 @@ class Network:
             if (port := self._ports.get(end)) is not None:
                 self._notice_after(self._rng.uniform(*notice_s), port, far)
 
-    def _notice_after(self, seconds: float, port: Port, far: str) -> None:
+    def _notice_after(self, seconds: float, port: Process, far: str) -> None:
         def notice() -> None:
             # If a new channel has opened meanwhile, it has replaced the broken one.
             if self._ports.get(port.peer_id) is port and (port.peer_id, far) not in self._channels:
-                port.disconnected(far)
+                port.post(events.Disconnected(far))
 
         self._clock.after(seconds, notice)

@@ -13,12 +13,16 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from diloco.sim.clock import Clock
 from diloco.sim.network import Network
 from diloco.sim.values import Pieces
+from peers.core import events
 from peers.protocol.certificates import Plan
+
+if TYPE_CHECKING:
+    from diloco.sim.peer import VirtualPeer
 
 OPEN_S = 4.0
 """The time in which all members have to begin."""
@@ -37,29 +41,11 @@ LOOK_AGAIN_S = 0.2
 Suspects = frozenset[str]
 
 
-class Member(Protocol):
-    """One process of a peer, as a reduction sees it."""
-
-    @property
-    def peer_id(self) -> str: ...
-
-    @property
-    def is_frozen(self) -> bool: ...
-
-    @property
-    def slowness(self) -> float:
-        """How many times as long as usual its part takes."""
-
-    def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None: ...
-
-    def reduce_failed(self, plan: Plan, reason: str, suspects: Suspects) -> None: ...
-
-
 @dataclass
 class Part:
     """One member's part in an attempt."""
 
-    member: Member
+    member: VirtualPeer
     pieces: Pieces
     gives_up_at: float
     state: Literal["running", "done", "over"] = "running"
@@ -89,8 +75,8 @@ class Reductions:
         """Pairs with open streams; a failed reduction closes those of its members."""
         self._of_member: dict[str, Attempt] = {}
 
-    def begin(self, member: Member, plan: Plan, pieces: Pieces, timeout_s: float) -> None:
-        """Start this member's part; its `reduced` or `reduce_failed` follows, unless `end` is called before."""
+    def begin(self, member: VirtualPeer, plan: Plan, pieces: Pieces, timeout_s: float) -> None:
+        """Start this member's part; its `reduced` or ReduceFailed follows, unless `end` is called before."""
         self.end(member.peer_id, "began another")
         attempt = self._attempts.setdefault(plan.digest, Attempt(plan))
         part = Part(member, pieces, self._clock.now + timeout_s)
@@ -220,7 +206,7 @@ class Reductions:
         part.state = "over"
         self._joined -= _pairs(attempt.plan.signers)
         self._forget(attempt, part)
-        part.member.reduce_failed(attempt.plan, reason, suspects)
+        part.member.post(events.ReduceFailed(attempt.plan.digest, reason, suspects))
         self._break_for_others(attempt, peer_id, suspects)
 
     def _forget(self, attempt: Attempt, part: Part) -> None:

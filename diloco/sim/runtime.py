@@ -10,55 +10,31 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
 from peers.core import effects
 from peers.core.effects import Effect
 from peers.core.events import Event
+from peers.core.peer import Peer
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Message, Status
 from peers.timing import BEAT_S
+
+if TYPE_CHECKING:
+    from diloco.sim.cost.messages import Messages
+    from diloco.sim.network import Network
 
 LOOK_AGAIN_S = 0.1
 MAX_TICKS = 100
 """Deadlines handled at one moment; a machine that wants more never lets time pass."""
 
 
-class Machine(Protocol):
-    """A peers.core Peer, or a liar."""
-
-    @property
-    def deadline(self) -> float: ...
-
-    @property
-    def head(self) -> str: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def certificate(self) -> Certificate | None: ...
-
-    @property
-    def phase(self) -> str: ...
-
-    def handle(self, event: Event | None, now: float) -> list[Effect]: ...
-
-
-class Wire(Protocol):
-    """Carries messages between processes, by peer id."""
-
-    def send(self, sender: str, receiver: str, message: Message) -> None: ...
-
-    def broadcast(self, sender: str, message: Message) -> None: ...
-
-
 class Process(ABC):
     """One process of one peer's daemon. `machine` is set before the first event; `pledges` outlive the process."""
 
-    def __init__(self, peer_id: str, clock: Clock, wire: Wire, pledges: dict[str, int]) -> None:
-        self.machine: Machine
+    def __init__(self, peer_id: str, clock: Clock, wire: Network | Messages, pledges: dict[str, int]) -> None:
+        self.machine: Peer
         self.peer_id = peer_id
         self.is_running = True
         self.is_frozen = False

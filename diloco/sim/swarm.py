@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import permutations
 
 from diloco.sim.clock import Clock
@@ -15,10 +16,8 @@ from diloco.sim.liars import MakeLiar
 from diloco.sim.network import NOTICE_S, Network, Quality
 from diloco.sim.peer import VirtualPeer
 from diloco.sim.reduction import Reductions
-from diloco.sim.runtime import Machine
 from diloco.sim.truth import Pair, Truth
 from diloco.sim.values import State, digest, initial_state
-from diloco.sim.world import Disk, Durations, Trace, World
 from peers.core.peer import Peer
 from peers.core.settings import Settings
 
@@ -27,9 +26,30 @@ START_NANOSECONDS = 1_700_000_000_000_000_000
 VANISHED_S = (5.0, 30.0)
 """How long the others take to notice that a peer's machine is gone."""
 
+Span = tuple[float, float]
+"""Shortest and longest duration in seconds."""
 
 PeerRef = int | str
 """A peer by its rank; or by its peer id, where that is another than `peer_id_of` its rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    load_s: Span = (0.2, 1.5)
+    """Until a worker has loaded its model."""
+    step_s: float = 0.5
+    reduce_s: Span = (0.1, 0.8)
+    fetch_s: Span = (0.1, 2.0)
+    apply_s: Span = (0.001, 0.1)
+    """Of the effects Apply, Adopt, Rebase and Answer."""
+
+
+@dataclass
+class Disk:
+    """What survives when a peer's processes die."""
+
+    pledges: dict[str, int] = field(default_factory=dict)
+    checkpoint: State | None = None
 
 
 def peer_id_of(peer: PeerRef) -> str:
@@ -51,7 +71,8 @@ def settings_for(num_founders: int, **changes: object) -> Settings:
 class VirtualSwarm:
     """Peers with ranks 0 to num_peers - 1; all start at once unless `starts` is False.
 
-    `liars`: by rank, the function that makes the machine. Every method that lets time pass raises InvariantViolated.
+    `liars`: by rank, the function that makes the machine. `saves`: peers write a checkpoint at every commit. `traced`:
+    `trace` tells people of all events and effects. Every method that lets time pass raises InvariantViolated.
     """
 
     peer_type = VirtualPeer
@@ -71,7 +92,8 @@ class VirtualSwarm:
         encodes: bool = True,
         rng: random.Random | None = None,
     ) -> None:
-        self.seed, self.num_peers, self.saves = seed, num_peers, saves
+        self.num_peers, self.saves, self.traced = num_peers, saves, traced
+        self.settings, self.durations = settings or settings_for(num_peers), durations or Durations()
         self.machines = {peer_id_of(rank): make for rank, make in (liars or {}).items()}
         """By peer id: the functions that make the liars' machines."""
         self.liars = frozenset(self.machines)
@@ -81,72 +103,59 @@ class VirtualSwarm:
         self.slowness: dict[str, float] = {}
         self.live: dict[str, VirtualPeer] = {}
         """By peer id."""
-        self.world = self._make_world(
-            settings or settings_for(num_peers),
-            durations or Durations(),
-            quality,
-            rng or random.Random(seed),
-            traced=traced,
-            encodes=encodes,
-        )
-        self._incarnations = 0
+        self.trace: list[str] = []
+        self.clock, self.rng, self.ring, self.truth = Clock(), rng or random.Random(seed), KeyRing(seed), Truth()
+        self.network = Network(self.clock, self.rng, quality, encodes=encodes)
+        self.reductions = Reductions(self.clock, self.rng, self.network, self.durations.reduce_s)
+        self.downloads = Downloads(self.clock, self.rng, self.network, self.live, self.durations.fetch_s)
+        self.invariants = Invariants(self.clock, self.truth, self.ring.verify, self.liars, self.live)
+        self._incarnations = self._num_pieces = 0
         self._cuts: dict[Pair, int] = {}
         """By (sender, receiver): how many faults keep this direction cut."""
-        self.world.network.on_channel = self._on_channel
+        self.network.on_channel = self._on_channel
         for rank in range(num_peers):
             self._add(peer_id_of(rank))
         if starts:
             for rank in range(num_peers):
                 self.start(rank)
 
-    def _make_world(
-        self,
-        settings: Settings,
-        durations: Durations,
-        quality: Quality | None,
-        rng: random.Random,
-        *,
-        traced: bool,
-        encodes: bool,
-    ) -> World:
-        clock, ring, truth = Clock(), KeyRing(self.seed), Truth()
-        network = Network(clock, rng, quality, encodes=encodes)
-        return World(
-            clock=clock,
-            rng=rng,
-            settings=settings,
-            durations=durations,
-            ring=ring,
-            network=network,
-            reductions=Reductions(clock, rng, network, durations.reduce_s),
-            downloads=Downloads(clock, rng, network, self.live, durations.fetch_s),
-            truth=truth,
-            invariants=Invariants(clock, truth, ring.verify, self.liars, self.live),
-            trace=Trace(clock, is_on=traced),
-        )
+    # What peers share
+
+    def new_piece(self) -> int:
+        """A number for the next piece of training of any worker."""
+        self._num_pieces += 1
+        return self._num_pieces
+
+    def between(self, span: Span) -> float:
+        return self.rng.uniform(*span)
+
+    def note(self, who: str, text: str) -> None:
+        """For the trace."""
+        if self.traced:
+            self.trace.append(f"{self.now:9.3f}  {who:<6} {text}")
 
     # Time
 
     @property
     def now(self) -> float:
-        return self.world.clock.now
+        return self.clock.now
 
     def run(self, seconds: float) -> None:
-        self.world.clock.advance(self.now + seconds)
+        self.clock.advance(self.now + seconds)
 
     def run_until(self, is_over: Callable[[], bool], within_s: float) -> bool:
         """Run until `is_over`, for at most so long. Whether it came to be over."""
-        return self.world.clock.run(is_over, until=self.now + within_s)
+        return self.clock.run(is_over, until=self.now + within_s)
 
     def at(self, when: float, event: Callable[[], object]) -> None:
-        self.world.clock.at(when, event)
+        self.clock.at(when, event)
 
     # Processes
 
     def _add(self, peer_id: str) -> None:
         """Before its first process starts, nobody hears this peer, and it hears nobody."""
         self.disks[peer_id] = Disk()
-        self.world.truth.outages.begin(self._pairs_of(peer_id), self.now)
+        self.truth.outages.begin(self._pairs_of(peer_id), self.now)
 
     def start(self, rank: PeerRef) -> None:
         """Start a process of this peer, unless it runs."""
@@ -155,40 +164,30 @@ class VirtualSwarm:
             return
         self._incarnations += 1
         disk = self.disks[peer_id]
-        offered = disk.checkpoint or self.offers.get(peer_id) or initial_state("seed")
-        peer = self.peer_type(self.world, peer_id, disk, offered, is_honest=peer_id not in self.liars)
-        peer.slowness = self.slowness.get(peer_id, 1.0)
-        peer.saves = self.saves
-        self._note(peer_id, "starts")
+        peer = self.peer_type(self, peer_id, disk, disk.checkpoint or self.offers.get(peer_id) or initial_state("seed"))
+        self.note(peer_id, "** starts")
         self.live[peer_id] = peer
-        self.world.truth.held_since[peer_id] = self.now
-        for until in (self.world.truth.left_until, self.world.truth.idle_until):
+        self.truth.held_since[peer_id] = self.now
+        for until in (self.truth.left_until, self.truth.idle_until):
             if peer_id in until:
                 until[peer_id] = self.now
-        self.world.network.open(peer)
+        self.network.open(peer)
         peer.start(self._machine_of(peer, START_NANOSECONDS + self._incarnations))
 
-    def _machine_of(self, peer: VirtualPeer, incarnation: int) -> Machine:
-        inner = self.honest_machine(peer, incarnation)
-        if (make := self.machines.get(peer.peer_id)) is None:
-            return inner
-        world = self.world
-        keys = world.ring.keys_of(peer.peer_id)
-        return make(
-            inner=inner, keys=keys, rng=world.rng, now=self.now, lies_at=self.now, made_up=peer.made_up
-        )
-
-    def honest_machine(self, peer: VirtualPeer, incarnation: int) -> Peer:
-        world = self.world
-        return Peer(
-            keys=world.ring.keys_of(peer.peer_id),
-            verify=world.ring.verify,
-            settings=world.settings,
+    def _machine_of(self, peer: VirtualPeer, incarnation: int) -> Peer:
+        keys = self.ring.keys_of(peer.peer_id)
+        honest = Peer(
+            keys=keys,
+            verify=self.ring.verify,
+            settings=self.settings,
             incarnation=incarnation,
             world_rank=self.world_rank_of(peer.peer_id),
             pledges=peer.disk.pledges,
             now=self.now,
         )
+        if (make := self.machines.get(peer.peer_id)) is None:
+            return honest
+        return make(inner=honest, keys=keys, rng=self.rng, now=self.now, lies_at=self.now, made_up=peer.made_up)
 
     def world_rank_of(self, peer_id: str) -> int:
         """The one that it is given: every other peer is given none, and claims one."""
@@ -202,10 +201,10 @@ class VirtualSwarm:
         peer = self.live.pop(peer_id, None)
         if peer is None:
             return
-        self._note(peer_id, "is killed")
-        self.world.network.close(peer_id, notice_s=notice_s)
+        self.note(peer_id, "** is killed")
+        self.network.close(peer_id, notice_s=notice_s)
         peer.kill()
-        self.world.truth.drops(peer_id, self.now)
+        self.truth.drops(peer_id, self.now)
 
     def freeze(self, rank: PeerRef, seconds: float) -> None:
         """Stop its daemon for so long; its worker continues."""
@@ -213,18 +212,18 @@ class VirtualSwarm:
         peer = self.live.get(peer_id)
         if peer is None or peer.is_frozen:
             return
-        self._note(peer_id, f"freezes for {seconds:.1f} s")
-        outages, others = self.world.truth.outages, self._pairs_of(peer_id)
+        self.note(peer_id, f"** freezes for {seconds:.1f} s")
+        outages, others = self.truth.outages, self._pairs_of(peer_id)
         outages.begin(others, self.now)
         peer.freeze()
 
         def thaw() -> None:
             outages.end(others, self.now)
             if peer.is_running:
-                self._note(peer_id, "thaws")
+                self.note(peer_id, "** thaws")
                 peer.thaw()
 
-        self.world.clock.after(seconds, thaw)
+        self.clock.after(seconds, thaw)
 
     def slow_down(self, rank: PeerRef, factor: float) -> None:
         """Make it train, reduce and write its state `factor` times as slowly; 1: at normal speed."""
@@ -233,37 +232,37 @@ class VirtualSwarm:
         if (peer := self.live.get(peer_id)) is not None:
             peer.slowness = factor
             if peer.worker is not None:
-                peer.worker.step_s = self.world.durations.step_s * factor
-            self._note(peer_id, f"takes {factor:.1f} times as long from now on")
+                peer.worker.step_s = self.durations.step_s * factor
+            self.note(peer_id, f"** takes {factor:.1f} times as long from now on")
 
     def leave(self, rank: PeerRef, ends_after_s: float = 1.0) -> None:
         """Ask it to leave: it announces that, and ends."""
         if (peer := self.live.get(peer_id_of(rank))) is not None:
-            self._note(peer.peer_id, "leaves")
-            self.world.truth.left_until[peer.peer_id] = math.inf
+            self.note(peer.peer_id, "** leaves")
+            self.truth.left_until[peer.peer_id] = math.inf
             peer.leave()
-            self.world.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
+            self.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
 
     def finish(self, rank: PeerRef) -> None:
         """End its training with this epoch: the peer leaves with the commit that contains this work."""
         if (peer := self.live.get(peer_id_of(rank))) is not None and peer.worker is not None:
-            self._note(peer.peer_id, "is to end with its next commit")
-            self.world.truth.left_until[peer.peer_id] = math.inf
+            self.note(peer.peer_id, "** is to end with its next commit")
+            self.truth.left_until[peer.peer_id] = math.inf
             peer.worker.ends_after_this = True
 
     def crash_worker(self, rank: PeerRef, back_after_s: float) -> None:
         peer = self.live.get(peer_id_of(rank))
         if peer is None or peer.worker is None:
             return
-        self._note(peer.peer_id, "loses its worker")
-        self.world.truth.idle_until[peer.peer_id] = math.inf
+        self.note(peer.peer_id, "** loses its worker")
+        self.truth.idle_until[peer.peer_id] = math.inf
         peer.crash_worker()
-        self.world.clock.after(back_after_s, lambda: self._bring_worker_back(peer))
+        self.clock.after(back_after_s, lambda: self._bring_worker_back(peer))
 
     def _bring_worker_back(self, peer: VirtualPeer) -> None:
         if peer.is_running and peer.worker is None:
-            self._note(peer.peer_id, "gets a worker again")
-            self.world.truth.idle_until[peer.peer_id] = self.now
+            self.note(peer.peer_id, "** gets a worker again")
+            self.truth.idle_until[peer.peer_id] = self.now
             peer.start_worker()
 
     # Links
@@ -272,20 +271,20 @@ class VirtualSwarm:
         """Cut the link in both directions; `one_way`: from `one` to `other` only."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] = self._cuts.get((sender, receiver), 0) + 1
-            self.world.truth.outages.begin([(receiver, sender)], self.now)
-            self.world.network.cut(sender, receiver)
-        self._note(peer_id_of(one), f"is cut off from {peer_id_of(other)}{', one way' if one_way else ''}")
-        self.world.reductions.links_changed()
+            self.truth.outages.begin([(receiver, sender)], self.now)
+            self.network.cut(sender, receiver)
+        self.note(peer_id_of(one), f"** is cut off from {peer_id_of(other)}{', one way' if one_way else ''}")
+        self.reductions.links_changed()
 
     def heal(self, one: PeerRef, other: PeerRef, *, one_way: bool = False) -> None:
         """End one cut."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] -= 1
-            self.world.truth.outages.end([(receiver, sender)], self.now)
+            self.truth.outages.end([(receiver, sender)], self.now)
             if not self._cuts[sender, receiver]:
-                self.world.network.heal(sender, receiver)
-        self._note(peer_id_of(one), f"is linked to {peer_id_of(other)} again")
-        self.world.reductions.links_changed()
+                self.network.heal(sender, receiver)
+        self.note(peer_id_of(one), f"** is linked to {peer_id_of(other)} again")
+        self.reductions.links_changed()
 
     def partition(self, *sides: Iterable[PeerRef]) -> None:
         for one, other in _across(sides):
@@ -318,15 +317,11 @@ class VirtualSwarm:
         return {peer.machine.head for peer in self.live.values()}
 
     def contributors(self, head: str) -> set[int]:
-        plan = self.world.truth.certificates[head].plan
+        plan = self.truth.certificates[head].plan
         return {int(contributor.peer_id[1:]) for contributor in plan.contributors}
 
     def roster(self, head: str) -> set[int]:
-        return {int(peer_id[1:]) for peer_id in self.world.truth.roster_after(head)}
-
-    @property
-    def trace(self) -> list[str]:
-        return self.world.trace.lines
+        return {int(peer_id[1:]) for peer_id in self.truth.roster_after(head)}
 
     def _directions(self, one: PeerRef, other: PeerRef, one_way: bool) -> Sequence[Pair]:
         there = (peer_id_of(one), peer_id_of(other))
@@ -337,12 +332,8 @@ class VirtualSwarm:
         return [(other, peer_id) for other in others] + [(peer_id, other) for other in others]
 
     def _on_channel(self, one: str, other: str, is_open: bool) -> None:
-        outages, both = self.world.truth.outages, [(one, other), (other, one)]
+        outages, both = self.truth.outages, [(one, other), (other, one)]
         (outages.end if is_open else outages.begin)(both, self.now)
-
-    def _note(self, peer_id: str, text: str) -> None:
-        if self.world.trace.is_on:
-            self.world.trace.add(peer_id, f"** {text}")
 
 
 def _across(sides: Sequence[Iterable[PeerRef]]) -> list[tuple[PeerRef, PeerRef]]:

@@ -6,10 +6,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.values import State
 from peers.protocol.certificates import Certificate
+
+if TYPE_CHECKING:
+    from diloco.sim.peer import VirtualPeer
 
 HEARD_AGAIN_S = 1.0
 """Two outages closer together than this count as one: between them perhaps no message was sent."""
@@ -47,14 +50,6 @@ class Outages:
         if pair in self._since:
             lasted.append(now - self._since[pair])
         return max(lasted, default=0.0)
-
-
-class Holder(Protocol):
-    @property
-    def peer_id(self) -> str: ...
-
-    @property
-    def is_honest(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ class Truth:
         for certificate in certificates:
             self.certificates.setdefault(certificate.head, certificate)
 
-    def holds(self, peer: Holder, state: State, now: float) -> State:
+    def holds(self, peer: VirtualPeer, state: State, now: float) -> State:
         """This peer holds this state from now on. Returns the object that all holders of the state share."""
         known = self.states.setdefault(state.head, state)
         if (known.anchor, known.momentum, known.pieces) != (state.anchor, state.momentum, state.pieces):

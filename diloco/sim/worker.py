@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from diloco.sim.clock import Clock
-from diloco.sim.values import Pieces, State
+from diloco.sim.values import Pieces
 from peers.core.effects import Answer, GoAhead
-from peers.core.events import Event, StateOffered, WorkerTrains, WorkerWaits, WorkReady
+from peers.core.events import StateOffered, WorkerTrains, WorkerWaits, WorkReady
 from peers.core.schedule import Schedule
 from peers.protocol.certificates import Work
+
+if TYPE_CHECKING:
+    from diloco.sim.peer import VirtualPeer
 
 STEP_JITTER = 0.2
 
@@ -25,43 +26,21 @@ class Handed:
     pieces: Pieces
     base: str
 
-    def on(self, head: str) -> Handed:
-        """The same work, rebased onto the anchor of this head."""
-        return Handed(self.worker, self.pieces, head)
-
-
-class Daemon(Protocol):
-    """The worker's end of the link to its daemon."""
-
-    @property
-    def offered(self) -> State: ...
-
-    def told(self, worker: VirtualWorker, event: Event, handed: Handed | None = None) -> None: ...
-
 
 class VirtualWorker:
-    """One worker process. `new_piece` numbers the pieces of all workers."""
+    """One worker process of this peer."""
 
-    def __init__(
-        self,
-        daemon: Daemon,
-        clock: Clock,
-        rng: random.Random,
-        new_piece: Callable[[], int],
-        *,
-        steps_per_epoch: int,
-        step_s: float,
-    ) -> None:
+    def __init__(self, peer: VirtualPeer) -> None:
         self.is_running = True
-        self.step_s = step_s
+        self.step_s = peer.swarm.durations.step_s * peer.slowness
         self.trained: set[int] = set()
         """All pieces that it has ever made."""
         self.pending: set[int] = set()
         """The pieces in its weights that are in no commit it was told of."""
         self.ends_after_this = False
         """Its next work is its last: it ends once a commit contains it."""
-        self._daemon, self._clock, self._rng, self._new_piece = daemon, clock, rng, new_piece
-        self._steps_per_epoch, self._schedule = steps_per_epoch, Schedule(local_steps=steps_per_epoch)
+        self._peer, self._clock = peer, peer.swarm.clock
+        self._schedule = Schedule(local_steps=peer.swarm.settings.steps_per_epoch)
         self._base, self._epoch, self._local_step = "", 0, 0
         self._epoch_s = self._epoch_began_at = 0.0
         self._handed: Pieces | None = None
@@ -77,7 +56,7 @@ class VirtualWorker:
     @property
     def waits(self) -> bool:
         """Whether it idles until the work it handed over is answered."""
-        return self._handed is not None and not (self._is_ahead and self._local_step < self._steps_per_epoch)
+        return self._handed is not None and not (self._is_ahead and self._local_step < self._schedule.steps_per_epoch)
 
     def start(self, after_s: float) -> None:
         """Load the model, offer its state, and ask where to begin."""
@@ -125,14 +104,14 @@ class VirtualWorker:
         self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
 
     def _arrive(self) -> None:
-        self._daemon.told(self, StateOffered(self._daemon.offered.offer))
+        self._peer.told(self, StateOffered(self._peer.offered.offer))
         if self.is_running:
             # The offer may have ended this worker.
-            self._daemon.told(self, WorkerWaits())
+            self._peer.told(self, WorkerWaits())
 
     def _step_or_hand_over(self) -> None:
-        if self._local_step < self._steps_per_epoch:
-            self._after(self.step_s * self._rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER), self._step)
+        if self._local_step < self._schedule.steps_per_epoch:
+            self._after(self.step_s * self._peer.swarm.rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER), self._step)
             return
         if self._is_ahead:
             return
@@ -140,22 +119,22 @@ class VirtualWorker:
         work = Work(
             tokens=len(self._handed),
             norm=1.0,
-            step=self._epoch * self._steps_per_epoch + self._local_step,
+            step=self._epoch * self._schedule.steps_per_epoch + self._local_step,
             based_on=0,
             last=self.ends_after_this,
         )
-        self._daemon.told(self, WorkReady(work), Handed(self, self._handed, self._base))
+        self._peer.told(self, WorkReady(work), Handed(self, self._handed, self._base))
 
     def _step(self) -> None:
-        piece = self._new_piece()
+        piece = self._peer.swarm.new_piece()
         self.trained.add(piece)
         self.pending.add(piece)
         self._local_step += 1
         if not self._is_ahead:
             self._keep_to_time_budget()
-        ahead = self._steps_per_epoch if self._is_ahead else 0
-        if ahead or self._local_step < self._steps_per_epoch:
-            self._daemon.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
+        ahead = self._schedule.steps_per_epoch if self._is_ahead else 0
+        if ahead or self._local_step < self._schedule.steps_per_epoch:
+            self._peer.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
         self._step_or_hand_over()
 
     def _keep_to_time_budget(self) -> None:

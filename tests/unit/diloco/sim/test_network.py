@@ -8,6 +8,8 @@ import pytest
 
 from diloco.sim.clock import Clock
 from diloco.sim.network import Network, Quality
+from peers.core import events
+from peers.core.events import Event
 from peers.protocol.messages import Ask, Certificates, Message
 
 HEAD = "a" * 64
@@ -23,14 +25,12 @@ class Port:
         self.heard: list[tuple[str, Message]] = []
         self.lost: list[str] = []
 
-    def received(self, sender: str, message: Message) -> None:
-        self.heard.append((sender, message))
-
-    def connected(self, peer_id):
-        pass
-
-    def disconnected(self, peer_id: str) -> None:
-        self.lost.append(peer_id)
+    def post(self, event: Event) -> None:
+        match event:
+            case events.Received(sender, message):
+                self.heard.append((sender, message))
+            case events.Disconnected(peer_id):
+                self.lost.append(peer_id)
 
 
 class Links:

@@ -11,6 +11,7 @@ from diloco.sim.download import Downloads
 from diloco.sim.network import Network
 from diloco.sim.reduction import OPEN_S, STALL_S, Reductions
 from diloco.sim.values import Pieces, State, digest
+from peers.core import events
 from peers.protocol.certificates import Body, Contributor, Member, Plan, Work
 
 NAMES = ("a", "b", "c")
@@ -41,18 +42,13 @@ class FakePeer:
         """`done`, or the suspects."""
         self.states: dict[str, State] = {}
 
-    def received(self, sender, message): ...
-
-    def connected(self, peer_id): ...
-
-    def disconnected(self, peer_id): ...
+    def post(self, event) -> None:
+        if isinstance(event, events.ReduceFailed | events.FetchFailed):
+            self.outcomes.append(event.suspects)
 
     def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None:
         assert set(parts) == set(plan.signers)
         self.outcomes.append("done")
-
-    def reduce_failed(self, plan: Plan, reason: str, suspects: frozenset[str]) -> None:
-        self.outcomes.append(suspects)
 
     def state_of(self, head: str) -> State | None:
         return self.states.get(head)
@@ -60,8 +56,6 @@ class FakePeer:
     def fetched(self, state: State) -> None:
         self.outcomes.append("done")
 
-    def fetch_failed(self, head: str, reason: str, suspects: frozenset[str]) -> None:
-        self.outcomes.append(suspects)
 
 
 class World:

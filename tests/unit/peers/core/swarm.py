@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 
 from diloco.sim.network import Quality
 from diloco.sim.peer import VirtualPeer
-from diloco.sim.swarm import VirtualSwarm
+from diloco.sim.swarm import Durations, VirtualSwarm
 from diloco.sim.values import Pieces, State
-from diloco.sim.world import Durations
 from peers.core import effects, events
 from peers.core.effects import Effect
 from peers.core.settings import Settings
@@ -58,16 +57,16 @@ class Node(VirtualPeer):
 
     def train_in(self, epoch_s: float) -> None:
         """Its worker takes so long for an epoch."""
-        self.worker.step_s = epoch_s / self.world.settings.steps_per_epoch
+        self.worker.step_s = epoch_s / self.swarm.settings.steps_per_epoch
 
     def hang(self) -> None:
         """Its worker trains no more, and does not end."""
         self.trains = False
         self.worker.crash()
-        self.world.truth.idle_until[self.peer_id] = math.inf
+        self.swarm.truth.idle_until[self.peer_id] = math.inf
 
     def carry_out(self, effect: Effect) -> None:
-        self.done.append((self.world.clock.now, effect))
+        self.done.append((self.swarm.clock.now, effect))
         super().carry_out(effect)
 
     def answer(self, answer: effects.Answer) -> None:
@@ -107,7 +106,7 @@ class Swarm(VirtualSwarm):
         quality = Quality(delay_s=(0.01, 0.01))
         super().__init__(0, settings=settings, durations=durations, quality=quality, rng=Mean(0))
         self.tamper: Callable[[str, str, Message], Message | None] = lambda sender, to, message: message
-        self.world.network.tamper = lambda *sent: self.tamper(*sent)
+        self.network.tamper = lambda *sent: self.tamper(*sent)
         self.reduces: Callable[[str, Plan], tuple | None] = lambda name, plan: None
         self.garbles: Callable[[str, Plan], bool] = lambda name, plan: False
         for name in names:
@@ -118,7 +117,6 @@ class Swarm(VirtualSwarm):
             self._add(name)
             self.offers[name] = State("", 0, OFFER.anchor, OFFER.momentum)
         super().start(name)
-        self[name].swarm = self
         return self[name]
 
     def world_rank_of(self, peer_id: str) -> int:
@@ -127,7 +125,7 @@ class Swarm(VirtualSwarm):
     def say(self, sender: str, to: str, message: Message) -> None:
         """At once, and whoever the sender is."""
         if to in self.live:
-            self[to].received(sender, message)
+            self[to].post(events.Received(sender, message))
 
     def __getitem__(self, name: str) -> Node:
         return self.live[name]

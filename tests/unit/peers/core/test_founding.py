@@ -161,7 +161,7 @@ def test_a_founder_out_of_turn_cannot_use_up_the_attempts_of_the_others():
         for name in "abc":
             swarm.say("d", name, status(None, "waiting", sequence=next(beats), offer=OFFER))
             ahead = swarm[name].machine._founding.signed + 4
-            body = genesis_of(swarm.world.settings, {p: (-1, OFFER) for p in "abcd"}, ahead)
+            body = genesis_of(swarm.settings, {p: (-1, OFFER) for p in "abcd"}, ahead)
             swarm.say("d", name, Found(body=body))
         swarm.at(swarm.now + 0.2, pushes)
 

@@ -32,7 +32,7 @@ def test_nobody_goes_ahead_in_a_swarm_that_is_well():
 
 def test_where_rounds_are_overlapped_however_long_they_take_all_go_ahead_at_once():
     swarm = Swarm("abc", settings=replace(SETTINGS, never_waits=True), train_s=TRAIN_S)
-    swarm.world.reductions.reduce_s = (0.8 * TRAIN_S, 0.8 * TRAIN_S)
+    swarm.reductions.reduce_s = (0.8 * TRAIN_S, 0.8 * TRAIN_S)
     assert swarm.reach(4, 60)
     for name in "abc":
         ready_at = [at for at, effect in swarm[name].done if isinstance(effect, effects.Reduce)]
@@ -67,7 +67,7 @@ def test_it_goes_ahead_once_and_is_answered_when_the_commit_is_there():
 
 def test_where_nothing_is_known_to_be_wrong_it_waits_for_longer_than_usual_first():
     swarm = running_swarm()
-    swarm.world.reductions.reduce_s = (30.0, 30.0)
+    swarm.reductions.reduce_s = (30.0, 30.0)
     timing = swarm["a"].machine.timing
     assert swarm.run_until(lambda: bool(ahead(swarm, "a")), 60)
     (went_at,) = [at for at, effect in swarm["a"].done if isinstance(effect, effects.GoAhead)]
@@ -116,7 +116,7 @@ def test_who_ends_with_this_epoch_waits_for_its_commit_after_a_fault_too():
 def test_the_others_begin_the_next_epoch_where_those_who_went_ahead_are_by_then(own_step_s, local_step):
     swarm = running_swarm()
     epoch = swarm["a"].machine.epoch
-    swarm.world.reductions.reduce_s = (4.0, 4.0)
+    swarm.reductions.reduce_s = (4.0, 4.0)
     assert swarm.run_until(lambda: all(ahead(swarm, name) for name in "abc"), 60)
     for name, num_ahead, step_s in (("a", 0, own_step_s), ("b", 3, 100.0), ("c", 3, 100.0)):
         swarm[name].hang()

@@ -121,7 +121,7 @@ def test_a_stranger_that_tells_each_member_another_world_rank(phase):
 @pytest.mark.parametrize("names", exhaustive_but(("abcd",), ["abcd", "abcde"]))
 def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
     swarm, liar = founded(names), names[-1]
-    swarm.world.reductions.reduce_s = (1.0, 1.0)
+    swarm.reductions.reduce_s = (1.0, 1.0)
 
     def tamper(sender: str, to: str, message: Message) -> Message:
         if to == liar and isinstance(message, Propose):

@@ -172,7 +172,7 @@ def test_peers_that_all_hear_each_other_stay_together():
 
 def test_users_with_different_graces_commit_together():
     swarm = Swarm("a", settings=with_settings(grace_s=2.0))
-    swarm.world.settings = SETTINGS
+    swarm.settings = SETTINGS
     swarm.start("b")
     swarm.start("c").train_in(40.0)
     assert swarm.reach(4, 400)
