@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from diloco.sim.peer import VirtualPeer
 from diloco.sim.swarm import VirtualSwarm, peer_id_of
 from peers.core import effects
 
@@ -14,14 +13,7 @@ MOST_FAULTS = 6
 LONGEST_S = 15.0
 MOMENTS = {
     kind.__name__: kind
-    for kind in (
-        effects.Pledge,
-        effects.Send,
-        effects.Broadcast,
-        effects.Reduce,
-        effects.Apply,
-        effects.Adopt,
-    )
+    for kind in (effects.Pledge, effects.Send, effects.Broadcast, effects.Reduce, effects.Apply, effects.Adopt)
 }
 """Effects just before which a fault may be injected."""
 
@@ -44,10 +36,6 @@ class Fault:
         return (
             f"{self.at:6.2f} s: {self.kind} {' '.join(map(str, self.ranks))}{when}, for {self.seconds:.2f} s"
         )
-
-
-Begin = Callable[[VirtualSwarm, Fault], Callable[[], object]]
-"""Injects a fault; returns the function that ends it."""
 
 
 def draw_faults(rng: random.Random, num_peers: int, end_s: float) -> list[Fault]:
@@ -76,127 +64,79 @@ def inject(swarm: VirtualSwarm, faults: list[Fault]) -> None:
 
 
 def _strike(swarm: VirtualSwarm, fault: Fault) -> None:
-    begin, until = KINDS[fault.kind], fault.at + fault.seconds
+    begin, end = KINDS[fault.kind]
+    until = fault.at + fault.seconds
+
+    def strike() -> None:
+        if swarm.now < until:
+            begin(swarm, fault)
+            swarm.at(until, lambda: end(swarm, fault))
+
     if not fault.before:
-        swarm.at(until, begin(swarm, fault))
-        return
-    peer = swarm.peers.get(fault.ranks[0])
-    if peer is not None:
-        peer.before[MOMENTS[fault.before]] = lambda: (
-            swarm.at(until, begin(swarm, fault)) if swarm.now < until else None
-        )
+        strike()
+    elif (peer := swarm.peers.get(fault.ranks[0])) is not None:
+        peer.before[MOMENTS[fault.before]] = strike
 
 
-def _kill(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    (rank,) = fault.ranks
-    swarm.kill(rank)
-    return lambda: swarm.start(rank)
+def _restart(swarm: VirtualSwarm, fault: Fault) -> None:
+    swarm.kill(fault.ranks[0])
+    swarm.start(fault.ranks[0])
 
 
-def _vanish(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    (rank,) = fault.ranks
-    swarm.kill(rank, vanishes=True)
-    return lambda: swarm.start(rank)
+def _garble(swarm: VirtualSwarm, fault: Fault, *, does: bool) -> None:
+    if (peer := swarm.peers.get(fault.ranks[0])) is not None:
+        peer.garbles = does
 
 
-def _leave(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    (rank,) = fault.ranks
-    swarm.leave(rank)
-
-    def end() -> None:
-        swarm.kill(rank)
-        swarm.start(rank)
-
-    return end
+def _rest(swarm: VirtualSwarm, fault: Fault) -> list[int]:
+    return [rank for rank in range(swarm.num_peers) if rank not in fault.ranks]
 
 
-def _finish(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    (rank,) = fault.ranks
-    swarm.finish(rank)
-
-    def end() -> None:
-        swarm.kill(rank)
-        swarm.start(rank)
-
-    return end
-
-
-def _freeze(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    swarm.freeze(fault.ranks[0], fault.seconds)
-    return lambda: None
-
-
-def _cut(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    swarm.cut(*fault.ranks)
-    return lambda: swarm.heal(*fault.ranks)
-
-
-def _cut_one_way(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    swarm.cut(*fault.ranks, one_way=True)
-    return lambda: swarm.heal(*fault.ranks, one_way=True)
-
-
-def _partition(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    rest = [rank for rank in range(swarm.num_peers) if rank not in fault.ranks]
-    swarm.partition(fault.ranks, rest)
-    return lambda: swarm.heal_partition(fault.ranks, rest)
-
-
-def _crash_worker(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    swarm.crash_worker(fault.ranks[0], fault.seconds)
-    return lambda: None
-
-
-def _slow(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    (rank,) = fault.ranks
-    swarm.slow_down(rank, swarm.world.rng.uniform(1.5, 6.0))
-    return lambda: swarm.slow_down(rank, 1.0)
-
-
-def _garble(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    peer = swarm.peers.get(fault.ranks[0])
-
-    def end() -> None:
-        if peer is not None:
-            peer.garbles = False
-
-    if peer is not None:
-        peer.garbles = True
-    return end
-
-
-def _bad_links(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
+def _bad_links(swarm: VirtualSwarm, fault: Fault) -> None:
     """All links lose, duplicate and delay messages."""
-    rng, quality = swarm.world.rng, swarm.world.network.quality
-    quality.loss, quality.duplication, quality.reordering = (rng.uniform(0.0, 0.2) for _ in range(3))
-
-    def end() -> None:
-        quality.loss = quality.duplication = quality.reordering = 0.0
-
-    return end
+    quality = swarm.network.quality
+    quality.loss, quality.duplication, quality.reordering = (swarm.rng.uniform(0.0, 0.2) for _ in range(3))
 
 
-KINDS: dict[str, Begin] = {
-    "kill": _kill,
-    "vanish": _vanish,
-    "leave": _leave,
-    "finish": _finish,
-    "freeze": _freeze,
-    "cut": _cut,
-    "cut one way": _cut_one_way,
-    "partition": _partition,
-    "crash the worker of": _crash_worker,
-    "slow": _slow,
-    "garble": _garble,
-    "bad links": _bad_links,
+def _good_links(swarm: VirtualSwarm, fault: Fault) -> None:
+    quality = swarm.network.quality
+    quality.loss = quality.duplication = quality.reordering = 0.0
+
+
+def _ends_itself(swarm: VirtualSwarm, fault: Fault) -> None:
+    pass
+
+
+Act = Callable[[VirtualSwarm, Fault], object]
+
+KINDS: dict[str, tuple[Act, Act]] = {
+    "kill": (lambda s, f: s.kill(f.ranks[0]), lambda s, f: s.start(f.ranks[0])),
+    "vanish": (lambda s, f: s.kill(f.ranks[0], vanishes=True), lambda s, f: s.start(f.ranks[0])),
+    "leave": (lambda s, f: s.leave(f.ranks[0]), _restart),
+    "finish": (lambda s, f: s.finish(f.ranks[0]), _restart),
+    "freeze": (lambda s, f: s.freeze(f.ranks[0], f.seconds), _ends_itself),
+    "cut": (lambda s, f: s.cut(*f.ranks), lambda s, f: s.heal(*f.ranks)),
+    "cut one way": (
+        lambda s, f: s.cut(*f.ranks, one_way=True),
+        lambda s, f: s.heal(*f.ranks, one_way=True),
+    ),
+    "partition": (
+        lambda s, f: s.partition(f.ranks, _rest(s, f)),
+        lambda s, f: s.heal_partition(f.ranks, _rest(s, f)),
+    ),
+    "crash the worker of": (lambda s, f: s.crash_worker(f.ranks[0], f.seconds), _ends_itself),
+    "slow": (
+        lambda s, f: s.slow_down(f.ranks[0], s.rng.uniform(1.5, 6.0)),
+        lambda s, f: s.slow_down(f.ranks[0], 1.0),
+    ),
+    "garble": (lambda s, f: _garble(s, f, does=True), lambda s, f: _garble(s, f, does=False)),
+    "bad links": (_bad_links, _good_links),
 }
+"""How a fault begins, and how it ends."""
 
 
 def is_over(swarm: VirtualSwarm) -> bool:
     """Whether all injected faults are over."""
     everybody = {peer_id_of(rank) for rank in range(swarm.num_peers)}
-    return everybody == set(swarm.live) and not swarm.world.network.cuts and not any(map(_ails, swarm.honest))
-
-
-def _ails(peer: VirtualPeer) -> bool:
-    return peer.is_frozen or peer.worker is None or peer.slowness != 1.0
+    ail = (peer.is_frozen or peer.worker is None or peer.slowness != 1.0 for peer in swarm.honest)
+    return everybody == set(swarm.live) and not swarm.network.cuts and not any(ail)
