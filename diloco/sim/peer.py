@@ -60,7 +60,7 @@ class VirtualPeer(Process):
         """End the process: everything that is not on the disk is gone. The caller closes its network port."""
         self.is_running = False
         if self.worker is not None:
-            self.worker.crash()
+            self.worker.stop()
         self.swarm.reductions.end(self.peer_id, "died")
         self.swarm.downloads.end(self.peer_id)
 
@@ -81,7 +81,7 @@ class VirtualPeer(Process):
 
     def crash_worker(self) -> None:
         if self.worker is not None:
-            self.worker.crash()
+            self.worker.stop()
             self.post(events.WorkerGone())
             self.worker = None
 

@@ -1,4 +1,4 @@
-"""A virtual worker: trains steps, each of which makes a piece, hands over its work, waits for the answer, continues."""
+"""The workers of both runtimes, and the one that makes a piece in each step, which shows every lost or doubled step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco.sim.clock import Clock
 from diloco.sim.values import Pieces
 from peers.core.effects import Answer, GoAhead
 from peers.core.events import StateOffered, WorkerTrains, WorkerWaits, WorkReady
@@ -18,6 +19,41 @@ if TYPE_CHECKING:
 STEP_JITTER = 0.2
 
 
+class Worker:
+    """Where a worker stands in its epoch. How it trains, and what becomes of its work, is left to the two runtimes."""
+
+    def __init__(self, clock: Clock, schedule: Schedule) -> None:
+        self.is_running = True
+        self.epoch = 0
+        """The epoch that it trains in."""
+        self.is_ahead = False
+        """Whether it trains in the next epoch while the work it handed over waits for its commit."""
+        self.schedule, self.clock = schedule, clock
+        self.epoch_s = self.entered_at = 0.0
+        """How long its epoch may last (0: as long as its steps take), and when it began, for that time budget."""
+
+    def stop(self) -> None:
+        """End the worker for good."""
+        self.is_running = False
+
+    def enter(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
+        """Stand at this local step of this epoch. `goes_on`: it is in that epoch already."""
+        self.epoch, self.epoch_s = epoch, epoch_s
+        entered_at = self.clock.now - self.schedule.elapsed_at(local_step, epoch_s)
+        self.entered_at = min(self.entered_at, entered_at) if goes_on else entered_at
+
+    def nominal_step(self, local_step: int, step_s: float) -> int:
+        """The local step by the time budget, if that is more than the one by steps alone (peers/core/schedule.py)."""
+        if self.is_ahead:
+            return local_step
+        elapsed_s = self.clock.now - self.entered_at
+        return self.schedule.local_step_after(local_step, elapsed_s, self.epoch_s, step_s=step_s)
+
+    def after(self, seconds: float, event: Callable[[], object]) -> None:
+        """Let the event happen, unless the worker has ended by then."""
+        self.clock.after(seconds, lambda: event() if self.is_running else None)
+
+
 @dataclass(frozen=True)
 class Handed:
     """The work that a worker has handed over: the pieces in its weights beyond the anchor of the head `base`."""
@@ -27,11 +63,11 @@ class Handed:
     base: str
 
 
-class VirtualWorker:
+class VirtualWorker(Worker):
     """One worker process of this peer."""
 
     def __init__(self, peer: VirtualPeer) -> None:
-        self.is_running = True
+        super().__init__(peer.swarm.clock, Schedule(local_steps=peer.swarm.settings.steps_per_epoch))
         self.step_s = peer.swarm.durations.step_s * peer.slowness
         self.trained: set[int] = set()
         """All pieces that it has ever made."""
@@ -39,13 +75,8 @@ class VirtualWorker:
         """The pieces in its weights that are in no commit it was told of."""
         self.ends_after_this = False
         """Its next work is its last: it ends once a commit contains it."""
-        self._peer, self._clock = peer, peer.swarm.clock
-        self._schedule = Schedule(local_steps=peer.swarm.settings.steps_per_epoch)
-        self._base, self._epoch, self._local_step = "", 0, 0
-        self._epoch_s = self._epoch_began_at = 0.0
+        self._peer, self._base, self._local_step = peer, "", 0
         self._handed: Pieces | None = None
-        self._is_ahead = False
-        """It trains on while the work it handed over waits for its commit."""
         self._is_last = False
         """The work it handed over is its last."""
 
@@ -56,52 +87,46 @@ class VirtualWorker:
     @property
     def waits(self) -> bool:
         """Whether it idles until the work it handed over is answered."""
-        return self._handed is not None and not (self._is_ahead and self._local_step < self._schedule.steps_per_epoch)
+        return self._handed is not None and not (self.is_ahead and self._has_steps_left)
 
     def start(self, after_s: float) -> None:
         """Load the model, offer its state, and ask where to begin."""
-        self._after(after_s, self._arrive)
-
-    def crash(self) -> None:
-        self.is_running = False
+        self.after(after_s, self._arrive)
 
     def begin(self, head: str, answer: Answer) -> None:
         self.pending.clear()
-        self._base, self._handed, self._is_ahead = head, None, False
-        self._enter(answer.epoch, answer.local_step, answer.epoch_s)
+        self._base, self._handed, self.is_ahead = head, None, False
+        self._stand_at(answer.epoch, answer.local_step, answer.epoch_s)
         self._step_or_hand_over()
 
     def answered(self, head: str, answer: Answer) -> None:
         """The work it handed over is answered. `head`: whose anchor its weights are based on now."""
         if answer.how == "contributed":
             self.pending -= self._handed or set()
-        was_standing, was_ahead = self.waits, self._is_ahead
-        self._base, self._handed, self._is_ahead = head, None, False
+        was_standing, goes_on = self.waits, self.is_ahead and answer.epoch == self.epoch
+        self._base, self._handed, self.is_ahead = head, None, False
         if self._is_last and answer.how == "contributed":
-            self.is_running = False
+            self.stop()
             return
-        self._enter(
-            answer.epoch,
-            answer.local_step,
-            answer.epoch_s,
-            goes_on=was_ahead and answer.epoch == self._epoch,
-        )
+        local_step = max(answer.local_step, self._local_step) if goes_on else answer.local_step
+        self._stand_at(answer.epoch, local_step, answer.epoch_s, goes_on=goes_on)
         if was_standing:
             self._step_or_hand_over()
 
     def goes_ahead(self, order: GoAhead) -> None:
         """Its commit is awaited: train on in the next epoch."""
         if self.waits:
-            self._is_ahead = True
-            self._enter(order.epoch, 0, order.epoch_s)
+            self.is_ahead = True
+            self._stand_at(order.epoch, 0, order.epoch_s)
             self._step_or_hand_over()
 
-    def _enter(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
-        """`goes_on`: it is in that epoch already."""
-        local_step = max(local_step, self._local_step) if goes_on else local_step
-        self._epoch, self._local_step, self._epoch_s = epoch, local_step, epoch_s
-        entered_at = self._clock.now - self._schedule.elapsed_at(local_step, epoch_s)
-        self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
+    @property
+    def _has_steps_left(self) -> bool:
+        return self._local_step < self.schedule.steps_per_epoch
+
+    def _stand_at(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
+        self._local_step = local_step
+        self.enter(epoch, local_step, epoch_s, goes_on=goes_on)
 
     def _arrive(self) -> None:
         self._peer.told(self, StateOffered(self._peer.offered.offer))
@@ -110,16 +135,17 @@ class VirtualWorker:
             self._peer.told(self, WorkerWaits())
 
     def _step_or_hand_over(self) -> None:
-        if self._local_step < self._schedule.steps_per_epoch:
-            self._after(self.step_s * self._peer.swarm.rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER), self._step)
+        if self._has_steps_left:
+            jitter = self._peer.swarm.rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER)
+            self.after(self.step_s * jitter, self._step)
             return
-        if self._is_ahead:
+        if self.is_ahead:
             return
         self._handed, self._is_last = frozenset(self.pending), self.ends_after_this
         work = Work(
             tokens=len(self._handed),
             norm=1.0,
-            step=self._epoch * self._schedule.steps_per_epoch + self._local_step,
+            step=self.epoch * self.schedule.steps_per_epoch + self._local_step,
             based_on=0,
             last=self.ends_after_this,
         )
@@ -129,19 +155,8 @@ class VirtualWorker:
         piece = self._peer.swarm.new_piece()
         self.trained.add(piece)
         self.pending.add(piece)
-        self._local_step += 1
-        if not self._is_ahead:
-            self._keep_to_time_budget()
-        ahead = self._schedule.steps_per_epoch if self._is_ahead else 0
-        if ahead or self._local_step < self._schedule.steps_per_epoch:
+        self._local_step = self.nominal_step(self._local_step + 1, self.step_s)
+        ahead = self.schedule.steps_per_epoch if self.is_ahead else 0
+        if ahead or self._has_steps_left:
             self._peer.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
         self._step_or_hand_over()
-
-    def _keep_to_time_budget(self) -> None:
-        elapsed_s = self._clock.now - self._epoch_began_at
-        self._local_step = self._schedule.local_step_after(
-            self._local_step, elapsed_s, self._epoch_s, step_s=self.step_s
-        )
-
-    def _after(self, seconds: float, event: Callable[[], None]) -> None:
-        self._clock.after(seconds, lambda: event() if self.is_running else None)

@@ -38,20 +38,24 @@ class Parts:
 
 @dataclass
 class EpochOfPeer:
-    """One peer's part in one commit."""
+    """One peer's part in one commit, from when its worker has handed over a fragment."""
 
-    epoch: int
     rank: int
-    at: float
-    """The time at which the peer's worker had merged the commit."""
-    num_members: int
+    steps: int
     train_s: float
     """Training time of the peer's work in this commit."""
-    steps: int
-    sent_bytes: int
-    head: str
+    num_bytes: float
+    """fp32 size of the fragment."""
+    since: float
+    grouped_at: float | None = None
+    voted_at: float = 0.0
+    sent_bytes: int = 0
+    parts: Parts = field(default_factory=Parts)
+    epoch: int = 0
+    head: str = ""
     """The head after this commit."""
-    parts: Parts
+    at: float = 0.0
+    """The time at which the peer's worker had merged the commit."""
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The paces of one peer."""
+    """The paces of one peer; what has an infinite one takes no time."""
 
-    hand_over: float
+    hand_over: float = float("inf")
     """The worker copies its weights to the daemon and does not train meanwhile."""
-    propose: float
+    propose: float = float("inf")
     """The daemon computes the norm of the pseudo-gradient."""
-    reduce: float
+    reduce: float = float("inf")
     """Encode, encrypt, add, decode, hash. It overlaps with the transfer, so only the slower of both counts."""
-    preview: float
+    preview: float = float("inf")
     """The outer step's digests, computed while sums arrive, on the cores that the reduction leaves idle."""
-    apply: float
+    apply: float = float("inf")
     """The outer step itself, after the commit."""
-    take: float
+    take: float = float("inf")
     """The worker copies or merges the new weights and does not train meanwhile."""
     hop_s: float = 0.0
     """Latency of handing work to another process or thread, independent of the size; about ten times per round."""
@@ -35,15 +35,7 @@ class Machine:
         return max(last_chunk_s, num_bytes / self.preview - spare_s)
 
 
-IDEAL = Machine(
-    hand_over=float("inf"),
-    propose=float("inf"),
-    reduce=float("inf"),
-    preview=float("inf"),
-    apply=float("inf"),
-    take=float("inf"),
-)
-"""A machine whose CPU work takes no time."""
+IDEAL = Machine()
 
 
 _CORE_S_PER_GB = {"hand_over": 0.3, "propose": 0.16, "preview": 0.75, "apply": 0.6, "take": 0.3}

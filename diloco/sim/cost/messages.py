@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
 from diloco.sim.cost.links import Link
 from peers.core import events
-from peers.core.events import Event
 from peers.protocol.messages import Certificates, Message, Propose, Status
 from peers.protocol.wire import encode
+
+if TYPE_CHECKING:
+    from diloco.sim.runtime import Process
 
 _FRAME_BYTES = 60
 """Approximate overhead of the mesh's header, TLS and TCP per message."""
@@ -28,17 +30,13 @@ _LARGE = 32
 """A swarm with more peers than this is large."""
 
 
-class Receiver(Protocol):
-    def post(self, event: Event) -> None: ...
-
-
 class Messages:
     """Delivers messages to `receivers`, by peer id; messages to other peers are lost."""
 
     def __init__(self, clock: Clock, links: Mapping[str, Link], hop_s: Mapping[str, float]) -> None:
         """`hop_s` is the latency from a peer's socket to its core."""
         self._clock, self._links, self._hop_s = clock, links, hop_s
-        self.receivers: dict[str, Receiver] = {}
+        self.receivers: dict[str, Process] = {}
         self._up_free_at = dict.fromkeys(links, 0.0)
         self._down_free_at = dict.fromkeys(links, 0.0)
         self._sizes: dict[object, int] = {}
@@ -51,9 +49,9 @@ class Messages:
         """One-way delay between two peers."""
         return self._links[one].delay_s + self._links[other].delay_s
 
-    def open(self, peer_id: str, receiver: Receiver) -> None:
+    def open(self, receiver: Process) -> None:
         """Add a receiver, and send it the last status of the others."""
-        self.receivers[peer_id] = receiver
+        self.receivers[receiver.peer_id] = receiver
         said = tuple(
             (other, status) for other, status in self._last_status.items() if other in self.receivers
         )

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.sim.cost.figures import EpochOfPeer, Parts
-from diloco.sim.cost.reduction import FP32_BYTES, Reduced, Reduction
-from diloco.sim.cost.worker import Continuation, Work, Worker
+from diloco.sim.cost.figures import EpochOfPeer
+from diloco.sim.cost.reduction import Reduction
+from diloco.sim.cost.scenario import FP32_BYTES
+from diloco.sim.cost.worker import CostWorker, Work
 from diloco.sim.runtime import Process
+from diloco.sim.values import digest
 from peers.core import effects, events
 from peers.core.events import Event
 from peers.core.peer import Peer
@@ -34,47 +35,22 @@ _NO_DONOR_S = 0.5
 """Time after which a download without any live donor fails."""
 
 
-@dataclass
-class Piece:
-    """A fragment that the worker has handed over, and the progress of its round."""
-
-    work: Work
-    fragment: int
-    since: float
-    grouped_at: float | None = None
-    voted_at: float = 0.0
-    parts: Parts = field(default_factory=Parts)
-    sent_bytes: int = 0
-
-
 class CostPeer(Process):
-    """`machine` is the peer's core. A peer that returns after a loss is a new CostPeer."""
-
-    machine: Peer
+    """A peer that returns after a loss is a new CostPeer."""
 
     def __init__(self, swarm: CostSwarm, rank: int, incarnation: int, offer: Offer) -> None:
         super().__init__(swarm.peer_ids[rank], swarm.clock, swarm.messages, swarm.pledges[rank])
-        scenario = swarm.scenario
         self.swarm, self.rank = swarm, rank
         self.incarnation, self._offer = incarnation, offer
-        self._means = scenario.peers[rank]
+        self._means = swarm.scenario.peers[rank]
         self._paces = self._means.machine
         self.since = self._clock.now
         """Time of the start."""
         self.certificate: Certificate | None = None
         """Certificate of the state that this peer holds."""
-        self.worker = Worker(
-            clock=self._clock,
-            schedule=scenario.schedule,
-            step_s=self._means.step_s,
-            jitter=scenario.jitter,
-            machine=self._paces,
-            chance=swarm.chance_of(rank, incarnation),
-            fragment_bytes=lambda epoch: FP32_BYTES * self._numel_of(scenario.schedule.fragment_of(epoch)),
-            hand_over=self._handed_over,
-            merged=self._merged,
-        )
-        self._piece: Piece | None = None
+        self.worker = CostWorker(self)
+        self._part: EpochOfPeer | None = None
+        """The fragment that the worker has handed over, and the progress of its round."""
         self._reduction: Reduction | None = None
         self._bandwidth = Bandwidth()
         self._ended: EpochOfPeer | None = None
@@ -85,7 +61,7 @@ class CostPeer(Process):
     def start(self, machine: Peer) -> None:
         """Start with a worker that is ready immediately."""
         self.machine = machine
-        self.swarm.messages.open(self.peer_id, self)
+        self.swarm.messages.open(self)
         self.post(events.StateOffered(self._offer))
         self.post(events.WorkerWaits())
 
@@ -128,10 +104,11 @@ class CostPeer(Process):
 
     # The worker's side
 
-    def _handed_over(self, work: Work) -> None:
+    def handed_over(self, work: Work) -> None:
         assert self.certificate is not None
         epoch, scenario = self.worker.epoch, self.swarm.scenario
-        self._piece = Piece(work, scenario.schedule.fragment_of(epoch), self._clock.now)
+        num_bytes = scenario.fragment_bytes(epoch)
+        part = self._part = EpochOfPeer(self.rank, work.steps, work.seconds, num_bytes, since=self._clock.now)
         handed = certificates.Work(
             tokens=work.steps * scenario.tokens_per_step,
             norm=1.0,
@@ -139,11 +116,10 @@ class CostPeer(Process):
             based_on=0,
             bandwidth=self._bandwidth.bytes_per_s,
         )
-        parts, took_s = self._piece.parts, self._bytes / self._paces.propose + 2 * self._paces.hop_s
-        parts.propose_s = took_s
-        self._later(took_s, lambda: self.post(events.WorkReady(handed)))
+        part.parts.propose_s = num_bytes / self._paces.propose + 2 * self._paces.hop_s
+        self._later(part.parts.propose_s, lambda: self.post(events.WorkReady(handed)))
 
-    def _merged(self, at: float, blocked_s: float) -> None:
+    def merged(self, at: float, blocked_s: float) -> None:
         if self._ended is not None:
             self._ended.at, self._ended.parts.blocked_s = at, blocked_s
             self._ended = None
@@ -153,16 +129,15 @@ class CostPeer(Process):
         if answer.how == "begin":
             begin = partial(self.worker.begin, answer.epoch, answer.local_step, answer.epoch_s)
             self._later(self._paces.hop_s, begin)
-            self.swarm.began(self)
+            if self.incarnation > 1:
+                self.swarm.losses.join_s.append(self._clock.now - self.since)
             return
         self.stop_reducing()
-        self._piece = None
-        counts = answer.how == "contributed"
-        onward = Continuation(answer.epoch, answer.local_step, answer.epoch_s, counts)
-        self._later(self._paces.hop_s, lambda: self.worker.answer(onward))
+        self._part = None
+        self._later(self._paces.hop_s, lambda: self.worker.answered(answer))
 
     def go_ahead(self, order: effects.GoAhead) -> None:
-        self.worker.go_ahead(order.epoch, order.epoch_s)
+        self.worker.goes_ahead(order)
 
     # Reductions
 
@@ -173,41 +148,35 @@ class CostPeer(Process):
 
     def reduce(self, plan: Plan, timeout_s: float) -> None:
         self.stop_reducing()
-        piece, timing = self._piece, self.machine.timing
-        assert piece is not None
-        piece.grouped_at = self._clock.now if piece.grouped_at is None else piece.grouped_at
+        part, timing = self._part, self.machine.timing
+        assert part is not None
+        part.grouped_at = self._clock.now if part.grouped_at is None else part.grouped_at
         reduction = self._reduction = self.swarm.reduction(plan)
-        reduction.begin(
-            self.rank,
-            on_reduced=lambda reduced: self._reduced(reduction, reduced),
-            on_failed=lambda suspects: self._reduce_failed(reduction, suspects),
-            stall_s=timing.stall_s,
-            connect_s=min(timing.connect_s, timeout_s / 2),
-        )
+        reduction.begin(self, stall_s=timing.stall_s, connect_s=min(timing.connect_s, timeout_s / 2))
         self._later(timeout_s, lambda: reduction.time_out() if self._reduction is reduction else None)
 
-    def _reduced(self, reduction: Reduction, reduced: Reduced) -> None:
-        piece = self._piece
-        if self._reduction is not reduction or piece is None or self.certificate is None:
+    def reduced(self, reduction: Reduction, connect_s: float, reduce_s: float, sent_bytes: int) -> None:
+        part = self._part
+        if self._reduction is not reduction or part is None or self.certificate is None:
             return
         self._reduction = None
-        paces, parts, link = self._paces, piece.parts, self._means.link
-        parts.connect_s, parts.reduce_s = reduced.connect_s, reduced.reduce_s
-        piece.sent_bytes += reduced.volume.sent_bytes
-        if reduced.reduce_s >= WINDOW_S:
+        paces, link = self._paces, self._means.link
+        part.parts.connect_s, part.parts.reduce_s = connect_s, reduce_s
+        part.sent_bytes += sent_bytes
+        if reduce_s >= WINDOW_S:
             self._bandwidth.saw(min(link.up_bytes_per_s, link.down_bytes_per_s))
-        parts.preview_s = paces.hop_s + paces.remaining_preview_s(
-            self._bytes, reduced.reduce_s, FP32_BYTES * STATE_CHUNK_NUMEL
+        part.parts.preview_s = paces.hop_s + paces.remaining_preview_s(
+            part.num_bytes, reduce_s, FP32_BYTES * STATE_CHUNK_NUMEL
         )
-        anchor, momentum = self.swarm.outcome_of(reduction.plan)
+        name = reduction.plan.digest
 
         def vote() -> None:
-            piece.voted_at = self._clock.now
-            self.post(events.Reduced(reduction.plan.digest, anchor, momentum))
+            part.voted_at = self._clock.now
+            self.post(events.Reduced(name, digest("anchor", name), digest("momentum", name)))
 
-        self._later(parts.preview_s, vote)
+        self._later(part.parts.preview_s, vote)
 
-    def _reduce_failed(self, reduction: Reduction, suspects: frozenset[int]) -> None:
+    def reduce_failed(self, reduction: Reduction, suspects: frozenset[int]) -> None:
         if self._reduction is not reduction:
             return
         self._reduction = None
@@ -217,30 +186,21 @@ class CostPeer(Process):
     # States
 
     def apply(self, certificate: Certificate) -> None:
-        piece = self._piece
-        assert piece is not None
-        piece.parts.vote_s = self._clock.now - piece.voted_at
-        piece.parts.apply_s = self._bytes / self._paces.apply + self._paces.hop_s
+        part = self._part
+        assert part is not None and part.grouped_at is not None
+        part.parts.vote_s = self._clock.now - part.voted_at
+        part.parts.apply_s = part.num_bytes / self._paces.apply + self._paces.hop_s
+        part.parts.wait_s = part.grouped_at - part.since
+        grouped_at = part.grouped_at
 
         def applied() -> None:
-            assert piece.grouped_at is not None
-            now, plan = self._clock.now, certificate.plan
             self.certificate = certificate
-            piece.parts.round_s, piece.parts.wait_s = now - piece.grouped_at, piece.grouped_at - piece.since
-            self._ended = EpochOfPeer(
-                epoch=plan.epoch,
-                rank=self.rank,
-                at=now,
-                num_members=len(plan.contributors),
-                train_s=piece.work.seconds,
-                steps=piece.work.steps,
-                sent_bytes=piece.sent_bytes,
-                head=certificate.head,
-                parts=piece.parts,
-            )
-            self.swarm.committed(certificate, self._ended)
+            part.epoch, part.head, part.at = certificate.plan.epoch, certificate.head, self._clock.now
+            part.parts.round_s = part.at - grouped_at
+            self._ended = part
+            self.swarm.committed(certificate, part)
 
-        self.busy(piece.parts.apply_s, applied)
+        self.busy(part.parts.apply_s, applied)
 
     def fetch(self, fetch: effects.Fetch) -> None:
         """Download the state from the donors that are still alive. They can serve older states, by recorded commits."""
@@ -265,25 +225,15 @@ class CostPeer(Process):
         if self.certificate is not None and self.certificate.head != certificate.head:
             self.swarm.losses.caught_up += 1
         self.certificate = certificate
-        self.swarm.adopted(certificate)
+        self.swarm.parents[certificate.head] = certificate.plan.parent
         for other, peer_id in enumerate(self.swarm.peer_ids):
             if other != self.rank:
                 round_trip_s = 2 * self.swarm.messages.delay_s(self.peer_id, peer_id)
                 self.machine.swarm.measured(peer_id, round_trip_s)
 
     def rebase(self) -> None:
-        self.busy(self._bytes / self._paces.take, lambda: None)
-
-    # Figures
-
-    def _numel_of(self, fragment: int) -> int:
-        return self.swarm.scenario.fragment_sizes[fragment]
-
-    @property
-    def _bytes(self) -> float:
-        """fp32 size of the fragment that is being averaged."""
-        assert self._piece is not None
-        return FP32_BYTES * self._numel_of(self._piece.fragment)
+        assert self._part is not None
+        self.busy(self._part.num_bytes / self._paces.take, lambda: None)
 
     def _later(self, seconds: float, event: Callable[[], object]) -> None:
         self._clock.after(seconds, lambda: event() if self.is_running else None)

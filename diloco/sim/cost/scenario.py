@@ -9,6 +9,7 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import Machine
 from peers.core.schedule import Schedule
 
+FP32_BYTES = 4
 FLOP_PER_TOKEN_AND_WEIGHT = 6.0
 """FLOPs of forward and backward (Kaplan et al., arXiv 2001.08361), without attention scores."""
 
@@ -55,10 +56,14 @@ class Scenario:
         count = self.schedule.num_fragments
         return tuple(self.num_params * (i + 1) // count - self.num_params * i // count for i in range(count))
 
+    def fragment_bytes(self, epoch: int) -> int:
+        """Size in fp32 of the fragment that this epoch averages."""
+        return FP32_BYTES * self.fragment_sizes[self.schedule.fragment_of(epoch)]
+
     @property
     def state_bytes(self) -> int:
         """Size of anchor and momentum in fp32."""
-        return 8 * self.num_params
+        return 2 * FP32_BYTES * self.num_params
 
 
 def step_seconds(num_params: float, tokens: float, flops: float, mfu: float) -> float:

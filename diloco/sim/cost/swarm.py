@@ -13,8 +13,8 @@ from diloco.sim.cost.figures import EpochOfPeer, Figures, InHand, Losses, figure
 from diloco.sim.cost.links import Resource
 from diloco.sim.cost.messages import Messages
 from diloco.sim.cost.peer import CostPeer
-from diloco.sim.cost.reduction import FP32_BYTES, Reduction, Streams
-from diloco.sim.cost.scenario import Scenario
+from diloco.sim.cost.reduction import Reduction
+from diloco.sim.cost.scenario import FP32_BYTES, Scenario
 from diloco.sim.cost.traffic import Traffic
 from diloco.sim.keys import BelievedKeys, believe
 from diloco.sim.values import digest
@@ -78,13 +78,13 @@ class CostSwarm:
         self._lives: dict[int, CostPeer] = {}
         self._last_epoch, self._is_over = scenario.num_uncounted + scenario.num_epochs, False
         self._last_members: frozenset[int] = frozenset()
-        self._parents: dict[str, str] = {}
-        self._certificates: dict[str, Certificate] = {}
-        self._outcomes: dict[str, tuple[str, str]] = {}
+        self.parents: dict[str, str] = {}
+        """By head: the head before it."""
         self.here: set[str] = set()
         """The peers that the mesh of a large swarm has not lost."""
         self._settles_at = 0.0
-        self._streams = Streams()
+        self.open_streams: set[int] = set()
+        """The peers between which streams are open: a successful reduction leaves them so, a failed one closes them."""
         self._reductions: dict[str, Reduction] = {}
         self._num_attempts = 0
 
@@ -191,31 +191,10 @@ class CostSwarm:
         """Separate randomness for each incarnation of each peer, so that one peer's events do not affect another's."""
         return random.Random(f"{self.scenario.seed} {rank} {incarnation}")
 
-    def outcome_of(self, plan: Plan) -> tuple[str, str]:
-        """Digests of the anchor and momentum that a commit of this plan leads to."""
-        name = plan.digest
-        if name not in self._outcomes:
-            self._outcomes[name] = digest("anchor", name), digest("momentum", name)
-        return self._outcomes[name]
-
     def reduction(self, plan: Plan) -> Reduction:
         """The reduction of this attempt, shared by its members."""
         if (reduction := self._reductions.get(plan.digest)) is None:
-            peers = self.scenario.peers
-            ranks = [contributor.world_rank for contributor in plan.contributors]
-            reduction = Reduction(
-                plan=plan,
-                numel=self.scenario.fragment_sizes[plan.fragment],
-                codec=self.scenario.codec,
-                rule=self.settings.aggregation.rule,
-                trim=self.settings.aggregation.trim,
-                clock=self.clock,
-                traffic=self.traffic,
-                delay_s={rank: peers[rank].link.delay_s for rank in ranks},
-                machines={rank: peers[rank].machine for rank in ranks},
-                window_bytes=self.scenario.window_bytes,
-                streams=self._streams,
-            )
+            reduction = Reduction(self, plan)
             # Drop the reductions of earlier epochs.
             self._reductions = {
                 name: old for name, old in self._reductions.items() if old.plan.epoch >= plan.epoch
@@ -224,20 +203,11 @@ class CostSwarm:
             self._num_attempts += 1
         return reduction
 
-    def began(self, peer: CostPeer) -> None:
-        """Called when a peer's worker begins to train."""
-        if peer.incarnation > 1:
-            self.losses.join_s.append(self.clock.now - peer.since)
-
-    def adopted(self, certificate: Certificate) -> None:
-        """Called when a peer has adopted a downloaded state, or that of the genesis."""
-        self._parents[certificate.head] = certificate.plan.parent
-
     def committed(self, certificate: Certificate, record: EpochOfPeer) -> None:
         """Called when a peer has applied a commit."""
         self.records.append(record)
         plan = certificate.plan
-        self._parents[certificate.head] = plan.parent
+        self.parents[certificate.head] = plan.parent
         if plan.epoch > self.newest.plan.epoch:
             if self.newest.plan.epoch < self._last_epoch:
                 self._last_members = frozenset(contributor.world_rank for contributor in plan.contributors)
@@ -265,7 +235,7 @@ class CostSwarm:
         self._wake()
         peer.stop()
         del self.living[peer.peer_id]
-        self._streams.lose(peer.rank)
+        self.open_streams.discard(peer.rank)
         self.losses.peers_lost += 1
         self.losses.lost_train_s += peer.worker.uncommitted_s
         if self._mesh_silence_s:
@@ -290,9 +260,9 @@ class CostSwarm:
         ends = Counter(c.head for c in held if c is not None and c.plan.epoch >= self._last_epoch)
         head = max(ends, key=lambda end: (ends[end], end), default=self.newest.head)
         kept = set()
-        while head in self._parents:
+        while head in self.parents:
             kept.add(head)
-            head = self._parents[head]
+            head = self.parents[head]
         return [record for record in self.records if record.head in kept]
 
     def _figures(self) -> Figures:

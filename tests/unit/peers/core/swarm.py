@@ -62,7 +62,7 @@ class Node(VirtualPeer):
     def hang(self) -> None:
         """Its worker trains no more, and does not end."""
         self.trains = False
-        self.worker.crash()
+        self.worker.stop()
         self.swarm.truth.idle_until[self.peer_id] = math.inf
 
     def carry_out(self, effect: Effect) -> None:
