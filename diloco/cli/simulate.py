@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.simulate_flags import Failures, Pods, Training
+from diloco.cli.simulate_peers import each_peer, peak_of
 from diloco.errors import UserError
 from diloco.options.flags import AsJson, Count, Switch
-from peers.protocol.limits import MAX_PEERS
 
 if TYPE_CHECKING:
-    from diloco.sim.command.given_peers import PeerSpec
     from diloco.sim.command.plot import Curve
     from diloco.sim.cost.figures import Figures
     from diloco.sim.cost.scenario import Scenario
     from diloco.sim.cost.swarm import Progress
     from peers.core.schedule import Schedule
+    from peers.protocol.codecs import CodecName
 
 app = App(name="simulate")
 
@@ -67,8 +67,7 @@ def simulate(
         from diloco.options.plot_file import check_plot_path
 
         check_plot_path(plot)
-    specs = _peer_specs(pods)
-    scenario = _scenario(training, pods, failures, specs, epochs)
+    scenario = _scenario(training, pods, failures, epochs)
     notes = []
     if scenario.schedule.local_steps != training.local_steps:
         notes.append(
@@ -78,7 +77,11 @@ def simulate(
     from diloco.sim.cost.swarm import simulate as run
 
     figures = run(scenario, _progress_printer(scenario.num_epochs))
-    curves = _curves(scenario, specs, plot) if plot is not None else None
+
+    def with_codec(codec: CodecName) -> Scenario:
+        return _scenario(replace(training, codec=codec), pods, failures, epochs)
+
+    curves = _curves(scenario, with_codec, plot) if plot is not None else None
     from diloco.sim.command.report import text_of
     from diloco.sim.cost.figures import ASSUMPTIONS
 
@@ -94,39 +97,7 @@ def simulate(
     return 0
 
 
-def _peer_specs(pods: Pods) -> list[PeerSpec]:
-    """Each peer's machine and link."""
-    from diloco.sim.command import given_peers
-
-    for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
-        if pods.peers_file is not None and len(values) > 1:
-            raise UserError(
-                f"{flag} takes only one value with --peers-file: the default for listed peers that have none"
-            )
-    default = given_peers.PeerSpec(
-        up=pods.bandwidth[0],
-        down=(pods.download or pods.bandwidth)[0],
-        rtt_s=pods.rtt,
-        gpu=pods.gpu,
-        gpus=pods.gpus,
-        flops=pods.flops,
-        cores=pods.cores,
-        price=pods.price,
-        step_s=pods.step_time,
-    )
-    if pods.peers_file is not None:
-        found = given_peers.from_toml(pods.peers_file, default)
-        if pods.peers not in (None, len(found)):
-            raise UserError(f"{pods.peers_file} has {len(found)} peers; leave --peers {pods.peers} out")
-        if len(found) > MAX_PEERS:
-            raise UserError(f"{pods.peers_file} has {len(found)} peers; the maximum is {MAX_PEERS}")
-        return found
-    return given_peers.from_lists(default, pods.peers or 8, pods.bandwidth, pods.download)
-
-
-def _scenario(
-    training: Training, pods: Pods, failures: Failures, specs: Sequence[PeerSpec], epochs: int | None
-) -> Scenario:
+def _scenario(training: Training, pods: Pods, failures: Failures, epochs: int | None) -> Scenario:
     from diloco.sim.cost.links import Link
     from diloco.sim.cost.machine import machine_of
     from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
@@ -144,12 +115,13 @@ def _scenario(
     )
     peers = tuple(
         SimulatedPeer(
-            link=Link(up_bits_per_s=spec.up, down_bits_per_s=spec.down, delay_s=spec.rtt_s / 4),
-            machine=machine_of(spec.cores, training.codec),
-            step_s=spec.step_s or step_seconds(training.params, training.batch_tokens, spec.peak, pods.mfu),
-            price_per_hour=spec.price,
+            link=Link(up_bits_per_s=peer.bandwidth[0], down_bits_per_s=peer.download[0], delay_s=peer.rtt / 4),
+            machine=machine_of(peer.cores, training.codec),
+            step_s=peer.step_time
+            or step_seconds(training.params, training.batch_tokens, peak_of(peer), peer.mfu),
+            price_per_hour=peer.price,
         )
-        for spec in specs
+        for peer in each_peer(pods)
     )
     scenario = Scenario(
         peers=peers,
@@ -193,17 +165,9 @@ def _progress_printer(num_epochs: int) -> Progress:
     return print_progress
 
 
-def _curves(scenario: Scenario, specs: Sequence[PeerSpec], path: Path) -> dict[str, Curve]:
+def _curves(scenario: Scenario, with_codec: Callable[[CodecName], Scenario], path: Path) -> dict[str, Curve]:
     from diloco.sim.command.plot import curves_of, draw, here_mbps
-    from diloco.sim.cost.machine import machine_of
     from diloco.train.metrics_file import figure
-
-    def with_codec(codec: str) -> Scenario:
-        peers = tuple(
-            replace(peer, machine=machine_of(spec.cores, codec))
-            for peer, spec in zip(scenario.peers, specs, strict=True)
-        )
-        return replace(scenario, codec=codec, peers=peers)
 
     curves = curves_of(
         scenario,

@@ -10,10 +10,12 @@ from cyclopts import Parameter
 
 from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole, whole_or_auto
 from diloco.options.flags import Count, Rate, Whole
-from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
 from peers.protocol.limits import MAX_PEERS
+
+LEAST_CORES = 0.1
+LEAST_FLOPS = 1e6
 
 Bandwidth = Annotated[
     tuple[float, ...],

@@ -1,1 +1,1 @@
-"""`diloco simulate`: reading the peers (from flags or a file), and writing the report and the plot."""
+"""`diloco simulate`: reading quantities, and writing the report and the plot."""

@@ -10,10 +10,11 @@ from diloco.options.plot_file import write_plot
 from diloco.sim.cost.scenario import Scenario
 from diloco.sim.cost.swarm import simulate
 from peers.core.schedule import Schedule
+from peers.protocol.codecs import CodecName
 
 FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 11))
 """Factors by which the given bandwidths are multiplied."""
-_CODECS = ("fp32", "int8", "int4")
+_CODECS: tuple[CodecName, ...] = ("fp32", "int8", "int4")
 _EPOCHS = 4
 _PLOT_INCHES = (8.0, 4.5)
 _PLOT_DPI = 120
@@ -23,11 +24,11 @@ Curve = Sequence[tuple[float, float]]
 
 
 def curves_of(
-    scenario: Scenario, machine_with: Callable[[str], Scenario], tell: Callable[[str], object]
+    scenario: Scenario, with_codec: Callable[[CodecName], Scenario], tell: Callable[[str], object]
 ) -> dict[str, Curve]:
-    """One curve per codec, and one without overlap. `machine_with` returns the scenario with another codec."""
+    """One curve per codec, and one without overlap. `with_codec` returns the scenario with another codec."""
     variants = {scenario.codec: scenario}
-    variants |= {codec: machine_with(codec) for codec in _CODECS if codec != scenario.codec}
+    variants |= {codec: with_codec(codec) for codec in _CODECS if codec != scenario.codec}
     schedule = scenario.schedule
     if schedule.overlap_steps or schedule.num_fragments > 1:
         plain = Schedule(local_steps=schedule.local_steps)

@@ -13,16 +13,16 @@ import pytest
 
 from diloco.cli.app import exit_code
 from diloco.cli.simulate import _default_num_epochs
+from diloco.cli.simulate_flags import Pods
+from diloco.cli.simulate_peers import from_lists, from_toml, peak_flops
 from diloco.errors import UserError
-from diloco.sim.command.given_peers import PeerSpec, from_lists, from_toml
-from diloco.sim.command.gpus import peak_flops
 from diloco.sim.command.values import bits_per_s, count, seconds
 from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from peers.core.schedule import Schedule
 
-USUAL = PeerSpec(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)
+USUAL = Pods(peers=3)
 SMALL = [
     "simulate",
     "--params",
@@ -84,11 +84,11 @@ def test_a_processor_is_no_gpu():
 
 
 def test_one_bandwidth_is_everybodys_and_a_list_has_one_for_each():
-    assert {peer.up for peer in from_lists(USUAL, 3, (1e9,), ())} == {1e9}
-    peers = from_lists(USUAL, 3, (1e9, 2e9, 3e9), (4e9,))
-    assert [(peer.up, peer.down) for peer in peers] == [(1e9, 4e9), (2e9, 4e9), (3e9, 4e9)]
+    assert {peer.bandwidth for peer in from_lists(replace(USUAL, bandwidth=(1e9,)))} == {(1e9,)}
+    peers = from_lists(replace(USUAL, bandwidth=(1e9, 2e9, 3e9), download=(4e9,)))
+    assert [(*peer.bandwidth, *peer.download) for peer in peers] == [(1e9, 4e9), (2e9, 4e9), (3e9, 4e9)]
     with pytest.raises(UserError, match="2 values for 3 peers"):
-        from_lists(USUAL, 3, (1e9, 2e9), ())
+        from_lists(replace(USUAL, bandwidth=(1e9, 2e9)))
 
 
 def test_a_file_lists_unlike_peers(tmp_path):
@@ -97,8 +97,8 @@ def test_a_file_lists_unlike_peers(tmp_path):
         '[[peers]]\nbandwidth = "1gbit"\ncount = 2\n[[peers]]\ndownload = "50mbit"\ngpus = 1\nprice = 2.5\n'
     )
     first, second, third = from_toml(path, USUAL)
-    assert first == second and (first.up, first.down, first.gpus) == (1e9, 1e9, 8)
-    assert (third.up, third.down, third.gpus, third.price) == (500e6, 50e6, 1, 2.5)
+    assert first == second and (first.bandwidth, first.download, first.gpus) == ((1e9,), (1e9,), 8)
+    assert (third.bandwidth, third.download, third.gpus, third.price) == ((500e6,), (50e6,), 1, 2.5)
     path.write_text('[[peers]]\nbandwith = "1gbit"\n')
     with pytest.raises(UserError, match="unknown field bandwith"):
         from_toml(path, USUAL)
