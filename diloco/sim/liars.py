@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -33,6 +34,8 @@ class Liar:
     made_up: dict[str, State] = field(default_factory=dict)
     """States that it serves although no run has led to them, by head."""
     lies_at: float = 0.0
+    never_says: tuple[type, ...] = ()
+    """Kinds of effects, and of messages to one peer, that it leaves out."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -60,7 +63,9 @@ class Liar:
         return event
 
     def say(self, effect: Effect) -> Iterable[Effect]:
-        return (effect,)
+        """What is done instead of this effect."""
+        said = effect.message if isinstance(effect, Send) else effect
+        return () if isinstance(said, self.never_says) else (effect,)
 
     def answer(self, event: Event | None) -> Iterable[Effect]:
         return ()
@@ -102,14 +107,6 @@ class ClaimsTokens(Liar):
         return event
 
 
-class SilentLeader(Liar):
-    """As the leader, neither proposes nor aborts."""
-
-    def say(self, effect: Effect) -> Iterable[Effect]:
-        is_silent = isinstance(effect, Send) and isinstance(effect.message, Propose | Abort)
-        return () if is_silent else (effect,)
-
-
 class AbortingLeader(Liar):
     """As the leader, proposes and aborts at once."""
 
@@ -123,19 +120,8 @@ class AbortingLeader(Liar):
         return (effect,)
 
 
-class Staller(Liar):
-    """Accepts plans, but does not reduce."""
-
-    def say(self, effect: Effect) -> Iterable[Effect]:
-        return () if isinstance(effect, effects.Reduce) else (effect,)
-
-
 class Decliner(Liar):
-    """Declines every plan, and proposes none itself."""
-
-    def say(self, effect: Effect) -> Iterable[Effect]:
-        is_proposal = isinstance(effect, Send) and isinstance(effect.message, Propose)
-        return () if is_proposal or isinstance(effect, effects.Reduce) else (effect,)
+    """Declines every plan."""
 
     def answer(self, event: Event | None) -> Iterable[Effect]:
         match event:
@@ -149,9 +135,6 @@ class Decliner(Liar):
 
 class Accuser(Decliner):
     """Declines every plan and blames a random other member; its own proposals are honest."""
-
-    def say(self, effect: Effect) -> Iterable[Effect]:
-        return () if isinstance(effect, effects.Reduce) else (effect,)
 
     def _decline(self, plan: Plan, leader: str) -> Decline:
         others = [p for p in plan.signers if p not in (self.me, leader)] or [leader]
@@ -199,11 +182,11 @@ MakeLiar = Callable[..., Any]
 LIARS: dict[str, MakeLiar] = {
     "votes for other digests": OtherDigests,
     "claims tokens": ClaimsTokens,
-    "is silent as a leader": SilentLeader,
+    "is silent as a leader": partial(Liar, never_says=(Propose, Abort)),
     "aborts what it leads": AbortingLeader,
-    "does not reduce": Staller,
-    "declines": Decliner,
-    "accuses": Accuser,
+    "does not reduce": partial(Liar, never_says=(effects.Reduce,)),
+    "declines": partial(Decliner, never_says=(effects.Reduce, Propose)),
+    "accuses": partial(Accuser, never_says=(effects.Reduce,)),
     "withholds commits": Withholder,
     "replays": Replayer,
 }

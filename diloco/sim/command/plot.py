@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_high
 
 from diloco.options.plot_file import write_plot
 from diloco.sim.cost.scenario import Scenario
@@ -83,5 +84,4 @@ def draw(curves: Mapping[str, Curve], here_mbps: float, title: str, path: Path) 
 
 def here_mbps(scenario: Scenario) -> float:
     """The median uplink in Mbit/s."""
-    ups = sorted(peer.link.up_bits_per_s for peer in scenario.peers)
-    return ups[len(ups) // 2] / 1e6
+    return median_high(peer.link.up_bits_per_s for peer in scenario.peers) / 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_high
 
 from diloco.sim.cost.figures import Figures
 from diloco.sim.cost.scenario import Scenario
@@ -35,7 +36,7 @@ def text_of(scenario: Scenario, figures: Figures, notes: Sequence[str]) -> str:
 def _what(scenario: Scenario) -> str:
     schedule = scenario.schedule
     said = f"{len(scenario.peers)} peers, {figure(scenario.num_params)} weights, {schedule.local_steps} local steps"
-    said += f" of {_time(_median([peer.step_s for peer in scenario.peers]))}, {scenario.codec}"
+    said += f" of {_time(median_high(peer.step_s for peer in scenario.peers))}, {scenario.codec}"
     if schedule.num_fragments > 1:
         said += f", {schedule.num_fragments} fragments"
     if schedule.never_waits:
@@ -67,7 +68,7 @@ def _round(figures: Figures) -> str:
 def _failures(scenario: Scenario, figures: Figures) -> list[str]:
     losses = figures.losses
     whole_s = figures.num_peers * figures.elapsed_s
-    epoch_s = scenario.schedule.steps_per_epoch * _median([peer.step_s for peer in scenario.peers])
+    epoch_s = scenario.schedule.steps_per_epoch * median_high(peer.step_s for peer in scenario.peers)
     lines = [
         f"failures          {losses.peers_lost} peers lost in {figures.num_epochs} epochs, {losses.returns} came back; "
         f"{losses.failed_attempts} attempts failed, {losses.caught_up} times a peer caught up",
@@ -77,10 +78,6 @@ def _failures(scenario: Scenario, figures: Figures) -> list[str]:
     if figures.join_s:
         lines.append(f"return            {_time(figures.join_s)} from asking for the state to training")
     return lines
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _time(seconds: float) -> str:
