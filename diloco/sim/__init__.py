@@ -3,12 +3,12 @@
     clock, network    events in order of time; messages with delay, loss, duplication, reordering and cuts
     keys              signatures that only their owner can make
     values            a state, as the set of training pieces that it contains
-    worker            trains, hands over its work, continues
+    worker            what workers of both runtimes share; one that trains, hands over its work, continues
     reduction         how the reduction of an attempt ends, at each member
     download          how a state is fetched from its donors
     runtime           carries out the effects of one Peer; the simulation of costs (cost/) uses it, too
     peer              one peer's process, with its state, worker and machine
-    swarm             all peers, and the faults that tests name
+    swarm             all peers, what they share, and the faults that tests name
     faults            random faults, drawn from a seed
     liars, forgers    Byzantine members
     truth, invariants what really happened, and what must hold after every event

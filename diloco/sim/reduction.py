@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
@@ -84,8 +84,8 @@ class Reductions:
         self._of_member[member.peer_id] = attempt
         are_joined = self._joined.issuperset(_pairs(plan.signers))
         open_s = min(PROMPT_S if are_joined else OPEN_S, timeout_s)
-        self._after(open_s, lambda: self._give_up_opening(attempt, part))
-        self._after(timeout_s, lambda: self._time_out(attempt, part))
+        self._clock.after(open_s, lambda: self._give_up_opening(attempt, part))
+        self._clock.after(timeout_s, lambda: self._time_out(attempt, part))
         if gone := frozenset(
             p for p in plan.signers if p in attempt.parts and attempt.parts[p].state == "over"
         ):
@@ -123,7 +123,7 @@ class Reductions:
                     if part is not frozen:
                         self._fail(attempt, part, "stalled", frozenset({peer_id}))
 
-        self._after(STALL_S, look)
+        self._clock.after(STALL_S, look)
 
     # Progress
 
@@ -181,7 +181,7 @@ class Reductions:
 
         if is_silent:
             part.ends_at = max(part.ends_at, self._clock.now + STALL_S + LOOK_AGAIN_S)
-            self._after(STALL_S, look)
+            self._clock.after(STALL_S, look)
         else:
             self._fail_soon(attempt, part, broken)
 
@@ -197,7 +197,7 @@ class Reductions:
         after_s = self._rng.uniform(*NOTICE_S)
         # Cancel the scheduled success, which might come before the failure.
         part.ends_at = math.inf
-        self._after(after_s, lambda: self._fail(attempt, part, "a stream broke", suspects))
+        self._clock.after(after_s, lambda: self._fail(attempt, part, "a stream broke", suspects))
 
     def _fail(self, attempt: Attempt, part: Part, reason: str, suspects: Suspects) -> None:
         peer_id = part.member.peer_id
@@ -232,9 +232,6 @@ class Reductions:
         """The slowest member, if it is slower than this one."""
         slowest = max((other.member for other in attempt.parts.values()), key=lambda member: member.slowness)
         return frozenset({slowest.peer_id}) if slowest.slowness > part.member.slowness else frozenset()
-
-    def _after(self, seconds: float, event: Callable[[], None]) -> None:
-        self._clock.after(seconds, event)
 
 
 def _pairs(peer_ids: Iterable[str]) -> set[frozenset[str]]:

@@ -7,7 +7,7 @@
     messages   messages between peers, with their sizes and delays
     reduction  one attempt's reduction: the bytes that it moves, and how it ends
     downloads  transfer of the outer state to peers that need it
-    worker     the training loop of one peer
+    worker     the training loop of one peer, as far as it costs time
     peer       carries out the effects of one peer's core
     swarm      all peers, their failures and returns
     figures    the results

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
-from diloco.sim.cost.links import Link
+from diloco.sim.cost.scenario import SimulatedPeer
 from peers.core import events
 from peers.protocol.messages import Certificates, Message, Propose, Status
 from peers.protocol.wire import encode
+from peers.timing import FULL_MESH
 
 if TYPE_CHECKING:
     from diloco.sim.runtime import Process
@@ -26,23 +27,24 @@ _FRAME_BYTES = 60
 """Approximate overhead of the mesh's header, TLS and TCP per message."""
 _GATHERED_S = 1e-3
 """Statuses in a large swarm are collected for this time per peer."""
-_LARGE = 32
-"""A swarm with more peers than this is large."""
 
 
 class Messages:
-    """Delivers messages to `receivers`, by peer id; messages to other peers are lost."""
+    """Delivers messages to `receivers`, the peers that live; messages to other peers are lost. All are by peer id."""
 
-    def __init__(self, clock: Clock, links: Mapping[str, Link], hop_s: Mapping[str, float]) -> None:
-        """`hop_s` is the latency from a peer's socket to its core."""
-        self._clock, self._links, self._hop_s = clock, links, hop_s
-        self.receivers: dict[str, Process] = {}
-        self._up_free_at = dict.fromkeys(links, 0.0)
-        self._down_free_at = dict.fromkeys(links, 0.0)
+    def __init__(
+        self, clock: Clock, peers: Mapping[str, SimulatedPeer], receivers: Mapping[str, Process]
+    ) -> None:
+        self._clock, self._receivers = clock, receivers
+        self._links = {peer_id: peer.link for peer_id, peer in peers.items()}
+        self._hop_s = {peer_id: peer.machine.hop_s for peer_id, peer in peers.items()}
+        """Latency from a peer's socket to its core."""
+        self._up_free_at = dict.fromkeys(peers, 0.0)
+        self._down_free_at = dict.fromkeys(peers, 0.0)
         self._sizes: dict[object, int] = {}
         self._last_status: dict[str, Status] = {}
-        self._usual_delay_s = 2 * statistics.median_low(link.delay_s for link in links.values())
-        self._gathered_s = _GATHERED_S * len(links) if len(links) > _LARGE else 0.0
+        self._usual_delay_s = 2 * statistics.median_low(link.delay_s for link in self._links.values())
+        self._gathered_s = _GATHERED_S * len(peers) if len(peers) > FULL_MESH else 0.0
         self._gathered: list[tuple[str, Status]] = []
 
     def delay_s(self, one: str, other: str) -> float:
@@ -50,16 +52,14 @@ class Messages:
         return self._links[one].delay_s + self._links[other].delay_s
 
     def open(self, receiver: Process) -> None:
-        """Add a receiver, and send it the last status of the others."""
-        self.receivers[receiver.peer_id] = receiver
+        """This peer lives from now on, and hears the last status of the others."""
         said = tuple(
-            (other, status) for other, status in self._last_status.items() if other in self.receivers
+            (other, status) for other, status in self._last_status.items() if other in self._receivers
         )
         if said:
             self._clock.after(self._usual_delay_s, lambda: receiver.post(events.StatusesReceived(said)))
 
     def close(self, peer_id: str) -> None:
-        self.receivers.pop(peer_id, None)
         self._last_status.pop(peer_id, None)
 
     def send(self, sender: str, to: str, message: Message) -> None:
@@ -72,7 +72,7 @@ class Messages:
         if isinstance(message, Status):
             self._send_status(sender, message)
             return
-        for to in self.receivers:
+        for to in self._receivers:
             if to != sender:
                 self.send(sender, to, message)
 
@@ -84,13 +84,13 @@ class Messages:
         """Send a status after all earlier messages of the sender, so that the order is kept."""
 
         def leave() -> None:
-            if sender not in self.receivers:
+            if sender not in self._receivers:
                 return
             self._last_status[sender] = status
             if self._gathered_s:
                 self._gather(sender, status)
                 return
-            for to in self.receivers:
+            for to in self._receivers:
                 if to != sender:
                     after_s = self.delay_s(sender, to) + self._hop_s[to]
                     self._clock.after(after_s, lambda to=to: self._deliver(sender, to, status))  # type: ignore[misc]
@@ -107,7 +107,7 @@ class Messages:
 
     def _deliver_gathered(self) -> None:
         event, self._gathered = events.StatusesReceived(tuple(self._gathered)), []
-        for receiver in list(self.receivers.values()):
+        for receiver in list(self._receivers.values()):
             receiver.post(event)
 
     def _arrive(self, sender: str, to: str, message: Message, size: int) -> None:
@@ -116,7 +116,7 @@ class Messages:
         self._clock.at(here_at + self._hop_s[to], lambda: self._deliver(sender, to, message))
 
     def _deliver(self, sender: str, to: str, message: Message) -> None:
-        if (receiver := self.receivers.get(to)) is not None:
+        if (receiver := self._receivers.get(to)) is not None:
             receiver.post(events.Received(sender, message))
 
     def _size_of(self, message: Message) -> int:

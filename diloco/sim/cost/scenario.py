@@ -47,7 +47,6 @@ class Scenario:
     """Time from a loss until the peer is back and asks for the state."""
     window_bytes: float = float("inf")
     """TCP window: the most bytes in flight on one connection."""
-    averaging_timeout_s: float | None = None
     seed: int = 0
 
     @cached_property

@@ -46,8 +46,6 @@ class CostSwarm:
         self.clock = Clock()
         self.peer_ids = [_PEER_ID.format(rank) for rank in range(len(scenario.peers))]
         """By world rank."""
-        links = {p: peer.link for p, peer in zip(self.peer_ids, scenario.peers, strict=True)}
-        hops = {p: peer.machine.hop_s for p, peer in zip(self.peer_ids, scenario.peers, strict=True)}
         capacity: dict[Resource, float] = {}
         for rank, peer in enumerate(scenario.peers):
             capacity[rank, "up"] = peer.link.up_bytes_per_s
@@ -55,14 +53,12 @@ class CostSwarm:
             capacity[rank, "processors"] = peer.machine.reduce
         self.traffic = Traffic(self.clock, capacity)
         self.downloads = Downloads(self.clock, self.traffic, scenario)
-        self.messages = Messages(self.clock, links, hops)
         self.settings = Settings(
             manifest=digest("manifest"),
             steps_per_epoch=scenario.schedule.steps_per_epoch,
             num_fragments=scenario.schedule.num_fragments,
             epoch_s=scenario.schedule.seconds_per_epoch,
             never_waits=scenario.schedule.never_waits,
-            attempt_timeout_s=scenario.averaging_timeout_s or float("inf"),
             founders_timeout_s=scenario.restart_s,
             galaxy_size=len(scenario.peers),
         )
@@ -75,6 +71,9 @@ class CostSwarm:
         """By world rank, pledges by head: they are stored on disk and survive a restart."""
         self.living: dict[str, CostPeer] = {}
         """By peer id."""
+        self.messages = Messages(
+            self.clock, dict(zip(self.peer_ids, scenario.peers, strict=True)), self.living
+        )
         self._lives: dict[int, CostPeer] = {}
         self._last_epoch, self._is_over = scenario.num_uncounted + scenario.num_epochs, False
         self._last_members: frozenset[int] = frozenset()
