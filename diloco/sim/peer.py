@@ -17,7 +17,7 @@ from peers.core.effects import Effect
 from peers.core.events import Event
 from peers.core.peer import Peer
 from peers.protocol.certificates import Certificate, Plan
-from peers.protocol.messages import Message, Status
+from peers.protocol.messages import Status
 
 if TYPE_CHECKING:
     from diloco.sim.swarm import Disk, VirtualSwarm
@@ -126,10 +126,9 @@ class VirtualPeer(Process):
                 return
         if self.swarm.traced and (text := self._described(effect)):
             self.swarm.note(self.peer_id, f"-> {text}")
+        if isinstance(effect, effects.Send | effects.Broadcast):
+            self._check(self.swarm.invariants.sends, effect.message)
         super().carry_out(effect)
-
-    def on_sent(self, message: Message) -> None:
-        self._check(self.swarm.invariants.sends, message)
 
     def reduce(self, plan: Plan, timeout_s: float) -> None:
         self._check(self.swarm.invariants.begins_to_reduce, plan)

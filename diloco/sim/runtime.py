@@ -18,7 +18,7 @@ from peers.core.effects import Effect
 from peers.core.events import Event
 from peers.core.peer import Peer
 from peers.protocol.certificates import Certificate, Plan
-from peers.protocol.messages import Message, Status
+from peers.protocol.messages import Status
 from peers.timing import BEAT_S
 
 if TYPE_CHECKING:
@@ -52,11 +52,9 @@ class Process(ABC):
     def carry_out(self, effect: Effect) -> None:
         match effect:
             case effects.Send(to, message):
-                self.on_sent(message)
                 self._wire.send(self.peer_id, to, message)
             case effects.Broadcast(message):
                 self.said = message if isinstance(message, Status) else self.said
-                self.on_sent(message)
                 self._wire.broadcast(self.peer_id, message)
             case effects.Pledge(head, attempt):
                 self.pledges[head] = attempt
@@ -107,9 +105,6 @@ class Process(ABC):
 
     # What a subclass may add
 
-    def on_sent(self, message: Message) -> None:  # noqa: B027
-        """Called before a message is sent."""
-
     def on_event(self, event: Event | None) -> None:  # noqa: B027
         """Called before the machine handles it."""
 
@@ -119,10 +114,6 @@ class Process(ABC):
     def may_sleep(self) -> bool:
         """Whether its deadline may be ignored until the next event. The machine takes that for a freeze of its own."""
         return False
-
-    def on_always_due(self) -> None:
-        """The machine's deadline is always due, so that no time would pass."""
-        raise AssertionError(f"always due at {self._clock.now}")
 
     def due_event(self) -> Event | None:
         """The event to pass to the machine when its deadline has come."""
@@ -165,7 +156,7 @@ class Process(ABC):
                 break
         self._is_pumping = False
         if num_ticks >= MAX_TICKS:
-            self.on_always_due()
+            raise AssertionError(f"{self.peer_id} is always due at {self._clock.now}")
         self._set_tick()
 
     def busy(self, seconds: float, then: Callable[[], None]) -> None:
