@@ -115,7 +115,9 @@ def _scenario(training: Training, pods: Pods, failures: Failures, epochs: int | 
     )
     peers = tuple(
         SimulatedPeer(
-            link=Link(up_bits_per_s=peer.bandwidth[0], down_bits_per_s=peer.download[0], delay_s=peer.rtt / 4),
+            link=Link(
+                up_bits_per_s=peer.bandwidth[0], down_bits_per_s=peer.download[0], delay_s=peer.rtt / 4
+            ),
             machine=machine_of(peer.cores, training.codec),
             step_s=peer.step_time
             or step_seconds(training.params, training.batch_tokens, peak_of(peer), peer.mfu),

@@ -63,7 +63,8 @@ def from_lists(pods: Pods) -> list[Pods]:
         if len(values) not in (0, 1, num):
             raise UserError(f"{flag} has {len(values)} values for {num} peers; give one, or one for each")
     ups, downs = (
-        values * num if len(values) == 1 else values for values in (pods.bandwidth, pods.download or pods.bandwidth)
+        values * num if len(values) == 1 else values
+        for values in (pods.bandwidth, pods.download or pods.bandwidth)
     )
     return [replace(pods, bandwidth=(up,), download=(down,)) for up, down in zip(ups, downs, strict=True)]
 

@@ -13,7 +13,14 @@ MOST_FAULTS = 6
 LONGEST_S = 15.0
 MOMENTS = {
     kind.__name__: kind
-    for kind in (effects.Pledge, effects.Send, effects.Broadcast, effects.Reduce, effects.Apply, effects.Adopt)
+    for kind in (
+        effects.Pledge,
+        effects.Send,
+        effects.Broadcast,
+        effects.Reduce,
+        effects.Apply,
+        effects.Adopt,
+    )
 }
 """Effects just before which a fault may be injected."""
 

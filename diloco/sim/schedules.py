@@ -165,9 +165,7 @@ def has_lying_roster(swarm: VirtualSwarm) -> bool:
 
     This happens if the liar founded the run alone, or with one other, before most peers had started.
     """
-    rosters = [
-        swarm.truth.roster_after(peer.machine.head) for peer in swarm.honest if peer.machine.head
-    ]
+    rosters = [swarm.truth.roster_after(peer.machine.head) for peer in swarm.honest if peer.machine.head]
     return any(2 * len(roster - swarm.liars) <= len(roster) for roster in rosters)
 
 

@@ -18,6 +18,7 @@ from diloco.sim.peer import VirtualPeer
 from diloco.sim.reduction import Reductions
 from diloco.sim.truth import Pair, Truth
 from diloco.sim.values import State, digest, initial_state
+from peers.core import events
 from peers.core.peer import Peer
 from peers.core.settings import Settings
 
@@ -104,7 +105,12 @@ class VirtualSwarm:
         self.live: dict[str, VirtualPeer] = {}
         """By peer id."""
         self.trace: list[str] = []
-        self.clock, self.rng, self.ring, self.truth = Clock(), rng or random.Random(seed), KeyRing(seed), Truth()
+        self.clock, self.rng, self.ring, self.truth = (
+            Clock(),
+            rng or random.Random(seed),
+            KeyRing(seed),
+            Truth(),
+        )
         self.network = Network(self.clock, self.rng, quality, encodes=encodes)
         self.reductions = Reductions(self.clock, self.rng, self.network, self.durations.reduce_s)
         self.downloads = Downloads(self.clock, self.rng, self.network, self.live, self.durations.fetch_s)
@@ -164,7 +170,9 @@ class VirtualSwarm:
             return
         self._incarnations += 1
         disk = self.disks[peer_id]
-        peer = self.peer_type(self, peer_id, disk, disk.checkpoint or self.offers.get(peer_id) or initial_state("seed"))
+        peer = self.peer_type(
+            self, peer_id, disk, disk.checkpoint or self.offers.get(peer_id) or initial_state("seed")
+        )
         self.note(peer_id, "** starts")
         self.live[peer_id] = peer
         self.truth.held_since[peer_id] = self.now
@@ -187,7 +195,9 @@ class VirtualSwarm:
         )
         if (make := self.machines.get(peer.peer_id)) is None:
             return honest
-        return make(inner=honest, keys=keys, rng=self.rng, now=self.now, lies_at=self.now, made_up=peer.made_up)
+        return make(
+            inner=honest, keys=keys, rng=self.rng, now=self.now, lies_at=self.now, made_up=peer.made_up
+        )
 
     def world_rank_of(self, peer_id: str) -> int:
         """The one that it is given: every other peer is given none, and claims one."""
@@ -240,7 +250,7 @@ class VirtualSwarm:
         if (peer := self.live.get(peer_id_of(rank))) is not None:
             self.note(peer.peer_id, "** leaves")
             self.truth.left_until[peer.peer_id] = math.inf
-            peer.leave()
+            peer.post(events.Leave())
             self.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
 
     def finish(self, rank: PeerRef) -> None:

@@ -33,7 +33,7 @@ class Work:
 
 
 class CostWorker(Worker):
-    """The peer is told by `handed_over` when a fragment's weights have been copied to its daemon, and by `merged` of the
+    """Tells its peer by `handed_over` when a fragment's weights have been copied to its daemon, and by `merged` of the
     time at which an average is merged, and of how long training was blocked for that round."""
 
     def __init__(self, peer: CostPeer) -> None:

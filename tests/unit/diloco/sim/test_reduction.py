@@ -57,7 +57,6 @@ class FakePeer:
         self.outcomes.append("done")
 
 
-
 class World:
     def __init__(self, seed: int = 1) -> None:
         self.clock, rng = Clock(), random.Random(seed)
