@@ -17,13 +17,9 @@ from diloco.options.trainer import TrainConfig, flat_values, to_toml
 from diloco.train.devices import visible_gpus
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import reason_in
-from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.monitor.phases import Doing, PhaseClock
 from peers.protocol.reports import Phase
-
-# Not restarted, since it saves no checkpoints.
-_POLICY = RestartPolicy(max_deaths=1)
 
 
 async def train_alone(
@@ -58,7 +54,8 @@ async def train_alone(
 
     async with running_view(show([row], on_records=received)):
         log = LogTail(command.log_path)
-        end = await Supervisor(command, policy=_POLICY).run()
+        # Not restarted, since it saves no checkpoints.
+        end = await Supervisor(command, max_deaths=1).run()
     if end.code:
         raise DilocoError(
             f"The baseline training ended with exit code {end.code}. The end of {log.path}:\n{log.last_words()}"

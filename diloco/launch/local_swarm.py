@@ -23,7 +23,7 @@ from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings, visible_gpus
 from diloco.train.run_dir import reason_in
 from peers.admission.secrets import SECRET_ENV
-from peers.daemon.restarts import WORKER_ENDED, RestartPolicy, WorkerEnd
+from peers.daemon.restarts import WORKER_ENDED, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.protocol.reports import Phase
 
@@ -32,7 +32,7 @@ _PORTS = range(20_000, 30_000)
 _START_TIMEOUT_S = 60.0
 _LOG_INTERVAL_S = 1.0
 # A peer needs a few seconds to stop its own workers and p2pd.
-_POLICY = RestartPolicy(stop_timeout_s=6.0)
+_STOP_TIMEOUT_S = 6.0
 # Fields that LocalSwarm sets for each peer.
 PER_PEER_FIELDS = frozenset(
     {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
@@ -79,7 +79,7 @@ class LocalSwarm:
         command = coordinator_command(
             self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
         )
-        self._coordinator = Supervisor(command, policy=_POLICY)
+        self._coordinator = Supervisor(command, stop_timeout_s=_STOP_TIMEOUT_S)
         # Files of an earlier run in this directory must be ignored.
         now = time.time()
         self.rows = [
@@ -161,7 +161,8 @@ class LocalSwarm:
                 why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
                 self.say(f"{row.name} ended with exit code {end.code}; restarting it{why}")
 
-        return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), row, LogTail(command.log_path))
+        supervisor = Supervisor(command, on_exit, stop_timeout_s=_STOP_TIMEOUT_S)
+        return LocalPeer(rank, supervisor, row, LogTail(command.log_path))
 
 
 def coordinator_command(

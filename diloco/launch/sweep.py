@@ -20,7 +20,6 @@ from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, slug
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.link import LINK_ENV
-from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 
 LOGS = Path("logs") / "parallel_training"
@@ -34,8 +33,7 @@ PER_INSTANCE_FIELDS = (
     "hv.world_rank",
 )
 BETWEEN_TRAINERS_S = 5.0
-# A trainer that fails is not restarted; it can be resumed from its checkpoints.
-_ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
+_STOP_TIMEOUT_S = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +152,7 @@ class Sweep:
                 self._run_id, free_port(), self._environment, LOGS / "coordinator.log"
             )
             log = LogTail(command.log_path)
-            supervisors.append(Supervisor(command, policy=RestartPolicy(stop_timeout_s=6.0)))
+            supervisors.append(Supervisor(command, stop_timeout_s=_STOP_TIMEOUT_S))
             end = asyncio.create_task(supervisors[0].run())
             swarm = ["--hv.initial-peers", await coordinator_address(end, log)]
             swarm += ["--hv.galaxy-size", str(len(self._instances))]
@@ -164,7 +162,10 @@ class Sweep:
             if ends:
                 await asyncio.sleep(BETWEEN_TRAINERS_S)
             flags = [*swarm, "--hv.world-rank", str(instance.number)] if swarm else []
-            supervisors.append(Supervisor(self.trainer(instance, flags), policy=_ONCE))
+            # A trainer that fails is not restarted; it can be resumed from its checkpoints.
+            supervisors.append(
+                Supervisor(self.trainer(instance, flags), max_deaths=1, stop_timeout_s=_STOP_TIMEOUT_S)
+            )
             ends.append(asyncio.create_task(self._run_trainer(instance, supervisors[-1])))
         await asyncio.gather(*ends)
 

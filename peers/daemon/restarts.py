@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peers.timing import CONNECT_S, PROBE_S, RETRY_S
+from peers.timing import CONNECT_S, RETRY_S
 
 FINISHED = 0
 USER_ERROR = 2
@@ -19,21 +19,13 @@ WORKER_ENDED = "the worker ended with"
 GAVE_UP = "the worker failed"
 """Begins the message of a peer that has given up on its worker; starting that peer again would change nothing."""
 
+MAX_DEATHS = 5
+"""Deaths in a row without progress."""
+_MAX_SAME = 3
+"""Deaths in a row for the same reason, without a commit between them."""
 _FIRST_SIGNAL = 128
 _FIRST_DELAY_S = 2 * RETRY_S
 _MAX_DELAY_S = CONNECT_S
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """When to give up on a worker, and how long stopping it may take."""
-
-    max_deaths: int = 5
-    """Deaths in a row without progress."""
-    max_same: int = 3
-    """Deaths in a row for the same reason, without a commit between them."""
-    stop_timeout_s: float = PROBE_S
-    """The time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +42,6 @@ class WorkerEnd:
     """Ends in a row without progress, this one included."""
     restarts: bool
 
-    @property
-    def is_failure(self) -> bool:
-        return self.code not in (FINISHED, USER_ERROR)
-
     def in_words(self) -> str:
         """For the log, where the worker is started again."""
         if self.num_same > 1:
@@ -61,11 +49,11 @@ class WorkerEnd:
         why = f": {self.reason}" if self.reason else ""
         return f"{WORKER_ENDED} {self.code} and is started again{why}"
 
-    def given_up(self, policy: RestartPolicy) -> str:
+    def given_up(self) -> str:
         """For the user, where the worker is given up on."""
         if self.reason.startswith(GAVE_UP):
             return self.reason
-        if self.reason and self.num_same >= policy.max_same:
+        if self.reason and self.num_same >= _MAX_SAME:
             return f"the worker failed {self.num_same} times in a row for the same reason: {self.reason}"
         why = self.reason or f"it ended with {self.code}"
         return f"{GAVE_UP} {self.num_deaths} times in a row without progress, the last time: {why}"
@@ -74,8 +62,8 @@ class WorkerEnd:
 class Restarts:
     """Counts how often one worker has ended."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self, max_deaths: int = MAX_DEATHS) -> None:
+        self._max_deaths = max_deaths
         self._num_deaths, self._num_same, self._reason = 0, 0, ""
 
     def progressed(self) -> None:
@@ -92,13 +80,13 @@ class Restarts:
         self._reason = reason
         self._num_deaths += 1
         is_final = code in (FINISHED, USER_ERROR) or reason.startswith(GAVE_UP)
-        is_hopeless = bool(reason) and self._num_same >= self._policy.max_same
+        is_hopeless = bool(reason) and self._num_same >= _MAX_SAME
         return WorkerEnd(
             code=code,
             reason=reason,
             num_same=self._num_same,
             num_deaths=self._num_deaths,
-            restarts=not is_final and not is_hopeless and self._num_deaths < self._policy.max_deaths,
+            restarts=not is_final and not is_hopeless and self._num_deaths < self._max_deaths,
         )
 
 

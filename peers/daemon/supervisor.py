@@ -10,13 +10,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers.daemon.restarts import (
     FINISHED,
+    MAX_DEATHS,
     USER_ERROR,
-    RestartPolicy,
     Restarts,
     WorkerEnd,
     last_line,
@@ -25,7 +25,7 @@ from peers.daemon.restarts import (
 from peers.errors import PeersError
 from peers.system import die_with_parent
 from peers.tasks import is_set_within
-from peers.timing import OFTEN_S
+from peers.timing import OFTEN_S, PROBE_S
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +51,20 @@ class WorkerCommand:
         return name if rank == 0 else name.with_name(f"{name.stem}-rank{rank}{name.suffix}")
 
 
-@dataclass
 class Supervisor:
-    """Runs a worker command until it finishes, fails for good, or is stopped. Used from one event loop.
+    """Runs a worker command until it finishes, fails for good, or is stopped. Used from one event loop."""
 
-    `on_exit` is called whenever the worker has ended.
-    """
-
-    command: WorkerCommand
-    on_exit: Callable[[WorkerEnd], None] | None = None
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
-
-    def __post_init__(self) -> None:
-        self.restarts = Restarts(self.policy)
+    def __init__(
+        self,
+        command: WorkerCommand,
+        on_exit: Callable[[WorkerEnd], None] | None = None,
+        *,
+        max_deaths: int = MAX_DEATHS,
+        stop_timeout_s: float = PROBE_S,
+    ) -> None:
+        """`on_exit` is called whenever the worker has ended; `stop_timeout_s` lies between SIGTERM and SIGKILL."""
+        self.command, self.on_exit, self._stop_timeout_s = command, on_exit, stop_timeout_s
+        self.restarts = Restarts(max_deaths)
         """To be told of the worker's progress."""
         self._stopping = asyncio.Event()
         self._ranks: list[asyncio.subprocess.Process] = []
@@ -93,14 +94,14 @@ class Supervisor:
         """`run`, with each restart logged. Returns 0 or USER_ERROR. Raises PeersError where the worker is given up."""
         self.on_exit = _tell_of_restart
         end = await self.run()
-        if end.is_failure:
-            raise PeersError(f"{end.given_up(self.policy)}\nIts log: {self.command.log_path}")
+        if end.code not in (FINISHED, USER_ERROR):
+            raise PeersError(f"{end.given_up()}\nIts log: {self.command.log_path}")
         return end.code
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after the policy's deadline. `run` then returns. Safe to repeat."""
+        """SIGTERM, then SIGKILL after `stop_timeout_s`. `run` then returns. Safe to repeat."""
         self._stopping.set()
-        await self._end(self.policy.stop_timeout_s)
+        await self._end()
 
     async def _run_once(self) -> int:
         port = _free_port()
@@ -109,7 +110,7 @@ class Supervisor:
                 self._ranks.append(await _start(self.command, rank, port))
             await self._first_failure()
         finally:
-            await self._end(self.policy.stop_timeout_s)
+            await self._end()
             codes = [_shell_code(rank.returncode) for rank in self._ranks if rank.returncode is not None]
             self._ranks = []
         return USER_ERROR if USER_ERROR in codes else next((code for code in codes if code), FINISHED)
@@ -130,9 +131,9 @@ class Supervisor:
             for wait in waits:
                 wait.cancel()
 
-    async def _end(self, timeout_s: float) -> None:
+    async def _end(self) -> None:
         ranks = list(self._ranks)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._stop_timeout_s
         try:
             for rank in ranks:
                 if rank.returncode is None:

@@ -4,56 +4,55 @@ from __future__ import annotations
 
 import pytest
 
-from peers.daemon.restarts import RestartPolicy, Restarts, last_line, restart_delay_s
+from peers.daemon.restarts import Restarts, last_line, restart_delay_s
 
-POLICY = RestartPolicy(max_deaths=5, max_same=3)
 HOT = "the weights are not finite any more"
 
 
 def test_the_third_end_in_a_row_for_the_same_reason_is_the_last_whatever_was_trained_between():
-    restarts = Restarts(POLICY)
+    restarts = Restarts()
     for _ in range(2):
         assert restarts.ended(1, HOT).restarts
         restarts.progressed()
     end = restarts.ended(1, HOT)
     assert not end.restarts
-    assert end.given_up(POLICY) == f"the worker failed 3 times in a row for the same reason: {HOT}"
+    assert end.given_up() == f"the worker failed 3 times in a row for the same reason: {HOT}"
 
 
 def test_an_epoch_that_holds_its_work_makes_the_same_reason_count_anew():
-    restarts = Restarts(POLICY)
+    restarts = Restarts()
     for _ in range(10):
         assert restarts.ended(1, HOT).restarts
         restarts.committed()
 
 
 def test_other_reasons_are_no_row_but_five_ends_without_progress_are():
-    restarts = Restarts(POLICY)
+    restarts = Restarts()
     assert [restarts.ended(1, f"reason {number}").restarts for number in range(5)] == [True] * 4 + [False]
     end = restarts.ended(1, "reason 5")
-    assert "6 times in a row without progress, the last time: reason 5" in end.given_up(POLICY)
+    assert "6 times in a row without progress, the last time: reason 5" in end.given_up()
 
 
 def test_workers_that_are_killed_have_no_reason_and_come_back_as_long_as_they_progress():
-    restarts = Restarts(POLICY)
+    restarts = Restarts()
     for _ in range(10):
         end = restarts.ended(137, "step 3")
         assert end.restarts and end.reason == ""
         restarts.progressed()
-    assert "it ended with 137" in end.given_up(POLICY)
+    assert "it ended with 137" in end.given_up()
 
 
 @pytest.mark.parametrize(
     ("code", "said"), [(0, ""), (2, "no such model"), (1, "the worker failed 3 times in a row: why")]
 )
 def test_who_has_finished_or_must_be_helped_or_has_given_up_itself_is_not_started_again(code, said):
-    end = Restarts(POLICY).ended(code, said)
+    end = Restarts().ended(code, said)
     assert not end.restarts
-    assert code != 1 or end.given_up(POLICY) == said
+    assert code != 1 or end.given_up() == said
 
 
 def test_a_reason_is_told_once():
-    restarts = Restarts(POLICY)
+    restarts = Restarts()
     assert restarts.ended(1, HOT).in_words() == f"the worker ended with 1 and is started again: {HOT}"
     assert HOT not in restarts.ended(1, HOT).in_words()
     assert restarts.ended(137, "").in_words() == "the worker ended with 137 and is started again"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from peers.daemon.restarts import RestartPolicy, WorkerEnd
+from peers.daemon.restarts import WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from tests.support.commands import ROOT, is_running, wait_until
 
@@ -59,10 +59,9 @@ async def test_a_worker_that_died_once_is_started_again(tmp_path):
 
 async def test_it_gives_up_after_deaths_in_a_row_and_returns_the_last_code(tmp_path):
     exits: list[tuple[int, bool]] = []
-    policy = RestartPolicy(max_deaths=2)
     script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert (
-        await Supervisor(command(tmp_path, script), recorder(exits), policy).run()
+        await Supervisor(command(tmp_path, script), recorder(exits), max_deaths=2).run()
     ).code == 128 + signal.SIGKILL
     assert exits == [(137, True), (137, False)]
 
@@ -76,7 +75,7 @@ async def test_progress_makes_earlier_deaths_not_count(tmp_path):
         if len(exits) == 1:
             supervisor.restarts.progressed()
 
-    supervisor = Supervisor(command(tmp_path, "raise SystemExit(3)"), on_exit, RestartPolicy(max_deaths=2))
+    supervisor = Supervisor(command(tmp_path, "raise SystemExit(3)"), on_exit, max_deaths=2)
     assert (await supervisor.run()).code == 3
     # The first death is decided before the callback; two more follow the progress.
     assert exits == [3, 3, 3]
@@ -111,7 +110,7 @@ async def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_pat
         "pathlib.Path('child.tmp').write_text(str(child.pid)); pathlib.Path('child.tmp').rename('child')\n"
         "time.sleep(600)\n"
     )
-    supervisor = Supervisor(command(tmp_path, script), policy=RestartPolicy(stop_timeout_s=0.3))
+    supervisor = Supervisor(command(tmp_path, script), stop_timeout_s=0.3)
     run = asyncio.create_task(supervisor.run())
     await until((tmp_path / "child").exists, "its child")
     await supervisor.stop()
