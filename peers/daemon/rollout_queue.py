@@ -139,20 +139,14 @@ class RolloutQueue:
         """Take no more from this rollout peer, and forget what waits of it."""
         if len(self.left_out) < MAX_SENDERS:
             self.left_out.add(peer_id)
-        self._waiting, self._uniform = (
-            self._kept(waiting, lambda sender, _: sender != peer_id, "left out")
-            for waiting in (self._waiting, self._uniform)
-        )
+        self._drop("left out", lambda sender, _: sender == peer_id)
 
     def take(self, count: int) -> Taken | None:
         """So many rollouts, the oldest first, if so many wait that are not too old.
 
         Where as many of uniform reward wait as are kept, the newest of them make up what is missing.
         """
-        self._waiting, self._uniform = (
-            self._kept(waiting, lambda _, rollout: rollout.policy in self._steps, "stale")
-            for waiting in (self._waiting, self._uniform)
-        )
+        self._drop("stale", lambda _, rollout: rollout.policy not in self._steps)
         missing = max(count - len(self._waiting), 0)
         if missing and (self.terms is None or len(self._uniform) < self.terms.num_kept):
             return None
@@ -163,13 +157,14 @@ class RolloutQueue:
             rollouts=[self._taken(*one) for one in chosen], uniform=[self._shown(*one) for one in uniform]
         )
 
-    def _kept(
-        self, waiting: deque[tuple[str, Rollout]], is_kept: Callable[[str, Rollout], bool], why: str
-    ) -> deque[tuple[str, Rollout]]:
-        for peer_id, rollout in waiting:
-            if not is_kept(peer_id, rollout):
-                self._dropped(peer_id, why)
-        return deque(one for one in waiting if is_kept(*one))
+    def _drop(self, why: str, is_dropped: Callable[[str, Rollout], bool]) -> None:
+        for waiting in (self._waiting, self._uniform):
+            for _ in range(len(waiting)):
+                peer_id, rollout = waiting.popleft()
+                if is_dropped(peer_id, rollout):
+                    self._dropped(peer_id, why)
+                else:
+                    waiting.append((peer_id, rollout))
 
     def _taken(self, peer_id: str, rollout: Rollout) -> Waiting:
         taken, sender = self._shown(peer_id, rollout), self.sender(peer_id)
