@@ -47,7 +47,7 @@ class LightWorker:
         layout = Layout(((ParameterSlot("w", (numel,), 0),),))
         link.send("adopt")
         agreed = link.receive("manifest")["manifest"]
-        rank = link.hello(layout, local_rank=0, num_local_ranks=1)["world_rank"]
+        rank = link.hello(layout, local_rank=0)["world_rank"]
         self._out, self._in = (
             np.frombuffer(memory, np.float32, numel)
             for memory in (link.memories[0].out, link.memories[0].inn)

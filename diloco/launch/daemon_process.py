@@ -44,7 +44,7 @@ class DaemonProcess:
         parent_pid = os.getpid()
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "peers.daemon.standalone"],
+                [sys.executable, "-m", "peers.daemon.main"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -47,9 +47,7 @@ class Exchange:
             )
         welcome: dict[str, Any] = {}
         if self._link is not None:
-            welcome = self._link.hello(
-                layout, local_rank=world.local_rank, num_local_ranks=world.num_local_ranks
-            )
+            welcome = self._link.hello(layout, local_rank=world.local_rank)
         memories = self._link.memories if self._link is not None else []
         self.weights = SharedWeights(
             pieces,

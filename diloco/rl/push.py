@@ -155,7 +155,7 @@ class PolicyFiles:
         directory.mkdir(parents=True)
         self._directory = directory
         self._files: list[dict[str, Any]] = []
-        """As the daemon is told of them (peers.daemon.policies.WeightsFile)."""
+        """As the daemon is told of them (peers.daemon.rollout_service.WeightsFile)."""
         self._digest = ""
 
     def write(self, publisher: Publisher) -> list[dict[str, Any]]:

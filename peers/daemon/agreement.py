@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from peers.core import joining
+from peers.daemon.config import codec_of
 from peers.daemon.presence import Presence
 from peers.errors import ProtocolError, UserError
 from peers.protocol.mesh import OWN_WORKER, WORKER, Manifest, Scalar, WantManifest
@@ -20,6 +22,14 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = PROBE_S
 MAX_FAILURES = 3
 """A peer that announces a manifest, and fails to send it so many times, is not asked again."""
+_THEY_TRAIN_THEIR_OWN = (
+    "The swarm trains with a program of its own, this peer with diloco's trainer, and their tensors differ: give the "
+    "--worker that the other peers have, or begin another run with --run-id."
+)
+_WE_TRAIN_OUR_OWN = (
+    "The swarm trains with diloco's trainer, this peer with a program of its own, and their tensors differ: leave out "
+    "--worker, or begin another run with --run-id."
+)
 
 
 class Agreement:
@@ -35,11 +45,12 @@ class Agreement:
         """Whether it is what this peer has proposed: nobody was there who had one."""
 
     async def reach(
-        self, proposal: Mapping[str, Scalar], named: Collection[str], *, waited_out: Callable[[], bool]
+        self, proposal: Mapping[str, Scalar], named: Collection[str], *, deadline: float
     ) -> dict[str, Scalar]:
         """The swarm's manifest, or this peer's own proposal if it is the peer that publishes one.
 
-        Raises UserError where the swarm's contradicts a setting that the user has named.
+        No other founder is waited for after `deadline`, by time.monotonic. Raises UserError where the swarm's manifest
+        contradicts a setting that the user has named.
         """
         presence, theirs = self._presence, None
         while theirs is None:
@@ -47,7 +58,7 @@ class Agreement:
                 {p: peer for p, peer in presence.view.items() if self._failures[p] < MAX_FAILURES},
                 me=presence.me,
                 galaxy_size=presence.galaxy_size,
-                waited_out=waited_out(),
+                waited_out=time.monotonic() > deadline,
             )
             if source == "own":
                 self.is_own, theirs = True, dict(proposal)
@@ -62,14 +73,12 @@ class Agreement:
                     self._failures[source.peer_id], theirs = MAX_FAILURES, None
             else:
                 await presence.wait_for_change()
-        if wrong_worker := _wrong_worker(proposal, theirs):
-            raise UserError(wrong_worker)
-        if unlike := joining.manifest_differences(proposal, theirs, named):
-            raise UserError(
-                "these settings differ from the swarm's:\n"
-                + "\n".join(f"  {line}" for line in unlike)
-                + "\nLeave them out to take over the swarm's, or begin another run with --run-id."
-            )
+        # By the manifest, which most of the swarm has, and not by what a donor says of its state: one peer that lies
+        # could end the others.
+        here, there = proposal.get(WORKER), theirs.get(WORKER)
+        if None not in (here, there) and here != there:
+            raise UserError(_THEY_TRAIN_THEIR_OWN if there == OWN_WORKER else _WE_TRAIN_OUR_OWN)
+        check_settings(proposal, theirs, named)
         if self.is_own:
             log.info("nobody has begun this run: it begins with the settings of this peer")
         self.manifest = {**proposal, **theirs}
@@ -83,15 +92,10 @@ class Agreement:
             if self.manifest:
                 self._presence.mesh.send_to(sender.peer_id, Manifest(fields=self.manifest))
             return
-        manifest = message.fields
-        try:
-            joining.check_manifest(manifest)
-            codec_named(str(manifest.get("hv.compression") or "fp32"))
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
-        awaited = self._awaited.get(joining.manifest_digest(manifest))
+        check_manifest(message.fields)
+        awaited = self._awaited.get(joining.manifest_digest(message.fields))
         if awaited is not None and not awaited.done():
-            awaited.set_result(manifest)
+            awaited.set_result(message.fields)
 
     async def _fetch(self, peer: Announcement) -> dict[str, Scalar] | None:
         """Ask the peer that announces it. None where it does not arrive in time."""
@@ -106,23 +110,22 @@ class Agreement:
             del self._awaited[peer.manifest_digest]
 
 
-def _wrong_worker(ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> str:
-    """What to do where the swarm trains another program's tensors than this peer would; empty: they fit.
+def check_manifest(manifest: Mapping[str, Scalar]) -> None:
+    """Raises ProtocolError unless this peer can run by another peer's manifest."""
+    try:
+        joining.check_manifest(manifest)
+        codec_named(codec_of(manifest))
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
 
-    Told from the manifest, which most of the swarm has, and not from what a donor says of its state: one peer that
-    lies could end the others.
-    """
-    here, there = ours.get(WORKER), theirs.get(WORKER)
-    if None in (here, there) or here == there:
-        return ""
-    if there == OWN_WORKER:
-        return (
-            "The swarm trains with a program of its own, this peer with diloco's trainer, and their tensors differ: "
-            "give the --worker that the other peers have, or begin another run with --run-id."
+
+def check_settings(
+    proposal: Mapping[str, Scalar], theirs: Mapping[str, Scalar], named: Collection[str]
+) -> None:
+    """Raises UserError where the swarm's manifest contradicts a setting that the user has named."""
+    if unlike := joining.manifest_differences(proposal, theirs, named):
+        raise UserError(
+            "these settings differ from the swarm's:\n"
+            + "\n".join(f"  {line}" for line in unlike)
+            + "\nLeave them out to take over the swarm's, or begin another run with --run-id."
         )
-    model = theirs.get("path_model")
-    return (
-        f"The swarm trains {f'{model:.60}, ' if isinstance(model, str) and model.isprintable() and model else ''}with "
-        "diloco's trainer, this peer with a program of its own, and their tensors differ: leave out --worker, or begin "
-        "another run with --run-id."
-    )

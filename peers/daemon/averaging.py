@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,12 +20,16 @@ from torch import Tensor
 
 from peers.core.defaults import residual_decay_for
 from peers.core.effects import Answer
-from peers.core.timing import SLOWEST_LINK, Timing
+from peers.core.peer import Peer
+from peers.core.schedule import Schedule
+from peers.core.timing import SLOWEST_LINK
 from peers.core.weights import Aggregation
+from peers.daemon.config import codec_of, optimizer_of
 from peers.errors import PeersError, RoundFailed
 from peers.net.streams import RoundStreams, StreamPool
 from peers.protocol.certificates import Certificate, Plan, Work
-from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.protocol.mesh import Scalar
+from peers.reduce.all_reduce import OVERLAPPED_NICENESS, reduce_pseudo_gradients
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.reduce.plan import ReducePlan, ReduceReport
@@ -33,36 +37,32 @@ from peers.reduce.residuals import Residuals
 from peers.reduce.shares import reduce_plan_of
 from peers.state.handover import Ahead, EpochOutcome, Memories
 from peers.state.header import StateHeader
-from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
+from peers.state.outer_optimizer import norm_of_pseudo_gradient, rebase
 from peers.state.outer_state import OuterState
 from peers.state.preview import Preview
+from peers.threads import give_way
+from peers.timing import COMMIT_S
 
 log = logging.getLogger(__name__)
 
+_NEWCOMER_S = COMMIT_S
+"""For this long after it has started, a peer may be about to download the state: commits are recorded for it."""
 _PARTS = ("connect_s", "reduce_s", "preview_s", "vote_s", "apply_s")
 
 
 class WorkInHand:
     """A fragment between the worker's `ready` and the answer to it. Used from one event loop."""
 
-    def __init__(
-        self,
-        memories: Memories,
-        fragment: int,
-        *,
-        tokens: int,
-        step: int,
-        last: bool,
-        ahead: asyncio.Future[Ahead],
-    ) -> None:
-        """`ahead` gets its result where the worker is to continue training while the commit is awaited."""
-        self.memories, self.fragment, self.ahead = memories, fragment, ahead
+    def __init__(self, memories: Memories, fragment: int, *, tokens: int, step: int, last: bool) -> None:
+        self.memories, self.fragment = memories, fragment
         self.tokens, self.step, self.last = tokens, step, last
         self.local = memories.out[fragment]
         """The weights that are averaged: those in *out*, or the same work rebased onto a later anchor."""
         self.inn = memories.inn[fragment]
         """The fragment's *in*: an attempt writes the average to it, a commit the new anchor."""
         self.answer: asyncio.Future[EpochOutcome] = asyncio.get_running_loop().create_future()
+        self.ahead: asyncio.Future[Ahead] = asyncio.get_running_loop().create_future()
+        """Gets its result where the worker is to continue training while the commit takes long."""
         self.plan: ReducePlan | None = None
         """The plan of the attempt whose average is in *in*."""
         self.previewed: StateHeader | None = None
@@ -151,29 +151,24 @@ class WorkInHand:
 
 
 class Averaging:
-    """Averages one work at a time. Used from one event loop.
-
-    `niceness` is that of the threads of a reduction; `is_live` says whether the core hears a peer.
-    """
+    """Averages one work at a time. Used from one event loop."""
 
     def __init__(
         self,
+        core: Peer,
+        manifest: Mapping[str, Scalar],
         *,
-        me: str,
-        codec: str,
-        local_steps: int,
-        aggregation: Aggregation,
-        niceness: int,
         pool: StreamPool,
-        optimizer_for: Callable[[int], OuterOptimizer],
-        timing: Timing,
-        is_live: Callable[[str], bool],
         forwarded_bytes: Callable[[], int],
     ) -> None:
-        self._me, self._codec, self._aggregation, self._niceness = me, codec, aggregation, niceness
-        self.pool, self._optimizer_for = pool, optimizer_for
-        self._timing, self._is_live, self._forwarded_bytes = timing, is_live, forwarded_bytes
-        self._residual_decay = residual_decay_for(codec, local_steps)
+        self._me, self._timing, self._swarm = core.me, core.timing, core.swarm
+        self._manifest, self._codec = manifest, codec_of(manifest)
+        self._aggregation, schedule = Aggregation.of(manifest), Schedule.of(manifest)
+        self._niceness = OVERLAPPED_NICENESS if schedule.overlap_steps else 0
+        if self._niceness:
+            give_way(self._niceness)
+        self.pool, self._forwarded_bytes = pool, forwarded_bytes
+        self._residual_decay = residual_decay_for(self._codec, schedule.local_steps)
         self.cancelled = threading.Event()
         """Set from any thread, it ends a running reduction soon, with RoundFailed."""
         self.bandwidth = Bandwidth()
@@ -202,16 +197,14 @@ class Averaging:
             bandwidth=self.bandwidth.bytes_per_s,
         )
 
-    async def reduce(
-        self, plan: Plan, work: WorkInHand, state: OuterState, timeout_s: float, *, is_peer_joining: bool
-    ) -> StateHeader:
+    async def reduce(self, plan: Plan, work: WorkInHand, state: OuterState, timeout_s: float) -> StateHeader:
         """Write the group's average to *in*, and return the header of the state that a commit would make of it.
 
         Raises RoundFailed, ProtocolError for a plan that cannot be carried out, or OSError.
         """
         until, connect_s = time.monotonic() + timeout_s, min(self._timing.connect_s, timeout_s / 2)
-        stall_s, optimizer = self._timing.stall_s, self._optimizer_for(len(plan.contributors))
-        work.begin_attempt(Recording() if is_peer_joining or self.commit_log.is_wanted else None)
+        stall_s, optimizer = self._timing.stall_s, optimizer_of(self._manifest, len(plan.contributors))
+        work.begin_attempt(Recording() if self._is_peer_joining() or self.commit_log.is_wanted else None)
         reduce_plan = work.plan = reduce_plan_of(
             plan, self._me, work.local.numel(), self._codec, self._aggregation.rule, self._aggregation.trim
         )
@@ -276,7 +269,7 @@ class Averaging:
         )
         # The new anchor replaces the average in *in*, where the worker reads it.
         await asyncio.to_thread(
-            self._optimizer_for(len(contributors)).commit,
+            optimizer_of(self._manifest, len(contributors)).commit,
             state,
             fragment,
             average=work.inn,
@@ -290,6 +283,14 @@ class Averaging:
         work.contributors = [contributor.world_rank for contributor in contributors]
         work.lap("apply_s")
 
+    def _is_peer_joining(self) -> bool:
+        now_ns, lately_ns = time.time_ns(), int(_NEWCOMER_S * 1e9)
+        # The absolute difference: a peer whose clock is ahead would otherwise count as joining for ever.
+        return any(
+            status.phase in ("waiting", "fetching") and abs(now_ns - status.incarnation) < lately_ns
+            for _, status in self._swarm.live()
+        )
+
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
         """Open streams to all other members, which ask for them by the same id. Raises RoundFailed."""
         peer_ids = {c.world_rank: c.peer_id for c in plan.contributors if c.peer_id != self._me}
@@ -299,7 +300,7 @@ class Averaging:
             timeout_s=timeout_s,
             prompt_s=self._timing.prompt_s,
             cancelled=self.cancelled,
-            quiet=lambda: [rank for rank, peer_id in peer_ids.items() if not self._is_live(peer_id)],
+            quiet=lambda: [rank for rank, peer_id in peer_ids.items() if not self._swarm.is_live(peer_id)],
         )
 
 

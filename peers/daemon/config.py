@@ -51,9 +51,13 @@ class DaemonConfig(NetworkSettings, AdmissionSettings):
         return math.inf
 
 
+def codec_of(manifest: Mapping[str, Scalar]) -> str:
+    return str(manifest.get("hv.compression") or "fp32")
+
+
 def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptimizer:
     """The outer optimizer of a round with so many members. What the manifest does not name follows the defaults."""
-    schedule, codec = Schedule.of(manifest), str(manifest.get("hv.compression") or "fp32")
+    schedule, codec = Schedule.of(manifest), codec_of(manifest)
     lr, momentum = manifest.get("hv.outer_lr"), manifest.get("hv.outer_momentum")
     inner = str(manifest.get("optimizer") or "adamw")
     if lr is None:

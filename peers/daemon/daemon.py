@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from peers.admission.service import AdmissionService
 from peers.core import events
+from peers.core.peer import Peer
+from peers.core.schedule import Schedule
+from peers.core.settings import Settings
+from peers.core.weights import Aggregation
 from peers.daemon.agreement import Agreement
-from peers.daemon.assembly import assembled
+from peers.daemon.averaging import Averaging
 from peers.daemon.config import DaemonConfig
+from peers.daemon.downloads import fetch_state
 from peers.daemon.host import WorkerHost
 from peers.daemon.link import Accept
+from peers.daemon.pledges import Pledges
 from peers.daemon.presence import Presence
 from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.daemon.trainers import Trainers
 from peers.daemon.worker_monitor import WorkerMonitor
-from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
 from peers.monitor.prometheus import metrics_served
 from peers.monitor.report_service import ReportService
@@ -35,11 +41,13 @@ from peers.net.paths.network import Network
 from peers.net.paths.reachability import Reachability
 from peers.net.states.server import StateServer
 from peers.net.streams import StreamPool
+from peers.protocol.certificates import verify_signature
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, Announcement, Lost, Spoken
 from peers.protocol.reports import Phase
+from peers.protocol.rollouts import rollout_protocol
 from peers.state.outer_state import OuterState
-from peers.tasks import cancelled
+from peers.tasks import first_of
 from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -56,9 +64,6 @@ class Daemon:
     ) -> None:
         self._config, self._dht, self._identity, self._admission = config, dht, identity, admission
         self._incarnation = time.time_ns()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._supervisor: Supervisor | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
         self._runtime: Runtime | None = None
         self._news: tuple[str, str, int] | None = None
         self._trainers = Trainers()
@@ -98,7 +103,7 @@ class Daemon:
         self._rollouts = RolloutService(
             config.run_id, identity.peer_id, admission.gate, lambda: self._agreement.manifest
         )
-        self._host = WorkerHost(config.run_id, self._agreement, self._monitor, self._rollouts)
+        self._host = WorkerHost(self._agreement, self._monitor, self._rollouts)
         self._reporting = self._new_reporting()
         self._reports = ReportService(
             config.run_id,
@@ -113,40 +118,60 @@ class Daemon:
         """Serve this peer's figures to a Prometheus on this machine while the block runs. Gives the port."""
         return metrics_served(port, self._reporting.as_swarm, lambda: self._describe().world_rank)
 
-    def tell_phases(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call `on_phase` regularly with what this peer is doing."""
+    async def live(
+        self,
+        accept: Accept,
+        link_path: Path,
+        worker: WorkerFactory | None,
+        on_phase: Callable[[Phase], None] | None,
+    ) -> int:
+        """Live as a peer, between joining the DHT and leaving it. Returns the exit code.
 
-        async def tell() -> None:
-            while True:
-                on_phase(self._monitor.phase)
-                await asyncio.sleep(BEAT_S)
+        Raises the error of any part of the daemon that ends before the training does.
+        """
+        parts = [
+            self._host.serve(accept),
+            self._dht.fail_with_p2pd(),
+            self._admission.run(),
+            self._join_and_train(link_path, worker),
+        ]
+        if on_phase is not None:
+            parts.append(self._tell_phases(on_phase))
+        return int(await first_of(*parts))
 
-        self._spawn(tell())
+    async def _tell_phases(self, on_phase: Callable[[Phase], None]) -> None:
+        while True:
+            on_phase(self._monitor.phase)
+            await asyncio.sleep(BEAT_S)
 
-    async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Live as a peer, between joining the DHT and leaving it. Returns the exit code."""
-        self._spawn(serve_workers(accept, self._host))
-        self._spawn(self._dht.fail_with_p2pd())
-        self._spawn(self._admission.run())
+    async def _join_and_train(self, link_path: Path, worker: WorkerFactory | None) -> int:
         try:
             await self._enter()
+            return int(
+                await first_of(self._presence.announce_forever(), self._agree_and_train(link_path, worker))
+            )
         except UserError as error:
             await self._host.refuse(error, wait=worker is None)
             raise
+
+    async def _enter(self) -> None:
+        """Take this peer's place in the swarm. Raises UserError."""
+        await self._network.start()
+        await self._reachability.start()
+        await self._presence.enter(self._config.world_rank)
+        log.info("joined the swarm; other peers: %d", len(self._presence.view) - 1)
+        for maddr in self._presence.maddrs[:1]:
+            log.info("peers can also join through this one: --initial-peers %s", maddr)
+        await self._reports.start()
+        await self._dht.transport.serve(rollout_protocol(self._config.run_id), self._rollouts.handle)
+        await self._pool.start()
+
+    async def _agree_and_train(self, link_path: Path, worker: WorkerFactory | None) -> int:
+        self._monitor.preparing = "agreeing with the swarm"
+        await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
-        self._monitor.activity.preparing = "the training process"
-        runtime = self._runtime = assembled(
-            self._config,
-            self._agreement,
-            identity=self._identity,
-            presence=self._presence,
-            network=self._network,
-            pool=self._pool,
-            monitor=self._monitor,
-            incarnation=self._incarnation,
-            founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
-            on_change=self._core_changed,
-        )
+        self._monitor.preparing = "the training process"
+        runtime = self._runtime = self._new_runtime()
         peers = self._presence.mesh.peers
         for peer in peers:
             runtime.post(events.Connected(peer.peer_id))
@@ -155,33 +180,34 @@ class Daemon:
                 tuple((one.peer_id, one.status) for one in peers if one.status is not None)
             )
         )
-        self._spawn(runtime.run())
         server = StateServer(
             self._network.paths, self._config.run_id, self._current_state, runtime.averaging.commit_log
         )
         await server.start()
         gate = self._admission.gate
         gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
-        return await self._until_done(runtime, link_path, worker)
+        return int(await first_of(runtime.run(), self._train(runtime, link_path, worker)))
 
-    async def _enter(self) -> None:
-        """Take this peer's place in the swarm, and agree with it on the manifest. Raises UserError."""
-        await self._network.start()
-        await self._reachability.start()
-        await self._presence.enter(self._config.world_rank)
-        log.info("joined the swarm; other peers: %d", len(self._presence.view) - 1)
-        for maddr in self._presence.maddrs[:1]:
-            log.info("peers can also join through this one: --initial-peers %s", maddr)
-        self._spawn(self._presence.announce_forever())
-        await self._reports.start()
-        await self._rollouts.start(self._dht.transport.serve)
-        await self._pool.start()
-        self._monitor.activity.preparing = "agreeing with the swarm"
-        await self._agreement.reach(self._config.manifest, self._config.named, waited_out=self._waited_out)
+    async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
+        """Train as soon as this peer has a world rank, until the worker command is over or, without one, until a worker
+        says that it has finished. Raises PeersError where the worker was given up on."""
+        core = runtime.core
+        while core.world_rank == NO_RANK:
+            await self._presence.wait_for_change()
+        log.info("training as world rank %d", core.world_rank)
+        self._host.may_train(runtime)
+        if worker is None:
+            await self._host.finished.wait()
+            return 0
+        supervisor = Supervisor(
+            worker(self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path)
+        )
+        self._monitor.on_progress = supervisor.restarts.progressed
+        self._monitor.on_commit = supervisor.restarts.committed
+        return await supervisor.run_to_its_end()
 
     async def close(self) -> None:
         """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""
-        await cancelled(self._tasks)
         if self._presence.maddrs:
             log.info("leaving the swarm")
             if self._is_last and not self._host.finished.is_set():
@@ -192,8 +218,52 @@ class Daemon:
             self._reports.changed()
             await self._presence.leave()
         await self._pool.close()
-        await self._presence.close()
+        await self._presence.mesh.close()
         await self._network.close()
+
+    def _new_runtime(self) -> Runtime:
+        """By the configuration, and the manifest that the swarm has agreed on."""
+        config, manifest, presence = self._config, self._agreement.manifest, self._presence
+        schedule = Schedule.of(manifest)
+        pledges = Pledges(self._identity.path.with_suffix(".pledges"))
+        core = Peer(
+            keys=self._identity,
+            verify=verify_signature,
+            settings=Settings(
+                manifest=self._agreement.digest,
+                steps_per_epoch=schedule.steps_per_epoch,
+                num_fragments=schedule.num_fragments,
+                epoch_s=schedule.seconds_per_epoch,
+                never_waits=schedule.never_waits,
+                aggregation=Aggregation.of(manifest),
+                quorum=config.quorum,
+                grace_s=config.grace_s,
+                attempt_timeout_s=config.averaging_timeout or math.inf,
+                galaxy_size=presence.galaxy_size,
+                founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
+            ),
+            incarnation=self._incarnation,
+            world_rank=presence.world_rank,
+            pledges=pledges.attempts,
+            now=time.monotonic(),
+        )
+        return Runtime(
+            core,
+            mesh=presence.mesh,
+            averaging=Averaging(
+                core, manifest, pool=self._pool, forwarded_bytes=lambda: self._network.forwarded_bytes
+            ),
+            pledges=pledges,
+            fetch=partial(
+                fetch_state,
+                run_id=config.run_id,
+                transport=self._network.paths,
+                manifest=manifest,
+                on_received=lambda received: setattr(self._monitor, "received", received),
+            ),
+            on_change=self._core_changed,
+            on_tell=lambda tell: self._monitor.journal.happened(time.time(), tell.text),
+        )
 
     def _new_reporting(self) -> Reporting:
         return Reporting(
@@ -225,43 +295,6 @@ class Daemon:
             self._news = news
             self._presence.publish()
             self._reports.changed()
-
-    async def _until_done(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Wait until the worker command is over or, without one, until a worker says that it has finished.
-
-        Raises the error of any part of the daemon that ends before.
-        """
-        done: asyncio.Task[Any] = asyncio.create_task(self._train(runtime, link_path, worker))
-        try:
-            await asyncio.wait({done, self._failed, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (self._failed, *self._tasks):
-                if task.done():
-                    task.result()
-                    raise PeersError(f"a part of the daemon ended early: {task}")
-            return int(done.result())
-        finally:
-            done.cancel()
-            if self._supervisor is not None:
-                await self._supervisor.stop()
-
-    async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Train as soon as this peer has a world rank. Raises PeersError where the worker was given up on."""
-        core = runtime.core
-        while core.world_rank == NO_RANK:
-            await self._presence.wait_for_change()
-        log.info("training as world rank %d", core.world_rank)
-        self._host.may_train(runtime)
-        if worker is None:
-            await self._host.finished.wait()
-            return 0
-        command = worker(self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path)
-        supervisor = self._supervisor = Supervisor(command)
-        self._monitor.on_progress = supervisor.restarts.progressed
-        self._monitor.on_commit = supervisor.restarts.committed
-        return await supervisor.run_to_its_end()
-
-    def _spawn(self, coroutine: Any) -> None:
-        self._tasks.append(asyncio.create_task(coroutine))
 
     # What this peer shows of itself, and what reaches it
 
@@ -307,10 +340,12 @@ class Daemon:
             lost_ranks = ", ".join(map(str, lost))
             log.warning("lost peer %s", lost_ranks)
             self._monitor.journal.happened(time.time(), f"lost peer {lost_ranks}")
-            if self._config.fail_rank_drop and not self._failed.done():
-                self._failed.set_exception(
-                    PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
-                )
+            if self._config.fail_rank_drop:
+
+                async def fail() -> None:
+                    raise PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
+
+                self._runtime.post(fail)
         self._reports.changed()
 
     def _post(self, event: events.Event) -> None:
@@ -319,6 +354,3 @@ class Daemon:
             self._pool.drop(event.peer_id)
         if self._runtime is not None:
             self._runtime.post(event)
-
-    def _waited_out(self) -> bool:
-        return time.monotonic() > self._deadline

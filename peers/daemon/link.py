@@ -6,8 +6,8 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
     worker                                   daemon
     adopt {}                            ->   (where the worker does not know what the swarm has agreed on)
                                         <-   manifest {manifest, world_rank}
-    hello {layout, local_rank, ...}     ->
-                                        <-   welcome {run_id, world_rank} + 2 file descriptors a fragment
+    hello {layout, local_rank}          ->
+                                        <-   welcome {world_rank} + 2 file descriptors a fragment
     offer {resume}                      ->   (*out* holds the worker's initial weights)
                                         <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
     ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; the worker leaves it alone until the answer)
@@ -140,15 +140,9 @@ class WorkerLink:
                     raise LinkLost(f"no daemon answers at {path}: {error}") from error
                 time.sleep(RETRY_S / 5)
 
-    def hello(self, layout: Layout, *, local_rank: int, num_local_ranks: int) -> dict[str, Any]:
+    def hello(self, layout: Layout, *, local_rank: int) -> dict[str, Any]:
         """Introduce this rank and map the shared memories. Returns the `welcome` message."""
-        self.send(
-            "hello",
-            layout=layout,
-            local_rank=local_rank,
-            num_local_ranks=num_local_ranks,
-            pid=os.getpid(),
-        )
+        self.send("hello", layout=layout, local_rank=local_rank)
         sizes = layout.sizes
         descriptors: list[int] = []
         welcome = self._receive(descriptors)

@@ -1,27 +1,36 @@
-"""Runs one peer of the swarm, from its identity to its leaving. The order of its life:
+"""Runs one peer of the swarm, from its identity to its leaving; `python -m peers.daemon.main` has a process of its own.
+
+The order of its life:
 
 identity -> DHT -> world rank -> mesh -> manifest -> worker -> state -> epochs -> leave
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from peers.admission.service import AdmissionService
 from peers.daemon.config import DaemonConfig
 from peers.daemon.daemon import Daemon, WorkerFactory
 from peers.daemon.link import listen, refuse
-from peers.errors import UserError
-from peers.net.dht.node import Dht
+from peers.errors import PeersError, UserError
+from peers.net.dht.node import Dht, load_hivemind
 from peers.net.identity import claim_slot, is_one_more
 from peers.net.socket_directory import SocketDirectory
 from peers.protocol.reports import Phase
+from peers.timing import PROBE_S, STOP_S
 
+_MAX_CONFIG_BYTES = 1 << 24
+_CLEAN_UP_TIMEOUT_S = STOP_S + PROBE_S
 log = logging.getLogger(__name__)
 
 
@@ -67,9 +76,49 @@ async def run_daemon(
                 await refuse(accept, str(error))
             raise
         daemon = Daemon(config, identity, dht, admission)
-        if on_phase is not None:
-            daemon.tell_phases(on_phase)
         stack.push_async_callback(daemon.close)
         if config.metrics_port is not None:
             await stack.enter_async_context(daemon.metrics_served(config.metrics_port))
-        return await daemon.live(accept, link_path, worker)
+        return await daemon.live(accept, link_path, worker, on_phase)
+
+
+def main() -> int:
+    """The daemon of a worker that was started first, configured by JSON on stdin. Returns the exit code: 0 done, 2 for
+    what the user can correct (the worker reports it), 1 for any other failure, 128 + n for a signal."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    # This takes seconds, during which an event loop would not react to signals.
+    load_hivemind()
+    try:
+        text = sys.stdin.buffer.read(_MAX_CONFIG_BYTES)
+        return asyncio.run(_until_signal(msgspec.json.decode(text, type=DaemonConfig)))
+    except UserError as error:
+        log.error("%s", error)
+        return 2
+    except PeersError:
+        log.exception("the daemon failed")
+        return 1
+
+
+async def _until_signal(config: DaemonConfig) -> int:
+    """Run the daemon. On SIGTERM, which the worker's death also sends, or SIGINT it leaves the swarm by a deadline."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(run_daemon(config, worker=None))
+    caught: list[int] = []
+
+    def leave(number: int) -> None:
+        caught.append(number)
+        task.cancel()
+        # At the deadline the kernel ends this process, and p2pd dies with it.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _CLEAN_UP_TIMEOUT_S)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, leave, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + caught[0] if caught else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -198,9 +198,6 @@ class Presence:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self._announce(ttl_s=LEAVING_TTL_S)
 
-    async def close(self) -> None:
-        await self.mesh.close()
-
     async def _obtain_rank(self, wanted: int | None) -> int:
         grant = await request_rank(
             self._dht,

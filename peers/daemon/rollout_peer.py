@@ -11,16 +11,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from peers.admission.secrets import AdmissionSettings
 from peers.admission.service import AdmissionService
 from peers.core import joining
+from peers.daemon.agreement import check_manifest, check_settings
 from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator
-from peers.daemon.link import listen
+from peers.daemon.link import Accept, listen
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.errors import LinkLost, PeerUnreachable, ProtocolError, UserError
 from peers.net.dht.node import Dht, announced
@@ -65,13 +65,8 @@ async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, direc
         stack.push_async_callback(dht.close)
         admission = AdmissionService(config.run_id, identity, dht, settings)
         await admission.enter()
-        generator = Generator()
-        stack.callback(generator.close)
-        peer = RolloutPeer(config, identity, dht, admission, generator, directory)
-        return await peer.live(
-            generator.serve(accept),
-            lambda manifest: Supervisor(worker(manifest, link_path)),
-        )
+        peer = RolloutPeer(config, identity, dht, admission, directory)
+        return await peer.live(accept, link_path, worker)
 
 
 class RolloutPeer:
@@ -83,11 +78,10 @@ class RolloutPeer:
         identity: Identity,
         dht: Dht,
         admission: AdmissionService,
-        generator: Generator,
         directory: Path,
     ) -> None:
         self._config, self._identity, self._dht, self._admission = config, identity, dht, admission
-        self._generator, self._directory = generator, directory
+        self._generator, self._directory = Generator(), directory
         self._manifest: dict[str, Scalar] = {}
         self._agreed = asyncio.Event()
         """Set once there is a manifest."""
@@ -103,21 +97,27 @@ class RolloutPeer:
         self._told_at = float("-inf")
         self._said = ""
 
-    async def live(
-        self, links: Coroutine[Any, Any, None], supervisor_of: Callable[[Mapping[str, Scalar]], Supervisor]
-    ) -> int:
+    async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory) -> int:
         """Work until there is nothing to do any more. Returns the exit code."""
 
         async def generate() -> int:
             await self._agreed.wait()
-            return await supervisor_of(self._manifest).run_to_its_end()
+            return await Supervisor(worker(self._manifest, link_path)).run_to_its_end()
 
-        parts = (links, self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())
-        return int(await first_of(*parts) or 0)
+        with contextlib.closing(self._generator) as generator:
+            parts = (self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())
+            return int(await first_of(generator.serve(accept), *parts) or 0)
 
     async def _work(self) -> int:
-        """Work for one learner after the other. Raises UserError if there was never one."""
-        while (learner := await self._next_learner()) is not None:
+        """Work for one learner after the other, until none has been there for long. Raises UserError if there was never
+        one."""
+        patience_s = self._config.timeout_waiting_for_peers
+        while True:
+            if (learner := await self._learner()) is None:
+                if time.monotonic() - self._seen_at > patience_s:
+                    break
+                await asyncio.sleep(OFTEN_S)
+                continue
             try:
                 await self._work_for(learner)
             except Refused as error:
@@ -127,22 +127,13 @@ class RolloutPeer:
                 text = f"learner {learner.world_rank} is not there for rollouts: {error}"
                 log.log(logging.DEBUG if text == self._said else logging.INFO, "%s", text)
                 self._said = text
+        if not self._manifest:
+            raise UserError(
+                f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started with "
+                "--mode grpo --rollout peers, and is this the run's --run-id?"
+            )
         log.info("no learner is left")
         return 0
-
-    async def _next_learner(self) -> Announcement | None:
-        """Wait for a learner; None if none has been there for long. Raises UserError if there was never one."""
-        patience_s = self._config.timeout_waiting_for_peers
-        while (learner := await self._learner()) is None:
-            if time.monotonic() - self._seen_at > patience_s:
-                if self._manifest:
-                    return None
-                raise UserError(
-                    f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started "
-                    "with --mode grpo --rollout peers, and is this the run's --run-id?"
-                )
-            await asyncio.sleep(OFTEN_S)
-        return learner
 
     async def _learner(self) -> Announcement | None:
         """The learner that this peer is to work for now."""
@@ -183,18 +174,14 @@ class RolloutPeer:
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
         """Take over the run's settings. Raises UserError where they contradict the user, ProtocolError for others."""
         proposal, theirs = self._config.manifest, dict(manifest)
-        try:
-            joining.check_manifest(theirs)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
+        check_manifest(theirs)
         if wrong := joining.misfits(proposal, theirs):
             raise ProtocolError(f"its manifest has other types: {', '.join(wrong)[:200]}")
         if self._manifest:
             if joining.manifest_digest(theirs) != joining.manifest_digest(self._manifest):
                 raise ProtocolError("its manifest is another than that of the learners before it")
             return
-        if unlike := joining.manifest_differences(proposal, theirs, self._config.named):
-            raise UserError("these settings differ from the swarm's:\n" + "\n".join(unlike))
+        check_settings(proposal, theirs, self._config.named)
         self._manifest = theirs
         self._agreed.set()
 

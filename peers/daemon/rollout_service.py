@@ -6,10 +6,12 @@ The trainer says what its weights are and asks for rollouts on a connection of i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from peers.daemon.link import DaemonConnection
-from peers.daemon.policies import Policies, WeightsFile
 from peers.daemon.rollout_queue import RolloutQueue, Taken, Terms, Waiting
 from peers.errors import PeersError, ProtocolError
 from peers.net.channel import Channel
@@ -26,6 +27,7 @@ from peers.protocol.mesh import Manifest, Scalar
 from peers.protocol.refusal import Refusal, Refused
 from peers.protocol.reports import MAX_ROLLOUT_PEERS, RolloutSender
 from peers.protocol.rollouts import (
+    MAX_BLOBS,
     MAX_MESSAGE_BYTES,
     Asked,
     Blob,
@@ -33,12 +35,12 @@ from peers.protocol.rollouts import (
     Hello,
     NoBlob,
     NoPolicy,
+    Policy,
     Signed,
     Verdict,
     WantBlob,
     WantPolicy,
     Welcome,
-    rollout_protocol,
     verified,
 )
 from peers.tasks import is_set_within
@@ -54,7 +56,18 @@ _SILENCE_S = FORGET_S
 
 log = logging.getLogger(__name__)
 
-Serve = Callable[[str, Callable[[str, socket.socket], Awaitable[None]]], Awaitable[None]]
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFile:
+    """A file that the trainer has written: all weights, or what has changed since others."""
+
+    path: str
+    sha256: str
+    num_bytes: int
+    leads_to: str
+    """Digest of the weights that are there after it."""
+    base: str = ""
+    """Digest of the weights that it changes; empty: it holds all of them."""
 
 
 class RolloutService:
@@ -65,15 +78,13 @@ class RolloutService:
     ) -> None:
         self.queue = RolloutQueue(run_id, me, first_number=time.time_ns() // 1_000_000)
         self._run_id, self._gate, self._manifest = run_id, gate, manifest
-        self._policies = Policies()
+        self._files: list[WeightsFile] = []
+        self._digest = ""
+        """Of the newest weights."""
         self._chat_template = ""
         self._news = asyncio.Event()
         self._streams: dict[asyncio.Task[Any], str] = {}
         self._arrived_at = float("-inf")
-
-    async def start(self, serve: Serve) -> None:
-        """Answer rollout peers from now on."""
-        await serve(rollout_protocol(self._run_id), self._accepted)
 
     @property
     def present(self) -> frozenset[str]:
@@ -118,10 +129,9 @@ class RolloutService:
             message = await connection.receive()
 
     def _published(self, message: Mapping[str, Any]) -> None:
-        digest, step = str(message["digest"]), int(message["step"])
-        self._chat_template = str(message["chat_template"])
-        self._policies.published(digest, step, [_file_of(fields) for fields in message["files"]])
-        self.queue.published(digest, step, Terms(**message["terms"]))
+        self._digest, self._chat_template = str(message["digest"]), str(message["chat_template"])
+        self._files = [WeightsFile(**fields) for fields in message["files"]]
+        self.queue.published(self._digest, int(message["step"]), Terms(**message["terms"]))
 
     async def _take(self, count: int, timeout_s: float) -> Taken:
         """Wait for so many rollouts; none if none has come for `timeout_s`, counted from here or the last one."""
@@ -136,7 +146,7 @@ class RolloutService:
 
     # Rollout peers
 
-    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
+    async def handle(self, peer_id: str, sock: socket.socket) -> None:
         task = asyncio.current_task()
         assert task is not None
         with Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
@@ -166,11 +176,10 @@ class RolloutService:
         if self.queue.terms is None or is_left_out or len(self._streams) >= MAX_STREAMS:
             await channel.send_last(NoPolicy(), ANSWER_S)
             return False
-        number = self.queue.sender(peer_id).next_number
         welcome = Welcome(
             manifest=Manifest(fields=dict(self._manifest())),
             chat_template=self._chat_template,
-            next_number=number,
+            next_number=self.queue.sender(peer_id).next_number,
         )
         await channel.send(welcome, ANSWER_S)
         return True
@@ -178,9 +187,9 @@ class RolloutService:
     async def _answer(self, peer_id: str, channel: Channel) -> None:
         match await channel.read(_ASKED, _SILENCE_S):
             case WantPolicy(held):
-                await channel.send(self._policies.newest(held) or NoPolicy(), ANSWER_S)
+                await channel.send(self._newest(held), ANSWER_S)
             case WantBlob(digest):
-                await self._send_blob(self._policies.file(digest), channel)
+                await self._send_blob(digest, channel)
             case Signed() as message:
                 # Decoding thousands of tokens and checking a signature takes milliseconds.
                 rollout = await asyncio.to_thread(verified, peer_id, message)
@@ -190,33 +199,48 @@ class RolloutService:
                 self._news.set()
                 await channel.send(Verdict(dropped=dropped), PROBE_S)
 
-    async def _send_blob(self, file: WeightsFile | None, channel: Channel) -> None:
-        try:
-            content = file.path.open("rb") if file else None
-        except FileNotFoundError:
-            # The trainer has written newer ones meanwhile.
-            content = None
-        if file is None or content is None:
-            await channel.send(NoBlob(), ANSWER_S)
-            return
-        with content:
-            await channel.send(Blob(), ANSWER_S)
-            left = file.name.num_bytes
-            while left:
-                piece = await asyncio.to_thread(content.read, min(left, _PIECE_BYTES))
-                if not piece:
-                    raise PeersError(f"{file.path} is shorter than it was")
-                left -= len(piece)
-                await channel.send_bytes(memoryview(piece), STALL_S)
+    def _newest(self, held: str) -> Policy | NoPolicy:
+        """The newest weights, and the files that lead to them from those that are held."""
+        files = way_to(self._digest, held, self._files)
+        if files is None:
+            return NoPolicy()
+        names = tuple(BlobName(digest=file.sha256, num_bytes=file.num_bytes) for file in files)
+        return Policy(digest=self._digest, step=self.queue.step, blobs=names)
+
+    async def _send_blob(self, digest: str, channel: Channel) -> None:
+        file = next((file for file in self._files if file.sha256 == digest), None)
+        if file is not None:
+            # The trainer may have written newer ones meanwhile, and removed this one.
+            with contextlib.suppress(FileNotFoundError), Path(file.path).open("rb") as content:
+                await channel.send(Blob(), ANSWER_S)
+                left = file.num_bytes
+                while left:
+                    piece = await asyncio.to_thread(content.read, min(left, _PIECE_BYTES))
+                    if not piece:
+                        raise PeersError(f"{file.path} is shorter than it was")
+                    left -= len(piece)
+                    await channel.send_bytes(memoryview(piece), STALL_S)
+                return
+        await channel.send(NoBlob(), ANSWER_S)
 
 
-def _file_of(fields: Mapping[str, Any]) -> WeightsFile:
-    return WeightsFile(
-        path=Path(fields["path"]),
-        name=BlobName(digest=fields["sha256"], num_bytes=int(fields["num_bytes"])),
-        leads_to=str(fields["leads_to"]),
-        base=str(fields["base"]),
-    )
+def way_to(newest: str, held: str, files: Sequence[WeightsFile]) -> list[WeightsFile] | None:
+    """The files to apply one after the other, of the fewest bytes together; None if nothing leads there."""
+    wholes = {file.leads_to: file for file in files if not file.base}
+    patches = {file.leads_to: file for file in files if file.base}
+    ways: list[list[WeightsFile]] = []
+    at, way = newest, list[WeightsFile]()
+    while len(way) < MAX_BLOBS:
+        if at == held:
+            ways.append(way)
+            break
+        if at in wholes:
+            ways.append([wholes[at], *way])
+        if at not in patches:
+            break
+        way = [patches[at], *way]
+        at = patches[at].base
+    return min(ways, key=lambda way: sum(file.num_bytes for file in way), default=None)
 
 
 def _told(one: Waiting) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Carries out the core's effects, and reports back what came of them. It decides nothing.
+"""Carries out the core's effects on asyncio, and reports back what came of them. It decides nothing.
 
-Reductions and downloads run in the background; everything else is done in the turn of its event (core_loop.py).
+One task hands the core its events, one after the other, and carries out the effects of each in their order before the
+next, so that the state, the round and the messages do not change under one another. Only reductions and downloads run
+in the background.
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ from peers.core import effects, events
 from peers.core.effects import Effect
 from peers.core.peer import Peer
 from peers.daemon.averaging import Averaging, WorkInHand, no_residuals
-from peers.daemon.beginning import Beginning
-from peers.daemon.core_loop import CoreLoop
-from peers.daemon.downloads import Downloads
+from peers.daemon.downloads import Fetch
 from peers.daemon.pledges import Pledges
 from peers.errors import PeersError, RoundFailed, StateUnavailable
 from peers.net.mesh import Mesh
@@ -28,15 +28,18 @@ from peers.protocol.messages import Offer, Status
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Ahead, EpochOutcome, Start
 from peers.state.outer_state import OuterState
-from peers.timing import COMMIT_S
+from peers.timing import FORGET_S
 
 log = logging.getLogger(__name__)
 
-_NEWCOMER_S = COMMIT_S
-"""For this long after it has started, a peer may be about to download the state: commits are recorded for it."""
+_MOST_EVENTS = 4096
+"""Messages that arrive while so many events are waiting are dropped, as they may be on the network."""
+
+Step = Callable[[], Coroutine[Any, Any, events.Event | None]]
+"""Work that has to be done in its turn among the events. Returns the event that it results in, if any."""
 
 
-class Runtime(CoreLoop):
+class Runtime:
     """Owns one peer's outer state, and the core that decides about it."""
 
     def __init__(
@@ -46,13 +49,15 @@ class Runtime(CoreLoop):
         mesh: Mesh,
         averaging: Averaging,
         pledges: Pledges,
-        downloads: Downloads,
+        fetch: Fetch,
         on_change: Callable[[], None],
         on_tell: Callable[[effects.Tell], None],
     ) -> None:
-        super().__init__(core)
+        """`on_change` is called after each event."""
+        self.core = core
+        self._events: asyncio.Queue[events.Event | Step] = asyncio.Queue()
         self._mesh = mesh
-        self.averaging, self._pledges, self._downloads = averaging, pledges, downloads
+        self.averaging, self._pledges, self._fetch_state = averaging, pledges, fetch
         self._on_change, self._on_tell = on_change, on_tell
         self.state: OuterState | None = None
         """This peer's outer state, once it has one of the run. Only this class sets it."""
@@ -64,11 +69,59 @@ class Runtime(CoreLoop):
         self._base: list[Tensor] | None = None
         """The anchor on which the worker's weights are based, where the state has moved on without it."""
         self._work: WorkInHand | None = None
-        self._beginning: Beginning | None = None
+        self._beginning: tuple[Sequence[Tensor], asyncio.Future[Start]] | None = None
+        """The *in* memories of a worker that waits to be told where it begins, and the answer to it."""
         self._reducing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._expected: tuple[str, frozenset[str]] = "", frozenset()
         """A head, and the peers on it to which streams were opened ahead of its round."""
+
+    async def run(self) -> None:
+        """Handle events until cancelled. Raises PeersError where this peer cannot continue."""
+        try:
+            while True:
+                event = await self._next_event()
+                for effect in self.core.handle(event, time.monotonic()):
+                    await self._perform(effect)
+                self._expect_others()
+                self._on_change()
+                # Taking an event that is already there does not let any other task run.
+                await asyncio.sleep(0)
+        finally:
+            await self._stop_reducing()
+            self._stop_fetching()
+
+    def post(self, event: events.Event | Step) -> None:
+        """Queue an event, or work during which no effect may be carried out."""
+        is_message = isinstance(event, events.Received | events.StatusesReceived | events.StillHere)
+        if not is_message or self._events.qsize() < _MOST_EVENTS:
+            self._events.put_nowait(event)
+
+    async def _next_event(self) -> events.Event | None:
+        """The next event; None at the core's deadline."""
+        wait_s = min(max(0.0, self.core.deadline - time.monotonic()), FORGET_S)
+        try:
+            # In Python 3.11 wait_for loses a cancellation that arrives together with an event.
+            async with asyncio.timeout(wait_s):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        return await event() if callable(event) else event
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run this beside the loop. An error in it ends the loop with that error."""
+        task = asyncio.create_task(work)
+
+        def has_ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+
+                async def fail() -> None:
+                    task.result()
+
+                self.post(fail)
+
+        task.add_done_callback(has_ended)
+        return task
 
     # What the worker asks for
 
@@ -79,19 +132,21 @@ class Runtime(CoreLoop):
 
         The run begins from `offered` if it has no state yet, and the founders agree on this one.
         """
-        beginning = Beginning(inn)
+        start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
 
         async def arrive() -> events.Event:
             # Set in its turn: the worker before it may still be waiting for an answer.
-            self._beginning = beginning
+            self._beginning = inn, start
             if self.state is None and self._offered is None:
                 self._offered = offered
                 self.averaging.residuals = list(residuals) if residuals else no_residuals(offered)
-                self.post(events.StateOffered(_offer_of(offered)))
+                header = offered.header
+                offer = Offer(header.anchor_digest, header.momentum_digest, header.certificate)
+                self.post(events.StateOffered(offer))
             return events.WorkerWaits()
 
         self.post(arrive)
-        return await beginning.start
+        return await start
 
     async def average(self, work: WorkInHand) -> EpochOutcome:
         """Have the work averaged. Its *in* then holds what the worker continues from; its *out* is only read.
@@ -118,7 +173,7 @@ class Runtime(CoreLoop):
 
     # What the core has decided
 
-    def _perform(self, effect: Effect) -> Coroutine[Any, Any, None] | None:
+    async def _perform(self, effect: Effect) -> None:
         match effect:
             case effects.Send(peer_id, message):
                 if isinstance(message, Status):
@@ -141,32 +196,25 @@ class Runtime(CoreLoop):
                 log.info("%s", effect.text)
                 self._on_tell(effect)
             case effects.Pledge(head, attempt):
-                return asyncio.to_thread(self._pledges.add, head, attempt)
+                await asyncio.to_thread(self._pledges.add, head, attempt)
             case effects.Reduce(plan, timeout_s):
-                return self._begin_reducing(plan, timeout_s)
+                await self._stop_reducing()
+                self.averaging.cancelled.clear()
+                self._reducing = self._in_background(self._reduce(plan, timeout_s))
             case effects.Apply(certificate):
-                return self._apply(certificate)
+                # A state that was being fetched is not needed any more.
+                self._stop_fetching()
+                assert self._work is not None and self.state is not None
+                await self.averaging.commit(certificate, self._work, self.state)
             case effects.Fetch(path, donors, timeout_s):
                 self._stop_fetching()
                 self._fetching = self._in_background(self._fetch(path, donors, timeout_s))
             case effects.Adopt(certificate):
-                return self._adopt(certificate)
+                await self._adopt(certificate)
             case effects.Rebase():
-                return self._rebase()
+                await self._rebase()
             case effects.Answer():
-                return self._answer(effect)
-        return None
-
-    def _event_handled(self) -> None:
-        self._expect_others()
-        self._on_change()
-
-    async def run(self) -> None:
-        try:
-            await super().run()
-        finally:
-            await self._stop_reducing()
-            self._stop_fetching()
+                await self._answer(effect)
 
     def _expect_others(self) -> None:
         """Open streams to peers that are new on this head, or back: opening takes round trips, for which a round would
@@ -181,34 +229,19 @@ class Runtime(CoreLoop):
             for peer_id in here - known:
                 self.averaging.pool.open_ahead(peer_id)
 
-    # Reductions and commits
-
-    async def _begin_reducing(self, plan: Plan, timeout_s: float) -> None:
-        await self._stop_reducing()
-        self.averaging.cancelled.clear()
-        self._reducing = self._in_background(self._reduce(plan, timeout_s))
+    # Reductions
 
     async def _reduce(self, plan: Plan, timeout_s: float) -> None:
         work, state = self._work, self.state
         assert work is not None and state is not None
         try:
-            header = await self.averaging.reduce(
-                plan, work, state, timeout_s, is_peer_joining=self._is_peer_joining()
-            )
+            header = await self.averaging.reduce(plan, work, state, timeout_s)
         except (PeersError, OSError) as error:
             if not self.averaging.cancelled.is_set():
                 log.info("attempt %d at epoch %d failed: %s", plan.attempt, plan.epoch, error)
                 self.post(_reduce_failed(plan, error))
         else:
             self.post(events.Reduced(plan.digest, header.anchor_digest, header.momentum_digest))
-
-    def _is_peer_joining(self) -> bool:
-        now_ns, lately_ns = time.time_ns(), int(_NEWCOMER_S * 1e9)
-        # The absolute difference: a peer whose clock is ahead would otherwise count as joining for ever.
-        return any(
-            status.phase in ("waiting", "fetching") and abs(now_ns - status.incarnation) < lately_ns
-            for _, status in self.core.swarm.live()
-        )
 
     async def _stop_reducing(self) -> None:
         if self._reducing is not None:
@@ -217,21 +250,13 @@ class Runtime(CoreLoop):
             await asyncio.wait({self._reducing})
             self._reducing = None
 
-    async def _apply(self, certificate: Certificate) -> None:
-        # A state that was being fetched is not needed any more.
-        self._stop_fetching()
-        assert self._work is not None and self.state is not None
-        await self.averaging.commit(certificate, self._work, self.state)
-
     # States of other peers
 
     async def _fetch(self, path: Sequence[Certificate], donors: Sequence[str], timeout_s: float) -> None:
         head, known = path[-1].head, self.state or self._offered
         assert known is not None, "a worker comes first: it says how large the state is"
         try:
-            self._fetched = await self._downloads.fetch(
-                path, donors, sizes=known.sizes, have=self.state, timeout_s=timeout_s
-            )
+            self._fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s)
         except (PeersError, OSError, TimeoutError) as error:
             log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, error or type(error).__name__)
             suspects = error.suspects if isinstance(error, StateUnavailable) else frozenset()
@@ -274,9 +299,13 @@ class Runtime(CoreLoop):
         assert state is not None
         if answer.how == "begin":
             self._base = None
-            beginning, self._beginning = self._beginning, None
-            if beginning is not None:
-                await beginning.settle(state.anchor, self._start(answer, state))
+            if self._beginning is not None:
+                (inn, start), self._beginning = self._beginning, None
+                for memory, values in zip(inn, state.anchor, strict=True):
+                    await asyncio.to_thread(memory.copy_, values)
+                # The worker may have died meanwhile.
+                if not start.done():
+                    start.set_result(self._start(answer, state))
             return
         await self._stop_reducing()
         work, self._work = self._work, None
@@ -295,7 +324,7 @@ class Runtime(CoreLoop):
             world_rank=self.core.world_rank,
             num_failures=len(failures),
             failures=list(failures),
-            num_peers=self._num_peers,
+            num_peers=1 + len(self.core.swarm.live()),
             bandwidth=self.averaging.bandwidth.bytes_per_s,
         )
 
@@ -308,13 +337,9 @@ class Runtime(CoreLoop):
             data_base=answer.data_base,
             anchor_digest=state.anchor_digest,
             head=state.head,
-            num_peers=self._num_peers,
+            num_peers=1 + len(self.core.swarm.live()),
             keep_local=False,
         )
-
-    @property
-    def _num_peers(self) -> int:
-        return 1 + len(self.core.swarm.live())
 
 
 def _reduce_failed(plan: Plan, error: PeersError | OSError) -> events.ReduceFailed:
@@ -326,8 +351,3 @@ def _reduce_failed(plan: Plan, error: PeersError | OSError) -> events.ReduceFail
         for ranks in (failure.suspects, failure.told_by, failure.offenders)
     )
     return events.ReduceFailed(plan.digest, str(error)[:300], suspects, told_by, offenders)
-
-
-def _offer_of(state: OuterState) -> Offer:
-    header = state.header
-    return Offer(anchor=header.anchor_digest, momentum=header.momentum_digest, certificate=header.certificate)

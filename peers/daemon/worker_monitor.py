@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from peers.core.peer import Peer
+from peers.core.round import Stage
 from peers.core.schedule import Schedule
 from peers.daemon.agreement import Agreement
 from peers.daemon.averaging import WorkInHand
-from peers.daemon.doing import Activity, standing_of
+from peers.daemon.config import codec_of
 from peers.daemon.presence import Presence
 from peers.daemon.runtime import Runtime
 from peers.monitor.journal import Journal
-from peers.monitor.phases import Doing, training_left_s
+from peers.monitor.phases import Doing, PhaseClock, training_left_s
 from peers.monitor.reporting import RunFigures, entry_of
 from peers.protocol.mesh import OWN_WORKER, WORKER
 from peers.protocol.records import State
@@ -24,6 +26,9 @@ from peers.state.handover import EpochOutcome, Start
 
 log = logging.getLogger(__name__)
 
+_STEPS = {Stage.GATHER: "seeking", Stage.REDUCE: "reducing", Stage.VOTE: "voted"}
+_WAITS = {Stage.REDUCE: "the sums", Stage.VOTE: "the votes"}
+_TRAINING = "training"
 _DIVERGED = "its loss is not a number any more; is the learning rate too high?"
 
 
@@ -42,7 +47,14 @@ class WorkerMonitor:
         """Seconds per step; 0: not known."""
         self.tokens_per_s = 0.0
         self.has_worker = False
-        self.journal, self.activity = Journal(), Activity()
+        self.journal = Journal()
+        self.preparing = "joining the network"
+        """The step that is under way before there is a state to train from."""
+        self.told: Doing | None = None
+        """What keeps the worker from training steps, or how far it is in a long one, as it reports it."""
+        self.received: tuple[int, int] | None = None
+        """While a state is being downloaded: the bytes that are here, and those of the whole state."""
+        self._clock = PhaseClock()
         self.on_progress: Callable[[], None] = lambda: None
         self.on_commit: Callable[[], None] = lambda: None
         """Called after a commit that contains this worker's work."""
@@ -52,15 +64,30 @@ class WorkerMonitor:
     @property
     def phase(self) -> Phase:
         """What this peer is doing, for people."""
-        end_step = self.run_figures.end_step
+        return self._clock.at(self._doing(), time.monotonic())
+
+    def _doing(self) -> Doing:
+        here, wanted = len(self._presence.view) if self._presence.maddrs else 0, self._presence.galaxy_size
+        lacking = Doing("waiting for peers", "", here, wanted, "peers") if here < wanted else None
+        if self.state == "leaving":
+            return Doing("leaving")
+        # A download does not interrupt training.
+        if self.received is not None and self.state != "training":
+            return Doing("receiving the state", "", *self.received, "bytes")
+        if self.state == "averaging":
+            waits_for = self.standing.waits_for
+            return Doing("averaging", f"waits for {waits_for}" if waits_for else "")
+        if self.state == "joining" and self.told is None:
+            return lacking if lacking and here else Doing("starting", self.preparing)
+        if self.state == "waiting":
+            return lacking or Doing("waiting for the state")
+        told, end_step = self.told, self.run_figures.end_step
+        if told is not None and told.name != _TRAINING:
+            return told
         left_s = training_left_s(self.journal.curve.points, self.step, end_step)
-        return self.activity.phase(
-            self.state,
-            training=Doing("training", "", self.step, end_step, "steps", left_s),
-            here=len(self._presence.view) if self._presence.maddrs else 0,
-            wanted=self._presence.galaxy_size,
-            waits_for=self.standing.waits_for,
-        )
+        # What the worker tells of a step that takes long counts as getting further.
+        detail = f"{told.done:.0f} of {told.total:.0f} {told.unit} of {told.detail}" if told else ""
+        return Doing(_TRAINING, detail, self.step, end_step, "steps", left_s)
 
     @property
     def standing(self) -> Standing:
@@ -82,7 +109,7 @@ class WorkerMonitor:
             steps_per_epoch=schedule.steps_per_epoch,
             end_step=min(ends, default=0),
             step_s=self.step_s,
-            compression=str(manifest.get("hv.compression") or "fp32"),
+            compression=codec_of(manifest),
             overlaps=schedule.overlap_steps != 0,
         )
 
@@ -152,7 +179,7 @@ class WorkerMonitor:
     def doing(self, message: Mapping[str, Any] | None) -> None:
         """The worker reports what it does beside its steps; None, or a message without a name, ends that."""
         doing = Doing.told(message) if message else None
-        self.activity.told = doing if doing is not None and doing.name else None
+        self.told = doing if doing is not None and doing.name else None
 
     def evaluated(self, message: Mapping[str, Any]) -> None:
         loss = message.get("loss")
@@ -200,3 +227,23 @@ def _step_s_in(message: Mapping[str, Any]) -> float:
     """Seconds per step, by the worker's report; 0: not known."""
     step_s = float(message["step_s"])
     return step_s if math.isfinite(step_s) and step_s > 0 else 0.0
+
+
+def standing_of(core: Peer) -> Standing:
+    """What this peer waits for in its round, and which peers."""
+    round_ = core.round
+    if round_ is None:
+        return Standing(waits_for="the swarm's state")
+    if core.catch_up.target is not None:
+        return Standing(step="joining", waits_for=f"the state of epoch {core.catch_up.target.plan.epoch}")
+    if core.worker.work is None:
+        return Standing(step="idle")
+    leader, missing = core.rank_of(round_.leader_of(round_.attempt)), core.missing_ranks
+    waits_for = _WAITS.get(round_.stage, "")
+    if round_.stage is Stage.GATHER and core.num_lacking:
+        more = "1 more peer" if core.num_lacking == 1 else f"{core.num_lacking} more peers"
+        waits_for = f"{more}, without which its rule averages nothing"
+    elif round_.stage is Stage.GATHER:
+        peers = f"peer{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        waits_for = peers if missing else "the next attempt"
+    return Standing(step=_STEPS[round_.stage], leader=leader, missing=missing, waits_for=waits_for)

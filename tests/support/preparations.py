@@ -100,9 +100,9 @@ def hold_state_until(flag: Path) -> None:
 def lie(name: str) -> None:
     """The daemon decides with the liar of the random schedules that has this name (`ALL_LIARS`)."""
     from diloco.sim.schedules import ALL_LIARS
-    from peers.daemon import assembly
+    from peers.daemon import daemon
 
-    honest = assembly.Peer
+    honest = daemon.Peer
 
     def make(*, keys: Any, now: float, **rest: Any) -> Any:
         inner = honest(keys=keys, now=now, **rest)
@@ -113,7 +113,7 @@ def lie(name: str) -> None:
         liar.answer = noted(liar.answer, lambda event: ())  # type: ignore[method-assign]
         return liar
 
-    assembly.Peer = make  # type: ignore[misc, assignment]
+    daemon.Peer = make  # type: ignore[misc, assignment]
 
 
 def noted(said: Callable[..., Any], honest: Callable[..., Any]) -> Callable[..., Any]:

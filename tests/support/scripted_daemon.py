@@ -93,7 +93,7 @@ class ScriptedDaemon:
         self.collects: list[dict[str, Any]] = []
         """How it asked for what it had handed over."""
         self._rule = rule
-        self._welcome = {"run_id": "test", "world_rank": world_rank}
+        self._welcome = {"world_rank": world_rank}
         self._manifest = {"hv.local_steps": local_steps, **{f"hv.{k}": v for k, v in manifest.items()}}
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []

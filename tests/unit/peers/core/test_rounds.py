@@ -9,7 +9,7 @@ from diloco.sim.schedules import lost_pieces
 from peers.core import effects
 from peers.core.plans import ABSENT_COMMITS
 from peers.core.weights import Aggregation
-from peers.daemon.doing import standing_of
+from peers.daemon.worker_monitor import standing_of
 from peers.protocol.certificates import Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Vote
 from tests.unit.peers.core.made import SETTINGS, with_settings

@@ -18,7 +18,7 @@ def put_back(how: str, *, is_rebased: bool) -> torch.Tensor:
 
     async def answered() -> torch.Tensor:
         memories = SimpleNamespace(out=[LOCAL.clone()], inn=[torch.zeros(8)])
-        work = WorkInHand(memories, 0, tokens=1, step=1, last=False, ahead=asyncio.Future())
+        work = WorkInHand(memories, 0, tokens=1, step=1, last=False)
         if is_rebased:
             work.rebase([OLD], [NEW])
         work.put_back(how, SimpleNamespace(anchor=[NEW]))

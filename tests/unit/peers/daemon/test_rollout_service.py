@@ -15,7 +15,7 @@ import pytest
 
 from peers.core.admission import Admission
 from peers.daemon.rollout_queue import Taken
-from peers.daemon.rollout_service import RolloutService
+from peers.daemon.rollout_service import RolloutService, WeightsFile, way_to
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
 from peers.net.identity import Identity, load_or_create
@@ -40,7 +40,7 @@ class Loopback:
         here, there = socket.socketpair()
         there.setblocking(False)
         here.setblocking(False)
-        self.serving.append(asyncio.create_task(self._service._accepted(self._caller, there)))
+        self.serving.append(asyncio.create_task(self._service.handle(self._caller, there)))
         return here
 
     async def serve(self, *_: Any) -> None:
@@ -171,3 +171,43 @@ async def test_who_is_not_admitted_hears_why(identity, tmp_path):
     with pytest.raises(Refused, match="no token"):
         async with stream_to(service, identity):
             pass
+
+
+WHOLE, PATCH = 100, 10
+
+
+def file(leads_to: str, base: str = "", num_bytes: int = 0) -> WeightsFile:
+    size = num_bytes or (PATCH if base else WHOLE)
+    return WeightsFile(path="nowhere", sha256="0" * 64, num_bytes=size, leads_to=leads_to, base=base)
+
+
+FILES = [file("a"), file("b", "a"), file("c", "b"), file("c"), file("d", "c")]
+
+
+def way(held: str, files: list[WeightsFile] = FILES) -> list[str]:
+    found = way_to("d", held, files)
+    assert found is not None
+    return [f"{one.base}>{one.leads_to}" for one in found]
+
+
+def test_who_has_earlier_weights_gets_the_patches_since():
+    assert way("c") == ["c>d"]
+    assert way("a") == ["a>b", "b>c", "c>d"]
+    assert way("d") == []
+
+
+def test_who_has_none_or_others_gets_all_weights_once_and_the_patches_since():
+    assert way("") == way("unknown") == [">c", "c>d"]
+
+
+def test_patches_that_are_longer_than_all_weights_are_not_taken():
+    large = [file("a"), file("b", "a", 80), file("d", "b", 80), file("d")]
+    assert way("a", large) == [">d"]
+
+
+def test_weights_to_which_nothing_leads_are_not_promised():
+    assert way_to("d", "", [file("d", "c")]) is None
+
+
+def test_a_patch_that_changes_nothing_does_not_lead_round_in_circles():
+    assert way_to("d", "x", [file("d", "d")]) is None

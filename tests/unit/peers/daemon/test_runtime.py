@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from peers.core import events
 from peers.core.peer import Peer
 from peers.core.settings import Settings
-from peers.core.weights import Aggregation
 from peers.daemon.averaging import Averaging, WorkInHand
 from peers.daemon.pledges import Pledges
 from peers.daemon.runtime import Runtime
@@ -27,7 +26,6 @@ from peers.net.streams import StreamPool
 from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
 from peers.state.handover import Memories
-from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
 
 SIZE = 1000
@@ -41,9 +39,8 @@ class NoTransport:
         raise AssertionError("nobody is there")
 
 
-class NoDownloads:
-    async def fetch(self, *_args: Any, **_kwargs: Any) -> OuterState:
-        raise StateUnavailable("nobody is there")
+async def fetch(*_args: Any) -> OuterState:
+    raise StateUnavailable("nobody is there")
 
 
 class Told:
@@ -80,25 +77,20 @@ def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
         now=time.monotonic(),
     )
 
-    averaging = Averaging(
-        me=identity.peer_id,
-        codec=codec,
-        local_steps=local_steps,
-        aggregation=Aggregation(),
-        niceness=0,
-        pool=StreamPool(NoTransport(), "t"),
-        optimizer_for=lambda num_members: OuterOptimizer(lr=0.7, momentum=0.9),
-        timing=core.timing,
-        is_live=core.swarm.is_live,
-        forwarded_bytes=lambda: 0,
-    )
+    manifest = {
+        "hv.compression": codec,
+        "hv.local_steps": local_steps,
+        "hv.outer_lr": 0.7,
+        "hv.outer_momentum": 0.9,
+    }
+    averaging = Averaging(core, manifest, pool=StreamPool(NoTransport(), "t"), forwarded_bytes=lambda: 0)
     try:
         yield Runtime(
             core,
             mesh=Told(),
             averaging=averaging,
             pledges=pledges,
-            downloads=NoDownloads(),
+            fetch=fetch,
             on_change=lambda: None,
             on_tell=lambda _: None,
         )
@@ -128,7 +120,7 @@ def memories(value: float = 1.0) -> Memories:
 
 
 def work_in(memories: Memories, step: int = 2) -> WorkInHand:
-    return WorkInHand(memories, 0, tokens=1, step=step, last=False, ahead=asyncio.Future())
+    return WorkInHand(memories, 0, tokens=1, step=step, last=False)
 
 
 def offered() -> OuterState:

@@ -11,6 +11,7 @@ import torch
 
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.worker_monitor import WorkerMonitor
+from peers.monitor.phases import Doing, in_words
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 from peers.state.handover import EpochOutcome, Memories, Start
 from tests.support.scripted_daemon import COMMITTED
@@ -26,7 +27,7 @@ def a_monitor(*, worker: str = DILOCOS_WORKER) -> WorkerMonitor:
 
 def a_work(step: int) -> WorkInHand:
     memories = Memories((torch.zeros(1),), (torch.zeros(1),))
-    return WorkInHand(memories, 0, tokens=1, step=step, last=False, ahead=asyncio.Future())
+    return WorkInHand(memories, 0, tokens=1, step=step, last=False)
 
 
 def an_outcome(**fields: Any) -> EpochOutcome:
@@ -101,3 +102,35 @@ def test_the_epochs_of_a_program_of_the_users_own_are_told_in_a_line_each(caplog
     with caplog.at_level("INFO", "peers.daemon.worker_monitor"):
         monitor.averaged(an_outcome(contributors=contributors))
     assert caplog.messages == said
+
+
+def test_what_a_daemon_knows_of_itself_goes_before_what_its_worker_tells():
+    monitor = a_monitor()
+    monitor.runtime, monitor.preparing, monitor.step = None, "agreeing with the swarm", 7
+    presence = monitor._presence
+    presence.view, presence.maddrs = {"a": None}, ("here",)
+
+    def phase(state: str, *, wanted: int = 1) -> str:
+        monitor.state, presence.galaxy_size = state, wanted
+        return in_words(monitor.phase).partition(",")[0]
+
+    assert phase("joining") == "starting: agreeing with the swarm"
+    assert phase("joining", wanted=2) == "waiting for peers"
+    presence.maddrs = ()
+    assert phase("joining", wanted=2) == "starting: agreeing with the swarm"
+    presence.maddrs = ("here",)
+    monitor.told = Doing("starting", "loading the model")
+    assert phase("joining", wanted=2) == "starting: loading the model"
+    assert phase("waiting", wanted=2) == "waiting for peers"
+    assert phase("waiting") == "waiting for the state"
+    monitor.received = (10, 100)
+    assert phase("waiting") == phase("joining") == "receiving the state"
+    assert phase("training") == "starting: loading the model"
+    monitor.received, monitor.told = None, Doing("evaluating", "", 3, 9, "windows")
+    assert phase("training") == "evaluating"
+    assert phase("averaging") == "averaging: waits for the swarm's state"
+    monitor.told = None
+    assert phase("training") == "training"
+    monitor.told = Doing("training", "step 8", 3, 64, "micro-batches")
+    assert phase("training") == "training: 3 of 64 micro-batches of step 8"
+    assert phase("leaving") == "leaving"

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from peers.daemon.doing import Activity
 from peers.monitor.phases import Doing, PhaseClock, in_short, in_words, training_left_s
 from peers.protocol.reports import Phase, Point
 
@@ -61,39 +60,3 @@ def test_a_worker_may_tell_anything_and_what_cannot_be_shown_is_left_out():
     doing = Doing.told({"name": "a\x1b[2J" + "b" * 99, "done": math.nan, "total": "many", "unit": None})
     assert (len(doing.name), doing.done, doing.total) == (32, 0.0, 0.0)
     assert "\x1b" not in doing.name
-
-
-def phase_of(activity: Activity, state: str, *, here: int = 2, wanted: int = 2) -> Phase:
-    return activity.phase(
-        state,
-        training=Doing("training", "", 7, 90, "steps", 5.0),
-        here=here,
-        wanted=wanted,
-        waits_for="peers 1",
-    )
-
-
-def test_what_a_daemon_knows_of_itself_goes_before_what_its_worker_tells():
-    activity = Activity(preparing="agreeing with the swarm")
-    assert in_words(phase_of(activity, "joining")) == "starting: agreeing with the swarm"
-    assert in_words(phase_of(activity, "joining", here=1)) == "waiting for peers, 1 of 2 are here"
-    assert phase_of(activity, "joining", here=0).name == "starting"
-    activity.told = Doing("starting", "loading the model")
-    assert in_words(phase_of(activity, "joining", here=1)) == "starting: loading the model"
-    assert phase_of(activity, "waiting", here=1).name == "waiting for peers"
-    assert phase_of(activity, "waiting").name == "waiting for the state"
-    activity.received = (10, 100)
-    assert (phase_of(activity, "waiting").done, phase_of(activity, "joining").total) == (10, 100)
-    assert phase_of(activity, "training").name == "starting"
-    activity.received, activity.told = None, Doing("evaluating", "", 3, 9, "windows")
-    assert phase_of(activity, "training").name == "evaluating"
-    assert in_words(phase_of(activity, "averaging")) == "averaging: waits for peers 1"
-    activity.told = None
-    assert in_words(phase_of(activity, "training")) == "training, step 7 of 90, 5 s left"
-    activity.told = Doing("training", "step 8", 3, 64, "micro-batches")
-    assert (
-        in_words(phase_of(activity, "training"))
-        == "training: 3 of 64 micro-batches of step 8, step 7 of 90, 5 s left"
-    )
-    assert phase_of(activity, "averaging").name == "averaging"
-    assert phase_of(activity, "leaving").name == "leaving"

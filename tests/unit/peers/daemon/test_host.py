@@ -14,12 +14,12 @@ import pytest
 
 from diloco.train.progress import Progress
 from peers.daemon.averaging import WorkInHand
+from peers.daemon.host import WorkerHost
 from peers.daemon.link import WorkerLink, listen
-from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
 from peers.protocol.reports import Phase
 from peers.state.files import Written
-from peers.state.handover import Ahead, EpochOutcome, Memories, Start
+from peers.state.handover import Ahead, EpochOutcome
 from peers.state.layout import Layout, ParameterSlot
 from peers.state.whole_files import FileRecord
 from tests.support.scripted_daemon import COMMITTED
@@ -29,35 +29,28 @@ NUMEL = 8
 LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
 
 
-class SlowHost:
-    """A host, with its runtime and its monitor, that averages for as long as the test likes."""
+class SlowHost(WorkerHost):
+    """A host that is its own runtime, monitor and disk, and averages for as long as the test likes."""
 
-    run_id, phase, core = "t", Phase(name="testing"), SimpleNamespace(world_rank=0)
+    phase = Phase(name="testing")
+    core = SimpleNamespace(world_rank=0, timing=SimpleNamespace(set_sizes=lambda **_: None))
+    state, averaging = "training", SimpleNamespace(residuals=[])
 
     def __init__(self) -> None:
-        self.runtime = self.monitor = self.saving = self
-        self.refused, self.finished = asyncio.Event(), asyncio.Event()
+        super().__init__(SimpleNamespace(manifest={}), self, None)
+        self._saving = self
+        self._ready.set_result(self)
         self.news: list[tuple[Any, ...]] = []
-        self.averaging, self.go_on = asyncio.Event(), asyncio.Event()
+        self.began, self.go_on = asyncio.Event(), asyncio.Event()
         self.weights_seen: list[float] = []
 
-    async def manifest(self) -> Mapping[str, Any]:
-        return {}
-
-    async def admit(self, layout: Layout) -> None:
-        if layout.digest != LAYOUT.digest:
-            raise UserError("another model")
-
-    async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
-        raise AssertionError("no test gets so far")
-
     async def average(self, work: WorkInHand) -> EpochOutcome:
-        self.averaging.set()
+        self.began.set()
         await self.go_on.wait()
         self.weights_seen.append(float(work.local[0]))
         raise UserError("that is all the test needs")
 
-    async def snapshot(self, directory: Path) -> None:
+    async def begin(self, state: Any, residuals: Any, directory: Path) -> None:
         if "nowhere" in directory.parts:
             raise OSError("there is no such place")
 
@@ -80,12 +73,12 @@ class SlowHost:
 
     def averaged(self, outcome: EpochOutcome) -> None: ...
     def show(self, state: str) -> None: ...
-    def worker_lost(self) -> None: ...
+    def _worker_lost(self) -> None: ...
 
 
 def connect(path: Path, weight: float) -> WorkerLink:
     link = WorkerLink.connect(path)
-    link.hello(LAYOUT, local_rank=0, num_local_ranks=1)
+    link.hello(LAYOUT, local_rank=0)
     np.frombuffer(link.memories[0].out, np.float32, NUMEL)[:] = weight
     return link
 
@@ -101,10 +94,10 @@ def hang_up(link: WorkerLink) -> None:
 async def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tmp_path):
     host = SlowHost()
     async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-        serving = asyncio.create_task(serve_workers(accept, host))
+        serving = asyncio.create_task(host.serve(accept))
         first = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
         first.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
-        await host.averaging.wait()
+        await host.began.wait()
         await asyncio.to_thread(hang_up, first)
         second = await asyncio.to_thread(connect, tmp_path / "link", 2.0)
         host.go_on.set()
@@ -135,7 +128,7 @@ async def test_a_worker_is_told_why_its_work_cannot_be_averaged(tmp_path):
         assert type(failure.value) is PeersError
 
     async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-        serving = asyncio.create_task(serve_workers(accept, FailingHost()))
+        serving = asyncio.create_task(FailingHost().serve(accept))
         await asyncio.to_thread(work)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -160,7 +153,7 @@ async def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_anoth
 
     host = SlowHost()
     async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-        serving = asyncio.create_task(serve_workers(accept, host))
+        serving = asyncio.create_task(host.serve(accept))
         answer = await asyncio.to_thread(work, host, asyncio.get_running_loop())
         assert (answer["files"], answer["head"]) == ({"a": [5, "digest"]}, "head")
         serving.cancel()
@@ -170,7 +163,7 @@ async def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_anoth
 async def test_what_a_worker_tells_beside_its_training_is_heard_until_it_hangs_up(tmp_path):
     host = SlowHost()
     async with listen(tmp_path / "link.sock") as accept:
-        serving = asyncio.create_task(serve_workers(accept, host))
+        serving = asyncio.create_task(host.serve(accept))
 
         def train() -> None:
             progress = Progress(tmp_path / "link.sock")
@@ -193,7 +186,7 @@ class LateHost(SlowHost):
 
     async def average(self, work: WorkInHand) -> EpochOutcome:
         work.ahead.set_result(Ahead(epoch=1, data_base=3))
-        self.averaging.set()
+        self.began.set()
         await self.go_on.wait()
         figures = {**COMMITTED, "epoch": 1, "data_base": 3, "fragment": 0, "last": False}
         return EpochOutcome(**figures, world_rank=0, num_failures=0)
@@ -204,7 +197,7 @@ def test_a_worker_that_may_trains_on_and_asks_again_until_its_commit_is_there(tm
     async def scenario() -> list[str]:
         host, answers = LateHost(), list[str]()
         async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
-            serving = asyncio.create_task(serve_workers(accept, host))
+            serving = asyncio.create_task(host.serve(accept))
             link = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
 
             async def ask(kind: str, **fields: Any) -> dict[str, Any]:
@@ -214,7 +207,7 @@ def test_a_worker_that_may_trains_on_and_asks_again_until_its_commit_is_there(tm
                 return answer
 
             link.send("ready", fragment=0, tokens=1, step=1, step_s=0.5, last=False)
-            await host.averaging.wait()
+            await host.began.wait()
             if may_go_ahead:
                 ahead = await ask("collect", may_go_ahead=True)
                 assert (ahead["epoch"], ahead["data_base"]) == (1, 3)
