@@ -147,9 +147,8 @@ class Daemon:
     async def _join_and_train(self, link_path: Path, worker: WorkerFactory | None) -> int:
         try:
             await self._enter()
-            return int(
-                await first_of(self._presence.announce_forever(), self._agree_and_train(link_path, worker))
-            )
+            training = self._agree_and_train(link_path, worker)
+            return int(await first_of(self._presence.announce_forever(), training))
         except UserError as error:
             await self._host.refuse(error, wait=worker is None)
             raise
@@ -175,11 +174,8 @@ class Daemon:
         peers = self._presence.mesh.peers
         for peer in peers:
             runtime.post(events.Connected(peer.peer_id))
-        runtime.post(
-            events.StatusesReceived(
-                tuple((one.peer_id, one.status) for one in peers if one.status is not None)
-            )
-        )
+        statuses = tuple((peer.peer_id, peer.status) for peer in peers if peer.status is not None)
+        runtime.post(events.StatusesReceived(statuses))
         server = StateServer(
             self._network.paths, self._config.run_id, self._current_state, runtime.averaging.commit_log
         )
@@ -210,7 +206,8 @@ class Daemon:
         """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""
         if self._presence.maddrs:
             log.info("leaving the swarm")
-            if self._is_last and not self._host.finished.is_set():
+            others = self._presence.view.keys() - {self._identity.peer_id}
+            if self._current_state() is not None and not others and not self._host.finished.is_set():
                 log.warning(
                     "this was the last peer: without checkpoints (--ckpt.interval) the progress of the run is lost"
                 )
@@ -280,12 +277,6 @@ class Daemon:
             certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
             rollout_peers=self._rollouts.senders_shown,
         )
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether this peer holds a state of the run that nobody else is there to hold."""
-        others = self._presence.view.keys() - {self._identity.peer_id}
-        return self._current_state() is not None and not others
 
     def _core_changed(self) -> None:
         assert self._runtime is not None

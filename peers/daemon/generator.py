@@ -37,7 +37,7 @@ class Generator:
         )
         self.held = ""
         """Digest of the weights that it has."""
-        self._last: asyncio.Task[Any] | None = None
+        self._turn = asyncio.Lock()
 
     async def serve(self, accept: Accept) -> None:
         """Accept one life of the generator after the other, for ever."""
@@ -68,9 +68,8 @@ class Generator:
 
     async def generate(self, examples: Sequence[int], chat_template: str) -> list[tuple[Completion, ...]]:
         """The judged completions of each example, asked for by this template."""
-        answer = await self._undisturbed(
-            self._ask("generate", "generated", examples=list(examples), chat_template=chat_template)
-        )
+        fields = {"examples": list(examples), "chat_template": chat_template}
+        answer = await self._undisturbed(self._ask("generate", "generated", **fields))
         try:
             groups = msgspec.convert(answer["groups"], _GROUPS)
         except msgspec.ValidationError as error:
@@ -97,14 +96,12 @@ class Generator:
 
         Otherwise its answer would be taken for that of the next request.
         """
-        before = self._last
 
         async def in_turn() -> T:
-            if before is not None:
-                await asyncio.wait({before})
-            return await request
+            async with self._turn:
+                return await request
 
-        task = self._last = asyncio.create_task(in_turn())
+        task = asyncio.create_task(in_turn())
         # Marks the exception as retrieved: there may be no caller any more.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(task)
