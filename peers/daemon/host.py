@@ -278,7 +278,7 @@ class WorkerHost:
             self._averaging = self._work = None
             await connection.send("committed", **asdict(averaging.result()))
         elif message["kind"] == "collect":
-            self.monitor.goes_ahead()
+            self._monitor.goes_ahead()
             await connection.send("ahead", **asdict(work.ahead.result()))
         else:
             await connection.send("pending")
