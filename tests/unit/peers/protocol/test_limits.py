@@ -117,7 +117,9 @@ def limits() -> str:
         is_open = "" if told.forbid_unknown_fields or told.array_like else ", and takes unknown fields"
         lines.append(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__} {told.tag!r}{is_open}")
         for field in told.fields:
-            lines.append(f"    {field.encode_name}: {in_words(field.type)}{'' if field.required else ', or left out'}")
+            lines.append(
+                f"    {field.encode_name}: {in_words(field.type)}{'' if field.required else ', or left out'}"
+            )
     return "\n".join(lines) + "\n"
 
 
