@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sim import values
 from diloco.sim.runtime import Process
-from diloco.sim.tracing import describe, describe_effect
+from diloco.sim.tracing import describe, text_of
 from diloco.sim.values import NOTHING, Pieces, Reduced, State
 from diloco.sim.worker import Handed, VirtualWorker
 from peers.core import effects, events
@@ -210,15 +210,16 @@ class VirtualPeer(Process):
 
     def _described(self, effect: Effect) -> str:
         """For the trace: statuses only where something but the worker's step has changed."""
-        if (
-            isinstance(effect, effects.Broadcast)
-            and isinstance(effect.message, Status)
-            and self.said is not None
-        ):
-            old, new = self.said, effect.message
-            if (old.phase, old.head, old.attempt, old.work) == (new.phase, new.head, new.attempt, new.work):
+
+        def told(status: Status) -> tuple[object, ...]:
+            return status.phase, status.head, status.attempt, status.work
+
+        match effect:
+            case effects.Send(_, Status()):
                 return ""
-        return describe_effect(effect)
+            case effects.Broadcast(Status() as new) if self.said is not None and told(self.said) == told(new):
+                return ""
+        return text_of(effect)
 
     # What the invariants and the trace see
 
