@@ -48,13 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine has an event loop of its own, and a deadline."""
+    """A test that is a coroutine has an event loop of its own, and a deadline. What a fixture hands it that is an
+    asynchronous context manager is entered in that loop first, and left in the end."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
 
     async def run() -> None:
-        async with asyncio.timeout(COROUTINE_TIMEOUT_S):
+        async with asyncio.timeout(COROUTINE_TIMEOUT_S), contextlib.AsyncExitStack() as stack:
+            for name, value in arguments.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
             await pyfuncitem.obj(**arguments)
 
     asyncio.run(run())

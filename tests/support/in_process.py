@@ -23,6 +23,12 @@ class Network:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_error):
+        await self.close()
+
     async def close(self):
         for task in list(self.tasks):
             task.cancel()

@@ -16,7 +16,6 @@ from peers.protocol.states import State, WantChunk, WantState, state_protocol
 from peers.protocol.wire import encode
 from peers.state.header import STATE_CHUNK_NUMEL
 from tests.support.certified import begun, commit
-from tests.support.in_process import Network
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
 RUN = "run"
@@ -33,17 +32,6 @@ def committed_state(sizes=SIZES, commits=1):
 def advance(state):
     average = torch.full((state.sizes[0],), 0.25)
     return commit(state, average, tokens=7, data_width=2)
-
-
-def run(scenario, timeout_s=30):
-    async def with_network():
-        network = Network()
-        try:
-            await scenario(network)
-        finally:
-            await network.close()
-
-    asyncio.run(asyncio.wait_for(with_network(), timeout_s))
 
 
 def encoded(message):

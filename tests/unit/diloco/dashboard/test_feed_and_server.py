@@ -82,53 +82,44 @@ async def ask(
 COOKIE = {"cookie": f"diloco-1={TOKEN}"}
 
 
-def test_nobody_sees_anything_without_the_token():
-    async def main() -> None:
-        async with running(Canned()) as port:
-            for path in ("/", "/events", "/api/swarm", "/metrics", "/static/app.js", "/nothing"):
-                for headers in ({}, {"cookie": "diloco-1=0123456789abcdee"}, {"authorization": "Bearer x"}):
-                    status, _, body = await ask(port, path, **headers)
-                    assert status == 401 and b"run" not in body.replace(b"`diloco dashboard`", b"")
-            assert (await ask(port, "/?token=wrong"))[0] == 401
-            assert (await ask(port, "/api/swarm?token=" + TOKEN))[0] == 401
-
-    asyncio.run(main())
+async def test_nobody_sees_anything_without_the_token():
+    async with running(Canned()) as port:
+        for path in ("/", "/events", "/api/swarm", "/metrics", "/static/app.js", "/nothing"):
+            for headers in ({}, {"cookie": "diloco-1=0123456789abcdee"}, {"authorization": "Bearer x"}):
+                status, _, body = await ask(port, path, **headers)
+                assert status == 401 and b"run" not in body.replace(b"`diloco dashboard`", b"")
+        assert (await ask(port, "/?token=wrong"))[0] == 401
+        assert (await ask(port, "/api/swarm?token=" + TOKEN))[0] == 401
 
 
-def test_the_address_that_is_printed_becomes_a_cookie_that_scripts_cannot_read():
-    async def main() -> None:
-        async with running(Canned()) as port:
-            status, headers, _ = await ask(port, f"/?token={TOKEN}")
-            assert (status, headers["location"]) == (303, "/")
-            assert headers["set-cookie"].startswith(f"diloco-1={TOKEN};")
-            assert "HttpOnly" in headers["set-cookie"] and "SameSite=strict" in headers["set-cookie"]
-            status, headers, body = await ask(port, "/", **COOKIE)
-            assert status == 200 and b"<title>diloco</title>" in body and TOKEN.encode() not in body
-            assert (await ask(port, "/metrics", authorization=f"Bearer {TOKEN}"))[0] == 200
-
-    asyncio.run(main())
+async def test_the_address_that_is_printed_becomes_a_cookie_that_scripts_cannot_read():
+    async with running(Canned()) as port:
+        status, headers, _ = await ask(port, f"/?token={TOKEN}")
+        assert (status, headers["location"]) == (303, "/")
+        assert headers["set-cookie"].startswith(f"diloco-1={TOKEN};")
+        assert "HttpOnly" in headers["set-cookie"] and "SameSite=strict" in headers["set-cookie"]
+        status, headers, body = await ask(port, "/", **COOKIE)
+        assert status == 200 and b"<title>diloco</title>" in body and TOKEN.encode() not in body
+        assert (await ask(port, "/metrics", authorization=f"Bearer {TOKEN}"))[0] == 200
 
 
-def test_nothing_but_the_pages_own_files_can_be_had_run_or_loaded():
-    async def main() -> None:
-        async with running(Canned()) as port:
-            for path in ("/", "/static/app.js", "/nothing", "/api/swarm"):
-                _, headers, _ = await ask(port, path, **COOKIE)
-                policy = headers["content-security-policy"]
-                assert "default-src 'none'" in policy and "script-src 'self';" in policy
-                assert "unsafe" not in policy and "http" not in policy
-                assert headers["x-content-type-options"] == "nosniff"
-            for path in (
-                "/static/..%2fserver.py",
-                "/static/%2e%2e/verb.py",
-                "/static/index.html",
-                "/static//x",
-            ):
-                assert (await ask(port, path, **COOKIE))[0] == 404
-            for name in FILES:
-                assert (await ask(port, f"/static/{name}", **COOKIE))[0] == 200
-
-    asyncio.run(main())
+async def test_nothing_but_the_pages_own_files_can_be_had_run_or_loaded():
+    async with running(Canned()) as port:
+        for path in ("/", "/static/app.js", "/nothing", "/api/swarm"):
+            _, headers, _ = await ask(port, path, **COOKIE)
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "script-src 'self';" in policy
+            assert "unsafe" not in policy and "http" not in policy
+            assert headers["x-content-type-options"] == "nosniff"
+        for path in (
+            "/static/..%2fserver.py",
+            "/static/%2e%2e/verb.py",
+            "/static/index.html",
+            "/static//x",
+        ):
+            assert (await ask(port, path, **COOKIE))[0] == 404
+        for name in FILES:
+            assert (await ask(port, f"/static/{name}", **COOKIE))[0] == 200
 
 
 def test_the_page_has_no_inline_script_and_no_address_outside():
@@ -141,47 +132,41 @@ def test_the_page_has_no_inline_script_and_no_address_outside():
     assert not re.search(r"<script(?![^>]*\ssrc=)|\son\w+=|\sstyle=", page)
 
 
-def test_it_only_shows():
-    async def main() -> None:
-        async with running(Canned()) as port:
-            for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-                assert (await ask(port, "/api/swarm", method=method, **COOKIE))[0] == 405
-            status, _, body = await ask(port, "/api/swarm", **COOKIE)
-            assert status == 200 and json.loads(body)["peers"][0]["world_rank"] == 0
-            status, headers, body = await ask(port, "/metrics", **COOKIE)
-            assert headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert b'diloco_epoch{run_id="run",world_rank="0"} 0.0\n' in body
-
-    asyncio.run(main())
+async def test_it_only_shows():
+    async with running(Canned()) as port:
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            assert (await ask(port, "/api/swarm", method=method, **COOKIE))[0] == 405
+        status, _, body = await ask(port, "/api/swarm", **COOKIE)
+        assert status == 200 and json.loads(body)["peers"][0]["world_rank"] == 0
+        status, headers, body = await ask(port, "/metrics", **COOKIE)
+        assert headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert b'diloco_epoch{run_id="run",world_rank="0"} 0.0\n' in body
 
 
-def test_a_page_is_told_everything_once_and_then_what_is_new():
-    async def main() -> None:
-        source = Canned()
-        async with running(source) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(f"GET /events HTTP/1.1\r\nHost: x\r\nCookie: diloco-1={TOKEN}\r\n\r\n".encode())
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            assert b"text/event-stream" in head
+async def test_a_page_is_told_everything_once_and_then_what_is_new():
+    source = Canned()
+    async with running(source) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET /events HTTP/1.1\r\nHost: x\r\nCookie: diloco-1={TOKEN}\r\n\r\n".encode())
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b"text/event-stream" in head
 
-            async def until(name: str) -> Any:
-                while True:
-                    line = (await asyncio.wait_for(reader.readline(), 5)).decode().strip()
-                    if line == f"event: {name}":
-                        return json.loads((await reader.readline()).decode().removeprefix("data: "))
+        async def until(name: str) -> Any:
+            while True:
+                line = (await asyncio.wait_for(reader.readline(), 5)).decode().strip()
+                if line == f"event: {name}":
+                    return json.loads((await reader.readline()).decode().removeprefix("data: "))
 
-            assert (await until("swarm"))["peers"][0]["state"] == "training"
-            assert [round_["epoch"] for round_ in await until("rounds")] == [1]
-            point = Point(time=9.0, step=3, loss=1.5, tokens_per_s=2.0)
-            reported(source.observations, "A", 0.5, points=(point,), rounds=(entry(2, 8.0),), world_rank=0)
-            source.news.set()
-            assert [round_["epoch"] for round_ in await until("rounds")] == [1, 2]
-            assert await until("curves") == {"0": [[9.0, 3, 1.5, 2.0]]}
-            # The server ends with this page still open.
+        assert (await until("swarm"))["peers"][0]["state"] == "training"
+        assert [round_["epoch"] for round_ in await until("rounds")] == [1]
+        point = Point(time=9.0, step=3, loss=1.5, tokens_per_s=2.0)
+        reported(source.observations, "A", 0.5, points=(point,), rounds=(entry(2, 8.0),), world_rank=0)
+        source.news.set()
+        assert [round_["epoch"] for round_ in await until("rounds")] == [1, 2]
+        assert await until("curves") == {"0": [[9.0, 3, 1.5, 2.0]]}
+        # The server ends with this page still open.
 
-        writer.close()
-
-    asyncio.run(main())
+    writer.close()
 
 
 def test_points_and_rounds_that_a_page_has_are_not_sent_again():

@@ -74,45 +74,36 @@ def test_the_table_is_readable_on_80_columns(tmp_path):
     assert {"sent", "receiving", "25%", "88000", "2.346", "12.3k", "8.4MB", "0.26"} <= set(words)
 
 
-def test_records_of_a_life_before_are_not_shown_again(tmp_path, capsys):
+@contextlib.asynccontextmanager
+async def shown(peer, **settings):
+    view = asyncio.create_task(show([peer], terminal=False, **settings))
+    yield
+    view.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await view
+
+
+async def test_records_of_a_life_before_are_not_shown_again(tmp_path, capsys):
     lines = [
         json.dumps({"kind": "event", "event": name, "time": at}) for name, at in (("old", 1), ("new", 9))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-
-    async def scenario() -> None:
-        view = asyncio.create_task(show([PeerRow("peer", tmp_path, since=5.0)], terminal=False))
+    async with shown(PeerRow("peer", tmp_path, since=5.0)):
         await asyncio.sleep(0)
-        view.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await view
-
-    asyncio.run(scenario())
     assert capsys.readouterr().out == "peer: new\n"
 
 
-def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys):
+async def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in (EVALUATION, STEP, EPOCH)))
     seen = []
-
-    async def scenario() -> None:
-        view = asyncio.create_task(
-            show(
-                [PeerRow("peer 0", tmp_path)],
-                on_records=lambda index, new: seen.append((index, len(new))),
-                terminal=False,
-            )
-        )
+    async with shown(
+        PeerRow("peer 0", tmp_path), on_records=lambda index, new: seen.append((index, len(new)))
+    ):
         while not seen:
             await asyncio.sleep(0)
         with path.open("a") as file:
             file.write(json.dumps({"kind": "event", "event": "finished"}) + "\n")
-        view.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await view
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
     assert capsys.readouterr().out.splitlines() == [
         "peer 0: evaluation at step 0: loss 5.500, 7.950 bits per byte",
         "peer 0: step 7  epoch 1  loss 2.346  12.3k tokens/s",
@@ -122,20 +113,13 @@ def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys
     assert seen == [(0, 3), (0, 1)]
 
 
-def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_lasted(tmp_path, capsys):
+async def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_lasted(tmp_path, capsys):
     peer = PeerRow("peer 0", tmp_path, since=time.time())
     phase = Phase(name="evaluating", done=30.0, total=120.0, unit="windows", left_s=9.0, for_s=3.0)
     write_phase(tmp_path, phase)
-
-    async def scenario() -> None:
-        view = asyncio.create_task(show([peer], terminal=False))
+    async with shown(peer):
         while peer.phase is None:
             await asyncio.sleep(0)
-        view.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await view
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
     assert capsys.readouterr().out == "peer 0: evaluating, 30 of 120 windows, 9 s left\n"
     assert peer.state_text == "evaluating 25%"
     peer.restarted(time.time() + 1)

@@ -36,37 +36,30 @@ def test_the_last_words_are_not_those_of_an_earlier_run(tmp_path):
     assert tail.last_words() == "Killed"
 
 
-def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):
+async def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):
     """The logs of a sweep are in a fixed directory, where an earlier sweep has left its coordinator's address."""
     path = tmp_path / "coordinator.log"
     path.write_text("--initial-peers /ip4/127.0.0.1/tcp/1/p2p/old\n")
 
-    async def address() -> str:
-        tail = LogTail(path)
-        end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
-        with path.open("a") as log:
-            log.write("--initial-peers /ip4/127.0.0.1/tcp/2/p2p/new\n")
-        return await coordinator_address(end, tail)
-
-    assert asyncio.run(address()) == "/ip4/127.0.0.1/tcp/2/p2p/new"
+    tail = LogTail(path)
+    end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
+    with path.open("a") as log:
+        log.write("--initial-peers /ip4/127.0.0.1/tcp/2/p2p/new\n")
+    assert await coordinator_address(end, tail) == "/ip4/127.0.0.1/tcp/2/p2p/new"
 
 
-def test_failures_of_an_earlier_run_are_not_reported_again(tmp_path, monkeypatch):
+async def test_failures_of_an_earlier_run_are_not_reported_again(tmp_path, monkeypatch):
     monkeypatch.setattr(local_swarm, "_LOG_INTERVAL_S", 0.01)
     messages: list[str] = []
     swarm = LocalSwarm(TrainConfig(), frozenset(), tmp_path, 1, messages.append)
     command = WorkerCommand(argv=("true",), env={}, cwd=tmp_path, log_path=tmp_path / "peer.log")
     command.log_path.write_text("the worker ended with 1: of an earlier run\n")
     peer = LocalPeer(0, Supervisor(command), swarm.rows[0], LogTail(command.log_path))
-
-    async def relay() -> None:
-        task = asyncio.create_task(swarm._relay_failures(peer))
-        with command.log_path.open("a") as log:
-            log.write("step 3\nthe worker ended with 1: no space left\n")
-        async with asyncio.timeout(10):
-            while not messages:
-                await asyncio.sleep(0.01)
-        task.cancel()
-
-    asyncio.run(relay())
+    task = asyncio.create_task(swarm._relay_failures(peer))
+    with command.log_path.open("a") as log:
+        log.write("step 3\nthe worker ended with 1: no space left\n")
+    async with asyncio.timeout(10):
+        while not messages:
+            await asyncio.sleep(0.01)
+    task.cancel()
     assert messages == ["peer 0: the worker ended with 1: no space left"]

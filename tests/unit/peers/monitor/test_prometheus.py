@@ -109,35 +109,28 @@ def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, by
         return error.code, error.read()
 
 
-def test_a_daemons_metrics_are_served_on_loopback():
+async def test_a_daemons_metrics_are_served_on_loopback():
     shown = swarm(0, 1, run_id='a"b')
-
-    async def main() -> None:
-        async with metrics_served(0, lambda: shown, lambda: 1) as port:
-            status, text = await asyncio.to_thread(get, port)
-            assert status == 200 and "# TYPE diloco_rounds_total counter" in text.decode()
-            found = values(text)
-            assert found["diloco_peers", 'run_id="a\\"b"'] == 2
-            # Of all peers it tells its own figures alone.
-            assert {labels for name, labels in found if name == "diloco_epoch"} == {
-                'run_id="a\\"b",world_rank="1"'
-            }
-            assert (await asyncio.to_thread(get, port, "/metrics", "POST"))[0] == 405
-            with pytest.raises(UserError, match=f"--hv.metrics-port {port}: .*in use"):
-                async with metrics_served(port, lambda: shown, lambda: 1):
-                    pass
-        with pytest.raises(urllib.error.URLError):
-            await asyncio.to_thread(get, port)
-
-    asyncio.run(main())
+    async with metrics_served(0, lambda: shown, lambda: 1) as port:
+        status, text = await asyncio.to_thread(get, port)
+        assert status == 200 and "# TYPE diloco_rounds_total counter" in text.decode()
+        found = values(text)
+        assert found["diloco_peers", 'run_id="a\\"b"'] == 2
+        # Of all peers it tells its own figures alone.
+        assert {labels for name, labels in found if name == "diloco_epoch"} == {
+            'run_id="a\\"b",world_rank="1"'
+        }
+        assert (await asyncio.to_thread(get, port, "/metrics", "POST"))[0] == 405
+        with pytest.raises(UserError, match=f"--hv.metrics-port {port}: .*in use"):
+            async with metrics_served(port, lambda: shown, lambda: 1):
+                pass
+    with pytest.raises(urllib.error.URLError):
+        await asyncio.to_thread(get, port)
 
 
-def test_who_says_nothing_keeps_nobody_from_the_metrics():
-    async def main() -> None:
-        async with metrics_served(0, lambda: swarm(0), lambda: 0) as port:
-            mute = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-            assert (await asyncio.to_thread(get, port))[0] == 200
-            for _, writer in mute:
-                writer.close()
-
-    asyncio.run(main())
+async def test_who_says_nothing_keeps_nobody_from_the_metrics():
+    async with metrics_served(0, lambda: swarm(0), lambda: 0) as port:
+        mute = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        assert (await asyncio.to_thread(get, port))[0] == 200
+        for _, writer in mute:
+            writer.close()

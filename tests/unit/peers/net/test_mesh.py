@@ -23,6 +23,7 @@ from peers.protocol.messages import Ask, Status
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
 from tests.support.announcements import announced, spoken
+from tests.support.in_process import until
 
 
 def record(peer_id):
@@ -53,50 +54,56 @@ class Transport:
         self.unanswered.append(peer_id)
 
 
-def mesh_over(transport, own_record=lambda number, lost: b"", post=lambda event: None):
+def mesh_over(
+    transport, *, peer_id="a", own_record=lambda number, lost: b"", post=lambda event: None, gate=None
+):
     return Mesh(
         run_id="run",
-        peer_id="a",
+        peer_id=peer_id,
         transport=transport,
         own_record=own_record,
         on_change=lambda: None,
         post=post,
         on_manifest=lambda *_: None,
+        gate=gate,
     )
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+@contextlib.contextmanager
+def channel_to(mesh, peer_id="b", **status):
+    """The other end of a channel of this mesh, which a peer has just introduced itself on."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        keep(mesh, ours, peer_id, **status)
+        yield theirs
 
 
-def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_and_all_in_turn():
-    async def scenario():
-        transport = Transport(silence_s=0.02)
-        mesh = mesh_over(transport)
-        records = {f"p{number}": record(f"p{number}") for number in range(5 * MAX_DIALLED)}
+def keep(mesh, sock, peer_id, **status):
+    said = Introduced(spoken(peer_id, **status), b"", b"")
+    mesh._channels._keep(peer_id, Channel(sock), said, caller="a")
+
+
+async def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_and_all_in_turn():
+    transport = Transport(silence_s=0.02)
+    mesh = mesh_over(transport)
+    records = {f"p{number}": record(f"p{number}") for number in range(5 * MAX_DIALLED)}
+    mesh.discovered(records)
+    await until(lambda: not mesh._channels.dialling)
+    assert sorted(transport.dialled) == sorted(records)
+    assert transport.most_at_once == MAX_DIALLED
+    await mesh.close()
+
+
+async def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
+    transport = Transport()
+    mesh = mesh_over(transport)
+    looks = [{"A": record("A"), "b": record("b")}, {}, {"A": record("A")}, {"A": record("A")}]
+    for records, dialled in zip(looks, (["b"], ["b"], ["b"], ["b", "A"]), strict=True):
         mesh.discovered(records)
         while mesh._channels.dialling:
-            await asyncio.sleep(0.005)
-        assert sorted(transport.dialled) == sorted(records)
-        assert transport.most_at_once == MAX_DIALLED
-        await mesh.close()
-
-    run(scenario())
-
-
-def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
-    async def scenario():
-        transport = Transport()
-        mesh = mesh_over(transport)
-        looks = [{"A": record("A"), "b": record("b")}, {}, {"A": record("A")}, {"A": record("A")}]
-        for records, dialled in zip(looks, (["b"], ["b"], ["b"], ["b", "A"]), strict=True):
-            mesh.discovered(records)
-            while mesh._channels.dialling:
-                await asyncio.sleep(0)
-            assert transport.dialled == dialled
-        await mesh.close()
-
-    run(scenario())
+            await asyncio.sleep(0)
+        assert transport.dialled == dialled
+    await mesh.close()
 
 
 def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
@@ -118,108 +125,75 @@ def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_
         ("training", True, 60.0, [], []),
     ],
 )
-def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fell_silent(
+async def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fell_silent(
     monkeypatch, state, speaks, wait_s, dialled, unanswered
 ):
     monkeypatch.setattr(channels_module, "OFTEN_S", wait_s)
     if not speaks:
         monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 1.0)
         monkeypatch.setattr(channels_module, "heartbeat_s", lambda _num_peers: 0.001)
+    transport = Transport()
+    mesh = mesh_over(transport)
+    with channel_to(mesh, state=state) as theirs:
+        if speaks:
+            theirs.close()
+        await until(lambda: not (mesh.peers or mesh._channels.dialling))
+        assert (transport.dialled, sorted(set(transport.unanswered))) == (dialled, unanswered)
+        await mesh.close()
 
-    async def scenario():
-        transport = Transport()
-        mesh = mesh_over(transport)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            mesh._channels._keep(
-                "b", Channel(ours), Introduced(spoken("b", state=state), b"", b""), caller="a"
-            )
-            if speaks:
-                theirs.close()
-            while mesh.peers or mesh._channels.dialling:
-                await asyncio.sleep(0.001)
-            assert (transport.dialled, sorted(set(transport.unanswered))) == (dialled, unanswered)
+
+async def test_the_core_hears_the_round_trip_to_a_peer_where_the_kernel_knows_it():
+    posted = []
+    mesh = mesh_over(Transport(), post=posted.append)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        unix, other = socket.socketpair()
+        with theirs, other:
+            keep(mesh, ours, "b")
+            keep(mesh, unix, "c")
             await mesh.close()
-
-    run(scenario())
-
-
-def test_the_core_hears_the_round_trip_to_a_peer_where_the_kernel_knows_it():
-    async def scenario():
-        posted = []
-        mesh = mesh_over(Transport(), post=posted.append)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ours = socket.create_connection(server.getsockname())
-            theirs, _ = server.accept()
-            unix, other = socket.socketpair()
-            with theirs, other:
-                mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
-                mesh._channels._keep("c", Channel(unix), Introduced(spoken("c"), b"", b""), caller="a")
-                await mesh.close()
-        (round_trip,) = [event for event in posted if isinstance(event, events.RoundTrip)]
-        assert round_trip.peer_id == "b" and 0 < round_trip.seconds < 1
-        # The core must know the peer by then.
-        assert posted.index(events.Connected("b")) < posted.index(round_trip)
-
-    run(scenario())
+    (round_trip,) = [event for event in posted if isinstance(event, events.RoundTrip)]
+    assert round_trip.peer_id == "b" and 0 < round_trip.seconds < 1
+    # The core must know the peer by then.
+    assert posted.index(events.Connected("b")) < posted.index(round_trip)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 4294.967295])
-def test_a_round_trip_that_the_kernel_has_not_measured_is_none(monkeypatch, seconds):
+async def test_a_round_trip_that_the_kernel_has_not_measured_is_none(monkeypatch, seconds):
     monkeypatch.setattr(mesh_module, "min_round_trip_s", lambda _sock: seconds)
-
-    async def scenario():
-        posted = []
-        mesh = mesh_over(Transport(), post=posted.append)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
-            await mesh.close()
-        assert events.Connected("b") in posted
-        assert not any(isinstance(event, events.RoundTrip) for event in posted)
-
-    run(scenario())
+    posted = []
+    mesh = mesh_over(Transport(), post=posted.append)
+    with channel_to(mesh):
+        await mesh.close()
+    assert events.Connected("b") in posted
+    assert not any(isinstance(event, events.RoundTrip) for event in posted)
 
 
 @pytest.mark.parametrize(("num_asks", "is_kept"), [(20, True), (200, False)])
-def test_who_asks_pays_for_the_answers(num_asks, is_kept):
-    async def scenario():
-        heard, asks = [], events.Received("b", Ask(head="a" * 64))
-        mesh = mesh_over(Transport(), post=lambda event: heard.append(event) if event == asks else None)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
-            asking = Channel(theirs)
-            with contextlib.suppress(PeerUnreachable):
-                for _ in range(num_asks):
-                    await asking.send(Ask(head="a" * 64), 5.0)
-            while mesh.peers and len(heard) < num_asks:
-                await asyncio.sleep(0.001)
-            assert bool(mesh.peers) == is_kept
-            assert (len(heard) == num_asks) == is_kept
-            await mesh.close()
-
-    run(scenario())
+async def test_who_asks_pays_for_the_answers(num_asks, is_kept):
+    heard, asks = [], events.Received("b", Ask(head="a" * 64))
+    mesh = mesh_over(Transport(), post=lambda event: heard.append(event) if event == asks else None)
+    with channel_to(mesh) as theirs:
+        asking = Channel(theirs)
+        with contextlib.suppress(PeerUnreachable):
+            for _ in range(num_asks):
+                await asking.send(Ask(head="a" * 64), 5.0)
+        await until(lambda: not mesh.peers or len(heard) == num_asks)
+        assert bool(mesh.peers) == is_kept
+        assert (len(heard) == num_asks) == is_kept
+        await mesh.close()
 
 
-def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
+async def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
     monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.01)
-
-    async def scenario():
-        transport = Transport()
-        mesh = mesh_over(transport)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            # The time is over, and not one heartbeat has been sent.
-            mesh._channels._keep(
-                "b", Channel(ours), Introduced(spoken("b", state="training"), b"", b""), caller="a"
-            )
-            while mesh.peers:
-                await asyncio.sleep(0.001)
-            assert not transport.unanswered
-            await mesh.close()
-
-    run(scenario())
+    transport = Transport()
+    mesh = mesh_over(transport)
+    # The time is over, and not one heartbeat has been sent.
+    with channel_to(mesh, state="training"):
+        await until(lambda: not mesh.peers)
+        assert not transport.unanswered
+        await mesh.close()
 
 
 class Wire:
@@ -248,45 +222,38 @@ class Wire:
 
 @pytest.mark.parametrize("delays_s", [{"a": 0.0, "b": 0.0}, {"a": 0.02, "b": 0.0}, {"a": 0.0, "b": 0.02}])
 @pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.02])
-def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeypatch, delays_s, lag_s):
+async def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeypatch, delays_s, lag_s):
     # However short a channel stood, its loss is noted.
     monkeypatch.setattr(channels_module, "OFTEN_S", 0.0)
     identities = [claim_slot(tmp_path, "run", rank) for rank in range(2)]
     by_id = sorted(identities, key=lambda identity: identity.peer_id)
     delays_s = dict(zip((identity.peer_id for identity in by_id), delays_s.values(), strict=True))
+    wire, meshes, lost = Wire(delays_s), [], []
+    for rank, identity in enumerate(by_id):
+        said = spoken(identity.peer_id, world_rank=rank)
+        mesh = mesh_over(
+            wire.transport(identity.peer_id),
+            peer_id=identity.peer_id,
+            own_record=lambda number, lost, said=said, identity=identity: replace(said, number=number).encode(
+                identity
+            ),
+            post=lambda event: lost.append(event) if isinstance(event, events.Disconnected) else None,
+        )
+        await mesh.start()
+        meshes.append(mesh)
+    small, large = meshes
+    records = [announced(identity.peer_id, world_rank=rank) for rank, identity in enumerate(by_id)]
 
-    async def scenario():
-        wire, meshes, lost = Wire(delays_s), [], []
-        for rank, identity in enumerate(by_id):
-            said = spoken(identity.peer_id, world_rank=rank)
-            mesh = Mesh(
-                run_id="run",
-                peer_id=identity.peer_id,
-                transport=wire.transport(identity.peer_id),
-                own_record=lambda number, lost, said=said, identity=identity: replace(
-                    said, number=number
-                ).encode(identity),
-                on_change=lambda: None,
-                post=lambda event: lost.append(event) if isinstance(event, events.Disconnected) else None,
-                on_manifest=lambda *_: None,
-            )
-            await mesh.start()
-            meshes.append(mesh)
-        small, large = meshes
-        records = [announced(identity.peer_id, world_rank=rank) for rank, identity in enumerate(by_id)]
+    async def call(mesh, record, wait_s):
+        await asyncio.sleep(wait_s)
+        return await mesh.reach(record)
 
-        async def call(mesh, record, wait_s):
-            await asyncio.sleep(wait_s)
-            return await mesh.reach(record)
-
-        found = await asyncio.gather(call(small, records[1], 0.0), call(large, records[0], lag_s))
-        assert found == ["here", "here"]
-        await asyncio.wait(wire.tasks)
-        assert [len(mesh.peers) for mesh in meshes] == [1, 1] and not lost
-        for mesh in meshes:
-            await mesh.close()
-
-    run(scenario())
+    found = await asyncio.gather(call(small, records[1], 0.0), call(large, records[0], lag_s))
+    assert found == ["here", "here"]
+    await asyncio.wait(wire.tasks)
+    assert [len(mesh.peers) for mesh in meshes] == [1, 1] and not lost
+    for mesh in meshes:
+        await mesh.close()
 
 
 class Ends:
@@ -315,14 +282,10 @@ class Ends:
 
     def mesh(self, rank):
         identity = self.identities[rank]
-        return Mesh(
-            run_id="run",
+        return mesh_over(
+            self.wire.transport(identity.peer_id),
             peer_id=identity.peer_id,
-            transport=self.wire.transport(identity.peer_id),
             own_record=lambda number, lost: replace(self.record(rank), number=number).encode(identity),
-            on_change=lambda: None,
-            post=lambda event: None,
-            on_manifest=lambda *_: None,
             gate=self.gates[rank],
         )
 
@@ -341,70 +304,55 @@ class Ends:
 
 @pytest.mark.parametrize("caller", [0, 1])
 @pytest.mark.parametrize("knows", [0, 1])
-def test_whoever_knows_no_ban_list_has_it_when_the_first_introduction_is_over(tmp_path, caller, knows):
-    async def scenario():
-        ends = Ends(tmp_path, [() if rank == knows else None for rank in range(2)])
-        assert await ends.introduced(caller) == "here"
-        assert [gate.bans.version for gate in ends.gates] == [1, 1]
-        assert [len(mesh.peers) for mesh in ends.meshes] == [1, 1]
-        await ends.close()
-
-    run(scenario())
+async def test_whoever_knows_no_ban_list_has_it_when_the_first_introduction_is_over(tmp_path, caller, knows):
+    ends = Ends(tmp_path, [() if rank == knows else None for rank in range(2)])
+    assert await ends.introduced(caller) == "here"
+    assert [gate.bans.version for gate in ends.gates] == [1, 1]
+    assert [len(mesh.peers) for mesh in ends.meshes] == [1, 1]
+    await ends.close()
 
 
 @pytest.mark.parametrize("caller", [0, 1])
 @pytest.mark.parametrize("knows", [0, 1])
 @pytest.mark.parametrize("banned", [0, 1])
-def test_of_a_banned_peer_and_another_neither_lets_the_other_in_whoever_has_the_list(
+async def test_of_a_banned_peer_and_another_neither_lets_the_other_in_whoever_has_the_list(
     tmp_path, caller, knows, banned
 ):
-    async def scenario():
-        ends = Ends(tmp_path, [(banned,) if rank == knows else None for rank in range(2)])
-        assert await ends.introduced(caller) != "here"
-        assert ends.gates[banned].bans.peer_ids == {ends.identities[banned].peer_id}
-        assert not ends.meshes[1 - banned].peers
-        while ends.meshes[banned].peers:
-            await asyncio.sleep(0.001)
-        if caller == banned:
-            assert ends.meshes[banned].turned_away is Why.BANNED
-        await ends.close()
-
-    run(scenario())
+    ends = Ends(tmp_path, [(banned,) if rank == knows else None for rank in range(2)])
+    assert await ends.introduced(caller) != "here"
+    assert ends.gates[banned].bans.peer_ids == {ends.identities[banned].peer_id}
+    assert not ends.meshes[1 - banned].peers
+    await until(lambda: not ends.meshes[banned].peers)
+    if caller == banned:
+        assert ends.meshes[banned].turned_away is Why.BANNED
+    await ends.close()
 
 
-def test_a_list_that_comes_while_two_are_introduced_is_passed_on(tmp_path):
-    async def scenario():
+async def test_a_list_that_comes_while_two_are_introduced_is_passed_on(tmp_path):
+    ends = Ends(tmp_path, [None, None])
+    usual = ends.meshes[1]._channels._say
+
+    async def introduce(channel):
+        told = await usual(channel)
+        ends.gates[1].learn(ends.signed((), version=7))
+        return told
+
+    ends.meshes[1]._channels._say = introduce
+    assert await ends.introduced(0) == "here"
+    await until(lambda: ends.gates[0].bans.version == 7)
+    await ends.close()
+
+
+async def test_after_the_introduction_a_refusal_and_what_is_no_message_end_the_channel(tmp_path):
+    for wrong in (Refusal(why=Why.BANNED), {"type": "announced", "record": b""}, {"type": "letter"}):
         ends = Ends(tmp_path, [None, None])
-        usual = ends.meshes[1]._channels._say
-
-        async def introduce(channel):
-            told = await usual(channel)
-            ends.gates[1].learn(ends.signed((), version=7))
-            return told
-
-        ends.meshes[1]._channels._say = introduce
         assert await ends.introduced(0) == "here"
-        while ends.gates[0].bans.version != 7:
-            await asyncio.sleep(0.001)
+        (peer,) = ends.meshes[0]._channels.open.values()
+        await peer.channel.send(wrong)
+        await until(lambda ends=ends: not ends.meshes[1].peers)
         await ends.close()
-
-    run(scenario())
-
-
-def test_after_the_introduction_a_refusal_and_what_is_no_message_end_the_channel(tmp_path):
-    async def scenario():
-        for wrong in (Refusal(why=Why.BANNED), {"type": "announced", "record": b""}, {"type": "letter"}):
-            ends = Ends(tmp_path, [None, None])
-            assert await ends.introduced(0) == "here"
-            (peer,) = ends.meshes[0]._channels.open.values()
-            await peer.channel.send(wrong)
-            while ends.meshes[1].peers:
-                await asyncio.sleep(0.001)
-            await ends.close()
-            for identity in ends.identities:
-                identity.release()
-
-    run(scenario())
+        for identity in ends.identities:
+            identity.release()
 
 
 class Many:
@@ -437,15 +385,7 @@ class Many:
             status = Status(incarnation=1, sequence=self.sequences[peer_id], world_rank=0, phase="training")
             return spoken(peer_id, status, number=number, lost=losses).encode(identity)
 
-        return Mesh(
-            run_id="run",
-            peer_id=peer_id,
-            transport=self.wire.transport(peer_id),
-            own_record=own_record,
-            on_change=lambda: None,
-            post=post,
-            on_manifest=lambda *_: None,
-        )
+        return mesh_over(self.wire.transport(peer_id), peer_id=peer_id, own_record=own_record, post=post)
 
     async def meet(self):
         records = {peer_id: announced(peer_id) for peer_id in self.meshes}
@@ -454,13 +394,7 @@ class Many:
         for mesh in self.meshes.values():
             for peer_id in mesh.neighbours_among(records):
                 await mesh.reach(records[peer_id])
-        await self.until(
-            lambda: all(len(mesh.peers) == len(self.meshes) - 1 for mesh in self.meshes.values())
-        )
-
-    async def until(self, condition):
-        while not condition():
-            await asyncio.sleep(0.005)
+        await until(lambda: all(len(mesh.peers) == len(self.meshes) - 1 for mesh in self.meshes.values()))
 
     async def kill(self, peer_id):
         del self.wire.handlers[peer_id]
@@ -473,132 +407,113 @@ class Many:
             identity.release()
 
 
-def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_path, monkeypatch):
+async def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_path, monkeypatch):
     monkeypatch.setattr(overlay, "FULL_MESH", 8)
+    many = Many(tmp_path, 14)
+    await many.meet()
+    num_neighbours = {len(mesh._gossip.neighbours) for mesh in many.meshes.values()}
+    assert num_neighbours == {6}
+    assert all(len(mesh._channels.open) == 6 for mesh in many.meshes.values())
 
-    async def scenario():
-        many = Many(tmp_path, 14)
-        await many.meet()
-        num_neighbours = {len(mesh._gossip.neighbours) for mesh in many.meshes.values()}
-        assert num_neighbours == {6}
-        assert all(len(mesh._channels.open) == 6 for mesh in many.meshes.values())
+    speaker, *others = many.meshes
+    many.sequences[speaker] = 7
+    many.meshes[speaker].broadcast_status()
 
-        speaker, *others = many.meshes
-        many.sequences[speaker] = 7
-        many.meshes[speaker].broadcast_status()
+    def has_heard(peer_id):
+        return any(sender == speaker and said.sequence == 7 for sender, said in many.heard[peer_id])
 
-        def has_heard(peer_id):
-            return any(sender == speaker and said.sequence == 7 for sender, said in many.heard[peer_id])
+    await until(lambda: all(map(has_heard, others)))
 
-        await many.until(lambda: all(map(has_heard, others)))
-
-        victim = others[0]
-        await many.kill(victim)
-        await many.until(lambda: all(victim in many.lost[peer_id] for peer_id in many.meshes))
-        assert all(many.lost[peer_id].count(victim) == 1 for peer_id in many.meshes)
-        assert all(len(mesh.peers) == 12 for mesh in many.meshes.values())
-        await many.close()
-
-    run(scenario())
+    victim = others[0]
+    await many.kill(victim)
+    await until(lambda: all(victim in many.lost[peer_id] for peer_id in many.meshes))
+    assert all(many.lost[peer_id].count(victim) == 1 for peer_id in many.meshes)
+    assert all(len(mesh.peers) == 12 for mesh in many.meshes.values())
+    await many.close()
 
 
-def test_many_are_told_again_and_again_who_is_still_here_and_few_hear_everybody_themselves(
+async def test_many_are_told_again_and_again_who_is_still_here_and_few_hear_everybody_themselves(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(mesh_module, "OFTEN_S", 0.02)
+    few = Many(tmp_path / "few", 4)
+    await few.meet()
+    await asyncio.sleep(0.1)
+    await few.close()
+    assert not any(few.still_here.values())
 
-    async def scenario():
-        few = Many(tmp_path / "few", 4)
-        await few.meet()
-        await asyncio.sleep(0.1)
-        await few.close()
-        assert not any(few.still_here.values())
-
-        monkeypatch.setattr(overlay, "FULL_MESH", 8)
-        many = Many(tmp_path / "many", 14)
-        await many.meet()
-        listener, victim, *_ = many.meshes
-        told = many.still_here[listener]
-        await many.until(lambda: told and set(told[-1]) == many.meshes.keys() - {listener})
-        await many.kill(victim)
-        await many.until(lambda: victim not in told[-1])
-        assert set(told[-1]) == many.meshes.keys() - {listener}
-        await many.close()
-
-    run(scenario())
+    monkeypatch.setattr(overlay, "FULL_MESH", 8)
+    many = Many(tmp_path / "many", 14)
+    await many.meet()
+    listener, victim, *_ = many.meshes
+    told = many.still_here[listener]
+    await until(lambda: told and set(told[-1]) == many.meshes.keys() - {listener})
+    await many.kill(victim)
+    await until(lambda: victim not in told[-1])
+    assert set(told[-1]) == many.meshes.keys() - {listener}
+    await many.close()
 
 
-def test_what_nobody_passes_on_is_heard_by_asking_one_neighbour_after_another(tmp_path, monkeypatch):
+async def test_what_nobody_passes_on_is_heard_by_asking_one_neighbour_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(overlay, "FULL_MESH", 8)
     monkeypatch.setattr(mesh_module, "OFTEN_S", 0.05)
     monkeypatch.setattr(mesh_module, "status_s", lambda num_peers: 0.05)
+    many = Many(tmp_path, 14)
+    await many.meet()
+    monkeypatch.setattr(Mesh, "_pass_on", lambda mesh: None)
+    speaker, *others = many.meshes
+    many.sequences[speaker] = 7
+    many.meshes[speaker].broadcast_status()
 
-    async def scenario():
-        many = Many(tmp_path, 14)
-        await many.meet()
-        monkeypatch.setattr(Mesh, "_pass_on", lambda mesh: None)
-        speaker, *others = many.meshes
-        many.sequences[speaker] = 7
-        many.meshes[speaker].broadcast_status()
+    def sequences(peer_id):
+        return [said.sequence for sender, said in many.heard[peer_id] if sender == speaker]
 
-        def sequences(peer_id):
-            return [said.sequence for sender, said in many.heard[peer_id] if sender == speaker]
-
-        await many.until(lambda: all(7 in sequences(peer_id) for peer_id in others))
-        await many.close()
-
-    run(scenario())
+    await until(lambda: all(7 in sequences(peer_id) for peer_id in others))
+    await many.close()
 
 
-def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is_closed_when_idle(
+async def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is_closed_when_idle(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(overlay, "FULL_MESH", 8)
     monkeypatch.setattr(mesh_module, "OFTEN_S", 0.05)
     monkeypatch.setattr(mesh_module, "_IDLE_S", 0.2)
-
-    async def scenario():
-        many = Many(tmp_path, 12)
-        await many.meet()
-        speaker = next(iter(many.meshes))
-        mesh = many.meshes[speaker]
-        # Those that were made while fewer were known are idle by now.
-        await many.until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
-        other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels.open, speaker})
-        asked = [Ask(head=letter * 64) for letter in "abc"]
-        with monkeypatch.context() as busy:
-            busy.setattr(mesh_module, "_IDLE_S", 60.0)
-            for one in asked:
-                mesh.send_to(other, one)
-            await many.until(lambda: (speaker, asked[-1]) in many.heard[other])
-            assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
-            assert other in mesh._channels.open
-        await many.until(lambda: other not in mesh._channels.open)
-        # Neither end takes that for a loss.
-        await many.until(lambda: speaker not in many.meshes[other]._channels.open)
-        assert not many.lost[speaker] and not many.lost[other]
-        assert other in mesh._gossip.here
-        await many.close()
-
-    run(scenario())
+    many = Many(tmp_path, 12)
+    await many.meet()
+    speaker = next(iter(many.meshes))
+    mesh = many.meshes[speaker]
+    # Those that were made while fewer were known are idle by now.
+    await until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
+    other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels.open, speaker})
+    asked = [Ask(head=letter * 64) for letter in "abc"]
+    with monkeypatch.context() as busy:
+        busy.setattr(mesh_module, "_IDLE_S", 60.0)
+        for one in asked:
+            mesh.send_to(other, one)
+        await until(lambda: (speaker, asked[-1]) in many.heard[other])
+        assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
+        assert other in mesh._channels.open
+    await until(lambda: other not in mesh._channels.open)
+    # Neither end takes that for a loss.
+    await until(lambda: speaker not in many.meshes[other]._channels.open)
+    assert not many.lost[speaker] and not many.lost[other]
+    assert other in mesh._gossip.here
+    await many.close()
 
 
-def test_words_that_are_passed_on_under_a_false_number_or_unsigned_end_the_channel(tmp_path):
-    async def scenario():
-        many = Many(tmp_path, 2)
-        await many.meet()
-        liar, honest = many.meshes
-        third = claim_slot(tmp_path, "run", 5)
-        true = spoken(third.peer_id, number=3).encode(third)
-        forged = spoken(third.peer_id, number=4).encode(many.identities[liar])
-        for number, record in ((9, true), (4, forged)):
-            said = Told(peer_id=third.peer_id, incarnation=1, number=number, record=record)
-            before = len(many.lost[honest])
-            many.meshes[liar]._channels.open[honest].enqueue(News(told=(said,)))
-            await many.until(lambda before=before: len(many.lost[honest]) > before)
-            assert third.peer_id not in many.meshes[honest]._gossip.here
-            await many.meshes[liar].reach(announced(honest))
-        third.release()
-        await many.close()
-
-    run(scenario())
+async def test_words_that_are_passed_on_under_a_false_number_or_unsigned_end_the_channel(tmp_path):
+    many = Many(tmp_path, 2)
+    await many.meet()
+    liar, honest = many.meshes
+    third = claim_slot(tmp_path, "run", 5)
+    true = spoken(third.peer_id, number=3).encode(third)
+    forged = spoken(third.peer_id, number=4).encode(many.identities[liar])
+    for number, record in ((9, true), (4, forged)):
+        said = Told(peer_id=third.peer_id, incarnation=1, number=number, record=record)
+        before = len(many.lost[honest])
+        many.meshes[liar]._channels.open[honest].enqueue(News(told=(said,)))
+        await until(lambda before=before: len(many.lost[honest]) > before)
+        assert third.peer_id not in many.meshes[honest]._gossip.here
+        await many.meshes[liar].reach(announced(honest))
+    third.release()
+    await many.close()

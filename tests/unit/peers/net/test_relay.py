@@ -60,10 +60,6 @@ async def members(directory, names):
             await member.relay.close()
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 40))
-
-
 async def hang(_peer_id, sock):
     with sock:
         await asyncio.sleep(60)
@@ -88,66 +84,53 @@ async def relay_between(member, other, timeout_s=10.0):
     return relay
 
 
-def test_a_relay_that_does_not_answer_holds_up_no_offer_of_another(tmp_path, monkeypatch):
-    async def scenario():
-        async with members(tmp_path, "ahrb") as (network, m):
-            network.handlers[m["h"].peer_id, asking("run")] = hang
-            with monkeypatch.context() as patient:
-                # Who waited for its answer would have no time left.
-                for module in (offers, relay_module):
-                    patient.setattr(module, "PROBE_S", 60.0)
-                assert await relay_between(m["a"], m["b"]) == m["r"].peer_id
-            network.handlers[m["r"].peer_id, asking("run")] = hang
-            with pytest.raises(PeerUnreachable, match="no message within"):
-                await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
-
-    run(scenario())
+async def test_a_relay_that_does_not_answer_holds_up_no_offer_of_another(tmp_path, monkeypatch):
+    async with members(tmp_path, "ahrb") as (network, m):
+        network.handlers[m["h"].peer_id, asking("run")] = hang
+        with monkeypatch.context() as patient:
+            # Who waited for its answer would have no time left.
+            for module in (offers, relay_module):
+                patient.setattr(module, "PROBE_S", 60.0)
+            assert await relay_between(m["a"], m["b"]) == m["r"].peer_id
+        network.handlers[m["r"].peer_id, asking("run")] = hang
+        with pytest.raises(PeerUnreachable, match="no message within"):
+            await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
 
 
-def test_a_relay_that_promises_and_does_nothing_leaves_time_for_another_and_comes_last_then(tmp_path):
-    async def scenario():
-        async with members(tmp_path, "ahrb") as (network, m):
-            promised = []
-            network.handlers[m["h"].peer_id, asking("run")] = partial(promise, promised)
-            # Both legs of the honest one are slow.
-            m["a"].rates[m["r"].peer_id] = m["r"].rates[m["b"].peer_id] = 1e3
-            assert await relay_between(m["a"], m["b"], timeout_s=6.0) == m["r"].peer_id
-            assert await relay_between(m["a"], m["b"], timeout_s=6.0) == m["r"].peer_id
-            assert promised == [m["a"].peer_id]
-
-    run(scenario())
+async def test_a_relay_that_promises_and_does_nothing_leaves_time_for_another_and_comes_last_then(tmp_path):
+    async with members(tmp_path, "ahrb") as (network, m):
+        promised = []
+        network.handlers[m["h"].peer_id, asking("run")] = partial(promise, promised)
+        # Both legs of the honest one are slow.
+        m["a"].rates[m["r"].peer_id] = m["r"].rates[m["b"].peer_id] = 1e3
+        assert await relay_between(m["a"], m["b"], timeout_s=6.0) == m["r"].peer_id
+        assert await relay_between(m["a"], m["b"], timeout_s=6.0) == m["r"].peer_id
+        assert promised == [m["a"].peer_id]
 
 
-def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_others(tmp_path):
-    async def scenario():
-        async with members(tmp_path, "arxb") as (network, m):
-            network.handlers[m["x"].peer_id, delivering("run")] = hang
-            network.cut.add(frozenset({m["a"].peer_id, m["x"].peer_id}))
-            with pytest.raises(PeerUnreachable, match="offers what it does not do"):
-                await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=4.0)
-            assert m["a"].relay._is_blamed(m["r"].peer_id, m["x"].peer_id)
-            assert not m["a"].relay._is_blamed(m["r"].peer_id, m["b"].peer_id)
-
-    run(scenario())
+async def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_others(tmp_path):
+    async with members(tmp_path, "arxb") as (network, m):
+        network.handlers[m["x"].peer_id, delivering("run")] = hang
+        network.cut.add(frozenset({m["a"].peer_id, m["x"].peer_id}))
+        with pytest.raises(PeerUnreachable, match="offers what it does not do"):
+            await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=4.0)
+        assert m["a"].relay._is_blamed(m["r"].peer_id, m["x"].peer_id)
+        assert not m["a"].relay._is_blamed(m["r"].peer_id, m["b"].peer_id)
 
 
-def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch):
+async def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(offers, "GRACE_S", 5.0)
-
-    async def scenario():
-        async with members(tmp_path, "arsb") as (_, m):
-            stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
-            await until(lambda: sum(m[name].relay._forwarded.total() for name in "rs") <= 1, 2.0)
-            opening = asyncio.create_task(m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10))
-            await asyncio.sleep(0.01)
-            opening.cancel()
-            stream.close()
-            await asyncio.wait({opening})
-            if not opening.cancelled():
-                opening.result().close()
-            await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
-
-    run(scenario())
+    async with members(tmp_path, "arsb") as (_, m):
+        stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
+        await until(lambda: sum(m[name].relay._forwarded.total() for name in "rs") <= 1, 2.0)
+        opening = asyncio.create_task(m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10))
+        await asyncio.sleep(0.01)
+        opening.cancel()
+        stream.close()
+        await asyncio.wait({opening})
+        if not opening.cancelled():
+            opening.result().close()
+        await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
 
 
 def num_sockets():
@@ -159,53 +142,46 @@ def num_sockets():
     return found
 
 
-def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
-    async def scenario():
-        async with members(tmp_path, "arsb") as (_, m):
-            a, b = m["a"], m["b"]
-            # Both relays have their thread from now on.
-            for _ in range(2):
-                stream = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=10)
-                a.relay.blame(stream)
-                stream.close()
-                (await asyncio.wait_for(b.streams.get(), 10))[1].close()
+async def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
+    async with members(tmp_path, "arsb") as (_, m):
+        a, b = m["a"], m["b"]
+        # Both relays have their thread from now on.
+        for _ in range(2):
+            stream = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=10)
+            a.relay.blame(stream)
+            stream.close()
+            (await asyncio.wait_for(b.streams.get(), 10))[1].close()
+        await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
+        before = num_sockets()
+        for num_turns in range(40):
+            opening = asyncio.create_task(a.relay.open(b.peer_id, PROTOCOL, timeout_s=10))
+            for _ in range(num_turns):
+                await asyncio.sleep(0.0005)
+            opening.cancel()
+            (outcome,) = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(outcome, socket.socket):
+                outcome.close()
             await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
-            before = num_sockets()
-            for num_turns in range(40):
-                opening = asyncio.create_task(a.relay.open(b.peer_id, PROTOCOL, timeout_s=10))
-                for _ in range(num_turns):
-                    await asyncio.sleep(0.0005)
-                opening.cancel()
-                (outcome,) = await asyncio.gather(opening, return_exceptions=True)
-                if isinstance(outcome, socket.socket):
-                    outcome.close()
-                await until(lambda: not any(m[name].relay._forwarded for name in "rs"))
 
-            def is_as_before():
-                while not b.streams.empty():
-                    b.streams.get_nowait()[1].close()
-                return num_sockets() <= before
+        def is_as_before():
+            while not b.streams.empty():
+                b.streams.get_nowait()[1].close()
+            return num_sockets() <= before
 
-            await until(is_as_before)
-
-    run(scenario())
+        await until(is_as_before)
 
 
-def test_one_caller_takes_no_more_than_its_share_of_a_relay(tmp_path, monkeypatch):
+async def test_one_caller_takes_no_more_than_its_share_of_a_relay(tmp_path, monkeypatch):
     monkeypatch.setattr(relay_module, "MAX_FORWARDED", 4)
     monkeypatch.setattr(relay_module, "MAX_FORWARDED_PER_CALLER", 2)
-
-    async def scenario():
-        async with members(tmp_path, "arb") as (_, m):
-            a, b = m["a"], m["b"]
-            taken = [await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5) for _ in range(2)]
-            with pytest.raises(PeerUnreachable, match="as much as I can"):
-                await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5)
-            taken.append(await b.relay.open(a.peer_id, PROTOCOL, timeout_s=5))
-            for stream in taken:
-                stream.close()
-
-    run(scenario())
+    async with members(tmp_path, "arb") as (_, m):
+        a, b = m["a"], m["b"]
+        taken = [await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5) for _ in range(2)]
+        with pytest.raises(PeerUnreachable, match="as much as I can"):
+            await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5)
+        taken.append(await b.relay.open(a.peer_id, PROTOCOL, timeout_s=5))
+        for stream in taken:
+            stream.close()
 
 
 def test_a_forwarder_that_is_closed_begins_nothing_and_takes_nothing_over():

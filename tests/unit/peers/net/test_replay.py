@@ -20,7 +20,7 @@ from peers.reduce.shares import bounds_of
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
 from tests.support import certified
-from tests.support.state_network import RUN, assert_same, committed_state, run
+from tests.support.state_network import RUN, assert_same, committed_state
 
 SIZES = ((1 << 18) + 333, 1000)
 
@@ -72,57 +72,41 @@ async def replayed(network, have, path, codec, donors=("a",)):
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4", "2bit", "1bit", "topk"])
-def test_the_commits_since_lead_to_the_very_same_bits(codec):
+async def test_the_commits_since_lead_to_the_very_same_bits(network, codec):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     before = have.head
     path = [commit(state, log, codec, seed) for seed in range(3 if codec != "fp32" else 2)]
-
-    async def scenario(network):
-        await serve(network, state, log)
-        assert_same(await replayed(network, have, path, codec, ("nobody", "a")), state)
-        # What the joiner held is as it was, should it be needed still.
-        assert have.head == before and have.verify().anchor == have.anchor_digest
-
-    run(scenario)
+    await serve(network, state, log)
+    assert_same(await replayed(network, have, path, codec, ("nobody", "a")), state)
+    # What the joiner held is as it was, should it be needed still.
+    assert have.head == before and have.verify().anchor == have.anchor_digest
 
 
-def test_up_to_the_head_that_is_wanted_and_no_further():
+async def test_up_to_the_head_that_is_wanted_and_no_further(network):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     path = [commit(state, log, "int8", seed) for seed in range(2)]
-
-    async def scenario(network):
-        await serve(network, state, log)
-        assert (await replayed(network, have, path[:1], "int8")).head == path[0].head
-
-    run(scenario)
+    await serve(network, state, log)
+    assert (await replayed(network, have, path[:1], "int8")).head == path[0].head
 
 
-def test_what_no_commit_has_changed_is_not_shared_with_the_state_that_was_here():
+async def test_what_no_commit_has_changed_is_not_shared_with_the_state_that_was_here(network):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     path = [commit(state, log, "int8", 0)]
-
-    async def scenario(network):
-        await serve(network, state, log)
-        with have.snapshot() as served:
-            repeated = await replayed(network, have, path, "int8")
-            certified.commit(repeated, torch.ones(SIZES[1]), fragment=1)
-            assert torch.equal(served.anchor[1], committed_state(SIZES, 0).anchor[1])
-
-    run(scenario)
+    await serve(network, state, log)
+    with have.snapshot() as served:
+        repeated = await replayed(network, have, path, "int8")
+        certified.commit(repeated, torch.ones(SIZES[1]), fragment=1)
+        assert torch.equal(served.anchor[1], committed_state(SIZES, 0).anchor[1])
 
 
 @pytest.mark.parametrize("gap", ["before", "between"])
-def test_where_a_commit_is_missing_the_others_lead_nowhere(gap):
+async def test_where_a_commit_is_missing_the_others_lead_nowhere(network, gap):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     missing = 0 if gap == "before" else 1
     path = [commit(state, log, "int8", seed, record=seed != missing) for seed in range(3)]
-
-    async def scenario(network):
-        await serve(network, state, log)
-        with pytest.raises(StateUnavailable):
-            await replayed(network, have, path, "int8")
-
-    run(scenario)
+    await serve(network, state, log)
+    with pytest.raises(StateUnavailable):
+        await replayed(network, have, path, "int8")
 
 
 def test_only_certificates_that_follow_one_by_one_on_the_state_that_is_here_are_repeated():
@@ -145,7 +129,7 @@ def test_a_log_takes_no_more_memory_than_the_state():
 
 
 @pytest.mark.parametrize("spoil", ["value", "not finite"])
-def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(spoil):
+async def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(network, spoil):
     have, state = committed_state(SIZES, 0), committed_state(SIZES, 0)
     log, spoilt = CommitLog(), CommitLog()
     path = [commit(state, log, "fp32", 0)]
@@ -153,31 +137,25 @@ def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(sp
     payloads = [payload.copy() for payload in good.payloads]
     payloads[0].view(np.float32)[7] += 1 if spoil == "value" else np.nan
     spoilt._commits.append(dataclasses.replace(good, payloads=tuple(payloads)))
-
-    async def scenario(network):
-        await serve(network, state, spoilt, "bad")
-        await serve(network, state, log, "good")
-        with pytest.raises(StateUnavailable):
-            await replayed(network, have, path, "fp32", ["bad"])
-        assert_same(await replayed(network, have, path, "fp32", ["bad", "good"]), state)
-
-    run(scenario)
+    await serve(network, state, spoilt, "bad")
+    await serve(network, state, log, "good")
+    with pytest.raises(StateUnavailable):
+        await replayed(network, have, path, "fp32", ["bad"])
+    assert_same(await replayed(network, have, path, "fp32", ["bad", "good"]), state)
 
 
-def test_a_donor_that_falls_silent_holds_nobody_up_for_long():
+async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     path = [commit(state, log, "int8", 0)]
 
-    async def scenario(network):
-        async def silent(_peer, sock):
-            await asyncio.sleep(10)
-            sock.close()
+    async def silent(_peer, sock):
+        await asyncio.sleep(10)
+        sock.close()
 
-        await network.transport("bad").serve(f"diloco/{RUN}/state", silent)
-        await serve(network, state, log)
+    await network.transport("bad").serve(f"diloco/{RUN}/state", silent)
+    await serve(network, state, log)
+    async with asyncio.timeout(9):
         assert_same(await replayed(network, have, path, "int8", ["bad", "a"]), state)
-
-    run(scenario, timeout_s=9)
 
 
 def test_the_parts_of_a_commits_average_are_those_of_its_members_shares():

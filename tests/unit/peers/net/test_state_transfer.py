@@ -18,195 +18,143 @@ from tests.support.state_network import (
     assert_same,
     committed_state,
     download,
-    run,
     serve,
     serve_badly,
 )
 
 
 @pytest.mark.parametrize("donors", [["a"], ["a", "b", "c"], ["a", "nobody"]])
-def test_a_state_arrives_bit_for_bit(donors):
+async def test_a_state_arrives_bit_for_bit(network, donors):
     state = committed_state()
-
-    async def scenario(network):
-        for peer_id in {*donors} - {"nobody"}:
-            await serve(network, peer_id, state)
-        reported = []
-        loaded = await download(
-            network, donors, state, progress=lambda done, total: reported.append((done, total))
-        )
-        assert_same(loaded, state)
-        # The second fragment's momentum is still zero, and is not sent.
-        num_bytes = 4 * (2 * SIZES[0] + SIZES[1])
-        assert reported[-1] == (num_bytes, num_bytes)
-        assert loaded.verify().anchor == state.anchor_digest
-
-    run(scenario)
+    for peer_id in {*donors} - {"nobody"}:
+        await serve(network, peer_id, state)
+    reported = []
+    loaded = await download(
+        network, donors, state, progress=lambda done, total: reported.append((done, total))
+    )
+    assert_same(loaded, state)
+    # The second fragment's momentum is still zero, and is not sent.
+    num_bytes = 4 * (2 * SIZES[0] + SIZES[1])
+    assert reported[-1] == (num_bytes, num_bytes)
+    assert loaded.verify().anchor == state.anchor_digest
 
 
 @pytest.mark.parametrize("is_spoilt", [False, True])
-def test_of_a_state_only_what_has_changed_is_fetched_and_what_is_wrong_here(is_spoilt):
+async def test_of_a_state_only_what_has_changed_is_fetched_and_what_is_wrong_here(network, is_spoilt):
     sizes = (3 * STATE_CHUNK_NUMEL, 2 * STATE_CHUNK_NUMEL + 10)
     mine, state = committed_state(sizes), committed_state(sizes)
     advance(state)
     if is_spoilt:
         mine.anchor[1][5] += 1
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        reported = []
-        with mine.snapshot() as have:
-            loaded = await download(
-                network, ["a"], state, have=have, progress=lambda done, total: reported.append(total)
-            )
-        assert_same(loaded, state)
-        # Fragment 1 has not been averaged since.
-        spoilt = 4 * STATE_CHUNK_NUMEL if is_spoilt else 0
-        assert reported[-1] == 4 * 2 * sizes[0] + spoilt
-
-    run(scenario)
+    await serve(network, "a", state)
+    reported = []
+    with mine.snapshot() as have:
+        loaded = await download(
+            network, ["a"], state, have=have, progress=lambda done, total: reported.append(total)
+        )
+    assert_same(loaded, state)
+    # Fragment 1 has not been averaged since.
+    spoilt = 4 * STATE_CHUNK_NUMEL if is_spoilt else 0
+    assert reported[-1] == 4 * 2 * sizes[0] + spoilt
 
 
 @pytest.mark.parametrize("sizes", [(0,), (), (1,)])
-def test_the_smallest_states_arrive(sizes):
+async def test_the_smallest_states_arrive(network, sizes):
     state = begun([torch.ones(size) for size in sizes])
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        assert_same(await download(network, ["a"], state), state)
-
-    run(scenario)
+    await serve(network, "a", state)
+    assert_same(await download(network, ["a"], state), state)
 
 
-def test_what_is_downloaded_can_be_committed_to():
+async def test_what_is_downloaded_can_be_committed_to(network):
     state = committed_state()
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        loaded = await download(network, ["a"], state)
-        advance(loaded)
-        advance(state)
-        assert_same(loaded, state)
-
-    run(scenario)
+    await serve(network, "a", state)
+    loaded = await download(network, ["a"], state)
+    advance(loaded)
+    advance(state)
+    assert_same(loaded, state)
 
 
-def test_a_commit_during_the_download_does_not_change_what_arrives():
+async def test_a_commit_during_the_download_does_not_change_what_arrives(network):
     state = committed_state()
     expected = committed_state()
+    await serve(network, "a", state)
+    commits = []
 
-    async def scenario(network):
-        await serve(network, "a", state)
-        commits = []
+    def commit_once(_done, _total):
+        if not commits:
+            commits.append(advance(state))
 
-        def commit_once(_done, _total):
-            if not commits:
-                commits.append(advance(state))
-
-        loaded = await download(network, ["a"], expected, progress=commit_once)
-        assert commits
-        assert_same(loaded, expected)
-        assert state.epoch == expected.epoch + 1
-
-    run(scenario)
+    loaded = await download(network, ["a"], expected, progress=commit_once)
+    assert commits
+    assert_same(loaded, expected)
+    assert state.epoch == expected.epoch + 1
 
 
-def test_a_donor_that_has_gone_on_says_where_it_is_and_is_no_suspect():
+async def test_a_donor_that_has_gone_on_says_where_it_is_and_is_no_suspect(network):
     state, later = committed_state(), committed_state(commits=2)
-
-    async def scenario(network):
-        await serve(network, "a", later)
-        with pytest.raises(StateUnavailable, match=f"a: it holds the state '{later.head[:8]}") as caught:
-            await download(network, ["a"], state)
-        assert not caught.value.suspects
-
-    run(scenario)
+    await serve(network, "a", later)
+    with pytest.raises(StateUnavailable, match=f"a: it holds the state '{later.head[:8]}") as caught:
+        await download(network, ["a"], state)
+    assert not caught.value.suspects
 
 
-def test_nobody_to_ask_is_an_error():
-    async def scenario(network):
-        with pytest.raises(StateUnavailable, match="no donors"):
-            await download(network, [], committed_state((4,)))
-        with pytest.raises(StateUnavailable, match="nobody there"):
-            await download(network, ["x"], committed_state((4,)))
-
-    run(scenario)
+async def test_nobody_to_ask_is_an_error(network):
+    with pytest.raises(StateUnavailable, match="no donors"):
+        await download(network, [], committed_state((4,)))
+    with pytest.raises(StateUnavailable, match="nobody there"):
+        await download(network, ["x"], committed_state((4,)))
 
 
 # Donors that misbehave: what they fail to deliver, a good one does.
 
 
 @pytest.mark.parametrize("answer", [lambda b: b"\xff" + b[1:], lambda b: None, lambda b: b[:-8] + bytes(8)])
-def test_chunks_that_a_bad_donor_does_not_deliver_come_from_a_good_one(answer):
+async def test_chunks_that_a_bad_donor_does_not_deliver_come_from_a_good_one(network, answer):
     state = committed_state()
-
-    async def scenario(network):
-        await serve_badly(network, "bad", state, answer)
-        await serve(network, "good", state)
-        assert_same(await download(network, ["bad", "good"], state), state)
-        with pytest.raises(StateUnavailable, match="bad: ") as caught:
-            await download(network, ["bad"], state)
-        assert caught.value.suspects == {"bad"}
-
-    run(scenario)
+    await serve_badly(network, "bad", state, answer)
+    await serve(network, "good", state)
+    assert_same(await download(network, ["bad", "good"], state), state)
+    with pytest.raises(StateUnavailable, match="bad: ") as caught:
+        await download(network, ["bad"], state)
+    assert caught.value.suspects == {"bad"}
 
 
-def test_a_donor_that_falls_silent_is_left_for_another(monkeypatch):
+async def test_a_donor_that_falls_silent_is_left_for_another(network, monkeypatch):
     monkeypatch.setattr(state_transfer, "STALL_S", 3.0)
     state = committed_state()
-
-    async def scenario(network):
-        await serve_badly(network, "silent", state, lambda b: b"")
-        await serve(network, "good", state)
-        assert_same(await download(network, ["silent", "good"], state), state)
-
-    run(scenario)
+    await serve_badly(network, "silent", state, lambda b: b"")
+    await serve(network, "good", state)
+    assert_same(await download(network, ["silent", "good"], state), state)
 
 
-def test_a_download_keeps_its_deadline():
+async def test_a_download_keeps_its_deadline(network):
     state = committed_state()
-
-    async def scenario(network):
-        await serve_badly(network, "silent", state, lambda b: b"")
-        started = time.monotonic()
-        with pytest.raises(StateUnavailable, match=r"received 0 of \d+ bytes in 0\.3 s"):
-            await download(network, ["silent"], state, timeout_s=0.3)
-        assert time.monotonic() - started < 5
-
-    run(scenario)
+    await serve_badly(network, "silent", state, lambda b: b"")
+    started = time.monotonic()
+    with pytest.raises(StateUnavailable, match=r"received 0 of \d+ bytes in 0\.3 s"):
+        await download(network, ["silent"], state, timeout_s=0.3)
+    assert time.monotonic() - started < 5
 
 
-def test_a_header_of_another_state_is_refused_even_under_the_right_name():
+async def test_a_header_of_another_state_is_refused_even_under_the_right_name(network):
     state, other = committed_state(), committed_state(commits=2)
-
-    async def scenario(network):
-        await serve_badly(network, "liar", other, lambda b: b)
-        with pytest.raises(StateUnavailable, match="not the one of the commit"):
-            await download(network, ["liar"], state)
-
-    run(scenario)
+    await serve_badly(network, "liar", other, lambda b: b)
+    with pytest.raises(StateUnavailable, match="not the one of the commit"):
+        await download(network, ["liar"], state)
 
 
-def test_a_state_of_other_sizes_is_refused():
+async def test_a_state_of_other_sizes_is_refused(network):
     state, other = committed_state((8,)), committed_state((9,))
-
-    async def scenario(network):
-        await serve(network, "a", other)
-        with pytest.raises(StateUnavailable, match="has other bytes than announced"):
-            await download(network, ["a"], state, certificate=other.header.certificate)
-
-    run(scenario)
+    await serve(network, "a", other)
+    with pytest.raises(StateUnavailable, match="has other bytes than announced"):
+        await download(network, ["a"], state, certificate=other.header.certificate)
 
 
-def test_values_that_are_not_finite_are_refused():
+async def test_values_that_are_not_finite_are_refused(network):
     state = begun([torch.tensor([1.0, float("inf")])])
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        with pytest.raises(StateUnavailable, match="not finite"):
-            await download(network, ["a"], state)
-
-    run(scenario)
+    await serve(network, "a", state)
+    with pytest.raises(StateUnavailable, match="not finite"):
+        await download(network, ["a"], state)
 
 
 @pytest.mark.parametrize(
@@ -226,35 +174,31 @@ def test_values_that_are_not_finite_are_refused():
         {"type": "want state", "head": "a" * 64},
     ],
 )
-def test_a_donor_hangs_up_on_requests_that_cannot_be(request_):
+async def test_a_donor_hangs_up_on_requests_that_cannot_be(network, request_):
     async def ask_for_the_state_first(channel, sock, state):
         await channel.send(WantState(head=state.head))
         await channel.read(Decoder(State), 5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
 
-    assert_hangs_up(request_, ask_for_the_state_first)
+    await assert_hangs_up(network, request_, ask_for_the_state_first)
 
 
 async def nothing_first(channel, sock, state):
     pass
 
 
-def assert_hangs_up(request_, first=nothing_first):
+async def assert_hangs_up(network, request_, first=nothing_first):
     """A donor, on whoever sends it this; and it keeps no snapshot for it."""
     state = committed_state((8,))
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
-        channel = Channel(sock)
-        await first(channel, sock, state)
-        await channel.send(request_)
-        with pytest.raises(PeerUnreachable):
-            await channel.read(Decoder(State), 5)
-        channel.close()
-        assert state._snapshots == []
-
-    run(scenario)
+    await serve(network, "a", state)
+    sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
+    channel = Channel(sock)
+    await first(channel, sock, state)
+    await channel.send(request_)
+    with pytest.raises(PeerUnreachable):
+        await channel.read(Decoder(State), 5)
+    channel.close()
+    assert state._snapshots == []
 
 
 @pytest.mark.parametrize(
@@ -275,8 +219,8 @@ def assert_hangs_up(request_, first=nothing_first):
         {"type": "want chunk", "values": "anchor", "position": 0},
     ],
 )
-def test_a_donor_hangs_up_on_who_asks_for_what_is_no_state(request_):
-    assert_hangs_up(request_)
+async def test_a_donor_hangs_up_on_who_asks_for_what_is_no_state(network, request_):
+    await assert_hangs_up(network, request_)
 
 
 @pytest.mark.parametrize(
@@ -290,19 +234,16 @@ def test_a_donor_hangs_up_on_who_asks_for_what_is_no_state(request_):
         {},
     ],
 )
-def test_a_donor_that_answers_something_else_is_a_suspect(answer):
+async def test_a_donor_that_answers_something_else_is_a_suspect(network, answer):
     state = committed_state((8,))
 
-    async def scenario(network):
-        async def handler(_peer, sock):
-            channel = Channel(sock)
-            await channel.read(Decoder(WantState))
-            await channel.send(answer)
-            channel.close()
+    async def handler(_peer, sock):
+        channel = Channel(sock)
+        await channel.read(Decoder(WantState))
+        await channel.send(answer)
+        channel.close()
 
-        await network.transport("a").serve(state_protocol(RUN), handler)
-        with pytest.raises(StateUnavailable, match="not a message of the swarm") as caught:
-            await download(network, ["a"], state)
-        assert caught.value.suspects == {"a"}
-
-    run(scenario)
+    await network.transport("a").serve(state_protocol(RUN), handler)
+    with pytest.raises(StateUnavailable, match="not a message of the swarm") as caught:
+        await download(network, ["a"], state)
+    assert caught.value.suspects == {"a"}

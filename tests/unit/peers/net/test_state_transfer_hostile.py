@@ -23,7 +23,6 @@ from tests.support.state_network import (
     committed_state,
     download,
     encoded,
-    run,
     serve,
     serve_badly,
 )
@@ -39,121 +38,100 @@ async def ask(network, joiner, head):
     return channel, sock
 
 
-def test_a_donor_that_says_nothing_at_all_delays_no_other():
+async def test_a_donor_that_says_nothing_at_all_delays_no_other(network):
     state = committed_state((1000,))
 
-    async def scenario(network):
-        async def silent(_peer, sock):
-            with sock:
-                await asyncio.sleep(60)
+    async def silent(_peer, sock):
+        with sock:
+            await asyncio.sleep(60)
 
-        await network.transport("silent").serve(state_protocol(RUN), silent)
-        await serve(network, "good", state)
-        started = time.monotonic()
-        assert_same(await download(network, ["silent", "good"], state), state)
-        assert time.monotonic() - started < 5
-
-    run(scenario)
+    await network.transport("silent").serve(state_protocol(RUN), silent)
+    await serve(network, "good", state)
+    started = time.monotonic()
+    assert_same(await download(network, ["silent", "good"], state), state)
+    assert time.monotonic() - started < 5
 
 
-def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatch):
+async def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(network, monkeypatch):
     monkeypatch.setattr(state_transfer, "ANSWER_S", 0.3)
     state = committed_state()
 
-    async def scenario(network):
-        async def trickle(_peer, sock):
-            loop = asyncio.get_running_loop()
-            channel = Channel(sock)
-            with contextlib.suppress(PeersError, OSError):
-                await answer_with_header(channel, sock, state)
-                while True:
-                    await loop.sock_sendall(sock, b"\0")
-                    await asyncio.sleep(0.05)
-            channel.close()
+    async def trickle(_peer, sock):
+        loop = asyncio.get_running_loop()
+        channel = Channel(sock)
+        with contextlib.suppress(PeersError, OSError):
+            await answer_with_header(channel, sock, state)
+            while True:
+                await loop.sock_sendall(sock, b"\0")
+                await asyncio.sleep(0.05)
+        channel.close()
 
-        await network.transport("trickle").serve(state_protocol(RUN), trickle)
-        await serve(network, "good", state)
-        assert_same(await download(network, ["trickle", "good"], state, timeout_s=15), state)
-
-    run(scenario)
+    await network.transport("trickle").serve(state_protocol(RUN), trickle)
+    await serve(network, "good", state)
+    assert_same(await download(network, ["trickle", "good"], state, timeout_s=15), state)
 
 
-def test_the_only_donor_may_be_as_slow_as_it_likes(monkeypatch):
+async def test_the_only_donor_may_be_as_slow_as_it_likes(network, monkeypatch):
     monkeypatch.setattr(state_transfer, "ANSWER_S", 0.1)
     state = committed_state((100,))
 
-    async def scenario(network):
-        def slowly(payload):
-            time.sleep(0.3)
-            return payload
+    def slowly(payload):
+        time.sleep(0.3)
+        return payload
 
-        await serve_badly(network, "slow", state, slowly)
-        assert_same(await download(network, ["slow"], state), state)
-
-    run(scenario)
+    await serve_badly(network, "slow", state, slowly)
+    assert_same(await download(network, ["slow"], state), state)
 
 
-def test_one_joiner_holds_one_download_however_many_it_begins():
+async def test_one_joiner_holds_one_download_however_many_it_begins(network):
     state = committed_state((8,))
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        greedy = []
-        for _ in range(2 * MAX_DOWNLOADS):
-            greedy.append((await ask(network, "greedy", state.head))[0])
-            await greedy[-1].read(_STATE, 5)
-        assert len(state._snapshots) == 1
-        started = time.monotonic()
-        assert_same(await download(network, ["a"], state), state)
-        assert time.monotonic() - started < 5
-        for channel in greedy:
-            channel.close()
-        await until(lambda: not state._snapshots)
-
-    run(scenario)
+    await serve(network, "a", state)
+    greedy = []
+    for _ in range(2 * MAX_DOWNLOADS):
+        greedy.append((await ask(network, "greedy", state.head))[0])
+        await greedy[-1].read(_STATE, 5)
+    assert len(state._snapshots) == 1
+    started = time.monotonic()
+    assert_same(await download(network, ["a"], state), state)
+    assert time.monotonic() - started < 5
+    for channel in greedy:
+        channel.close()
+    await until(lambda: not state._snapshots)
 
 
-def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
+async def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(network, monkeypatch):
     monkeypatch.setattr(state_server, "download_timeout_s", lambda sizes: 1.5)
     state = committed_state((8,))
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        channel, sock = await ask(network, "hoarder", state.head)
-        await channel.read(_STATE, 5)
-        await asyncio.get_running_loop().sock_recv(sock, 64)
-        assert len(state._snapshots) == 1
-        # A request that was not read any more resets the stream.
-        with pytest.raises((PeersError, ConnectionResetError)):
-            while True:
-                await channel.send(WantChunk(values="anchor", position=0), 5)
-                assert len(
-                    await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 32), 5)
-                ) == 32 or (await channel.read(_STATE, 5))
-                await asyncio.sleep(0.02)
-        assert not state._snapshots
-        channel.close()
-
-    run(scenario)
+    await serve(network, "a", state)
+    channel, sock = await ask(network, "hoarder", state.head)
+    await channel.read(_STATE, 5)
+    await asyncio.get_running_loop().sock_recv(sock, 64)
+    assert len(state._snapshots) == 1
+    # A request that was not read any more resets the stream.
+    with pytest.raises((PeersError, ConnectionResetError)):
+        while True:
+            await channel.send(WantChunk(values="anchor", position=0), 5)
+            assert len(await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 32), 5)) == 32 or (
+                await channel.read(_STATE, 5)
+            )
+            await asyncio.sleep(0.02)
+    assert not state._snapshots
+    channel.close()
 
 
-def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch):
+async def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(network, monkeypatch):
     monkeypatch.setattr(state_server, "COMMIT_S", 0.3)
     state = committed_state((8,))
-
-    async def scenario(network):
-        server = await serve(network, "a", state)
-        for _ in range(MAX_DOWNLOADS):
-            await server._slots.acquire()
-        channel, _ = await ask(network, "one too many", state.head)
-        with pytest.raises(PeerUnreachable, match=r"closed|broke"):
-            await channel.read(_STATE, 10)
-        channel.close()
-
-    run(scenario)
+    server = await serve(network, "a", state)
+    for _ in range(MAX_DOWNLOADS):
+        await server._slots.acquire()
+    channel, _ = await ask(network, "one too many", state.head)
+    with pytest.raises(PeerUnreachable, match=r"closed|broke"):
+        await channel.read(_STATE, 10)
+    channel.close()
 
 
-def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch):
+async def test_requests_that_are_there_already_let_others_run_between_them(network, monkeypatch):
     state, num_served = begun([committed_state((8,)).anchor[0]]), 0
     original = state_server._wanted_values
 
@@ -163,23 +141,19 @@ def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch
         return original(*arguments)
 
     monkeypatch.setattr(state_server, "_wanted_values", counted)
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        channel, sock = await ask(network, "pump", state.head)
-        await channel.read(_STATE, 5)
-        await asyncio.get_running_loop().sock_recv(sock, 64)
-        sock.send(encoded(WantChunk(values="anchor", position=0)) * 200)
-        while num_served < 200:
-            before = num_served
-            await asyncio.sleep(0)
-            assert num_served <= before + 1
-        channel.close()
-
-    run(scenario)
+    await serve(network, "a", state)
+    channel, sock = await ask(network, "pump", state.head)
+    await channel.read(_STATE, 5)
+    await asyncio.get_running_loop().sock_recv(sock, 64)
+    sock.send(encoded(WantChunk(values="anchor", position=0)) * 200)
+    while num_served < 200:
+        before = num_served
+        await asyncio.sleep(0)
+        assert num_served <= before + 1
+    channel.close()
 
 
-def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are_zero(monkeypatch):
+async def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are_zero(network, monkeypatch):
     hashed = []
     original = state_transfer.hash_chunk
 
@@ -191,12 +165,8 @@ def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are_zero(
     monkeypatch.setattr(state_transfer, "hash_chunk", counted)
     monkeypatch.setattr("peers.state.header.STATE_CHUNK_NUMEL", 10)
     state = begun([weights])
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        assert_same(await download(network, ["a"], state), state)
-
-    run(scenario)
+    await serve(network, "a", state)
+    assert_same(await download(network, ["a"], state), state)
     assert threading.main_thread() not in hashed
     # One for what a chunk of zeros is, one for each chunk of the anchor.
     assert len(hashed) == 101

@@ -60,6 +60,14 @@ def close(*ends):
             end.close()
 
 
+@pytest.fixture
+def both(tmp_path):
+    """A stream between two peers, whose ends block."""
+    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+    with a, b:
+        yield a, b
+
+
 @pytest.mark.parametrize("make", [credentials, rsa_credentials])
 def test_two_peers_talk_by_tls_1_3(tmp_path, make):
     mine, theirs = make(tmp_path, "a"), credentials(tmp_path, "b")
@@ -162,8 +170,8 @@ def test_older_tls_is_refused(tmp_path):
     thread.join()
 
 
-def test_a_shut_down_socket_sends_nothing_in_the_clear(tmp_path):
-    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+def test_a_shut_down_socket_sends_nothing_in_the_clear(both):
+    a, b = both
     a.shutdown(socket.SHUT_RD)
     a.sendall(b"still encrypted")
     assert b.recv(100) == b"still encrypted"
@@ -171,11 +179,10 @@ def test_a_shut_down_socket_sends_nothing_in_the_clear(tmp_path):
     with pytest.raises(OSError):
         a.send(b"x")
     assert b.recv(100) == b""
-    close(a, b)
 
 
-def test_a_large_write_reports_progress_while_the_other_end_reads_slowly(tmp_path):
-    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+def test_a_large_write_reports_progress_while_the_other_end_reads_slowly(both):
+    a, b = both
     payload, received, sent = os.urandom(8 << 20), bytearray(), 0
     a.settimeout(0.02)
     b.settimeout(5)
@@ -198,11 +205,10 @@ def test_a_large_write_reports_progress_while_the_other_end_reads_slowly(tmp_pat
             continue
     reader.join()
     assert received == payload
-    close(a, b)
 
 
-def test_a_sender_of_the_smallest_records_keeps_nobody_else_from_running(tmp_path, monkeypatch):
-    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+async def test_a_sender_of_the_smallest_records_keeps_nobody_else_from_running(both, monkeypatch):
+    a, _ = both
     a.setblocking(False)
     num_read = 0
 
@@ -213,30 +219,26 @@ def test_a_sender_of_the_smallest_records_keeps_nobody_else_from_running(tmp_pat
 
     monkeypatch.setattr(ssl.SSLSocket, "read", one_byte)
 
-    async def scenario():
-        async def take(receive, num_bytes):
-            done = 0
-            while done < num_bytes:
-                piece = await receive()
-                done += piece if isinstance(piece, int) else len(piece)
+    async def take(receive, num_bytes):
+        done = 0
+        while done < num_bytes:
+            piece = await receive()
+            done += piece if isinstance(piece, int) else len(piece)
 
-        buffer = memoryview(bytearray(1 << 20))
-        for receive in (
-            lambda: socket_io.receive_into(a, buffer),
-            lambda: socket_io.receive(a, 100),
-        ):
-            taking = asyncio.create_task(take(receive, 1000))
-            while not taking.done():
-                before = num_read
-                await asyncio.sleep(0)
-                assert num_read <= before + 64
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-    close(a, b)
+    buffer = memoryview(bytearray(1 << 20))
+    for receive in (
+        lambda: socket_io.receive_into(a, buffer),
+        lambda: socket_io.receive(a, 100),
+    ):
+        taking = asyncio.create_task(take(receive, 1000))
+        while not taking.done():
+            before = num_read
+            await asyncio.sleep(0)
+            assert num_read <= before + 64
 
 
-def test_the_reduction_notices_a_stall_and_a_stop_on_a_stream_of_tls(tmp_path):
-    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+def test_the_reduction_notices_a_stall_and_a_stop_on_a_stream_of_tls(both):
+    a, b = both
     for end in (a, b):
         frames.prepare(end)
     with pytest.raises(frames.Stalled):
@@ -249,4 +251,3 @@ def test_the_reduction_notices_a_stall_and_a_stop_on_a_stream_of_tls(tmp_path):
     header = frames.Header(frames.Kind.RESULT, 0, len(payload))
     with pytest.raises(frames.Stalled):
         frames.send_frame(b, header, (payload,), 0.1, lambda: False)
-    close(a, b)

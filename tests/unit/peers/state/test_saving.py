@@ -27,7 +27,9 @@ def commit(state: OuterState) -> None:
     certified.commit(state, torch.ones(SIZE))
 
 
-def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_it(tmp_path, monkeypatch):
+async def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_it(
+    tmp_path, monkeypatch
+):
     gate, write = threading.Event(), state_files.write_tensors
 
     def held_up(*arguments):
@@ -38,16 +40,13 @@ def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_i
     state, kept = some_state(), Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
     head, anchor = state.head, state.anchor[0].clone()
 
-    async def scenario():
-        saving = Saving()
-        await saving.begin(state, [kept], tmp_path)
-        # Two, so that nothing is written where the held state lies.
-        commit(state)
-        commit(state)
-        gate.set()
-        return await asyncio.wait_for(saving.finish(tmp_path), 20)
-
-    written = asyncio.run(scenario())
+    saving = Saving()
+    await saving.begin(state, [kept], tmp_path)
+    # Two, so that nothing is written where the held state lies.
+    commit(state)
+    commit(state)
+    gate.set()
+    written = await asyncio.wait_for(saving.finish(tmp_path), 20)
     assert written.head == head != state.head
     loaded = state_files.load(tmp_path)
     assert loaded.head == head and torch.equal(loaded.anchor[0], anchor)
@@ -56,18 +55,14 @@ def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_i
     assert all(problem_with(tmp_path / name, record) is None for name, record in written.files.items())
 
 
-def test_what_could_not_be_written_is_told_to_who_asks_and_the_memory_is_free_again(tmp_path):
+async def test_what_could_not_be_written_is_told_to_who_asks_and_the_memory_is_free_again(tmp_path):
     state = some_state()
-
-    async def scenario():
-        saving = Saving()
-        await saving.begin(state, [], tmp_path / "missing")
-        with pytest.raises(OSError, match=r"outer\.safetensors"):
-            await asyncio.wait_for(saving.finish(tmp_path / "missing"), 20)
-        with pytest.raises(OSError, match="nothing is being saved"):
-            await saving.finish(tmp_path)
-
-    asyncio.run(scenario())
+    saving = Saving()
+    await saving.begin(state, [], tmp_path / "missing")
+    with pytest.raises(OSError, match=r"outer\.safetensors"):
+        await asyncio.wait_for(saving.finish(tmp_path / "missing"), 20)
+    with pytest.raises(OSError, match="nothing is being saved"):
+        await saving.finish(tmp_path)
     place = state.anchor[0].data_ptr()
     commit(state)
     assert state.anchor[0].data_ptr() == place

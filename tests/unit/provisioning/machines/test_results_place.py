@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import fsspec
 import pytest
 
@@ -65,12 +63,11 @@ def test_pods_fetch_says_so_before_it_asks_a_pod(tmp_path, monkeypatch, capsys):
     assert exit_code(["pods", "fetch", "--fetch", "none"]) == 0
 
 
-def test_a_pod_has_no_results_only_where_some_were_looked_for(tmp_path):
+async def test_a_pod_has_no_results_only_where_some_were_looked_for(tmp_path):
     (tmp_path / PODS / "label").mkdir(parents=True)
 
-    def said(*words: str) -> str:
-        fetched = fetch_results(LocalMachine(tmp_path), "label", words, str(tmp_path / "into"))
-        return asyncio.run(fetched)
+    async def said(*words: str) -> str:
+        return await fetch_results(LocalMachine(tmp_path), "label", words, str(tmp_path / "into"))
 
-    assert said(NOTHING) == "nothing of it is fetched"
-    assert said("logs", "model") == "it has no logs or model"
+    assert await said(NOTHING) == "nothing of it is fetched"
+    assert await said("logs", "model") == "it has no logs or model"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +16,7 @@ def test_delays_grow_have_an_end_and_respect_the_provider(attempt, retry_after_s
     assert delay <= backoff.delay_s(attempt + 1, retry_after_s, seed)
 
 
-def test_it_asks_again_until_there_is_an_answer(monkeypatch):
+async def test_it_asks_again_until_there_is_an_answer(monkeypatch):
     monkeypatch.setattr(backoff, "FIRST_DELAY_S", 0.001)
     answers = [Unavailable("busy"), Unavailable("broken"), 7]
 
@@ -28,21 +26,21 @@ def test_it_asks_again_until_there_is_an_answer(monkeypatch):
             raise answer
         return answer
 
-    assert asyncio.run(backoff.repeated(request)) == 7
+    assert await backoff.repeated(request) == 7
 
 
 @pytest.mark.parametrize("error", [RecursionError("deep"), OverflowError("inf"), KeyError("id")])
-def test_whatever_an_answer_raises_is_an_error_of_its_provider_and_of_an_order_a_lost_answer(error):
+async def test_whatever_an_answer_raises_is_an_error_of_its_provider_and_of_an_order_a_lost_answer(error):
     async def request():
         raise error
 
     with pytest.raises(ProviderError, match=type(error).__name__):
-        asyncio.run(backoff.repeated(request))
+        await backoff.repeated(request)
     with pytest.raises(OutcomeUnknown):
-        asyncio.run(backoff.repeated(request, unexpected=OutcomeUnknown))
+        await backoff.repeated(request, unexpected=OutcomeUnknown)
 
 
-def test_it_gives_up_with_the_last_reason(monkeypatch):
+async def test_it_gives_up_with_the_last_reason(monkeypatch):
     monkeypatch.setattr(backoff, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(backoff, "MAX_ATTEMPTS", 3)
 
@@ -50,4 +48,4 @@ def test_it_gives_up_with_the_last_reason(monkeypatch):
         raise Unavailable("502 from the provider")
 
     with pytest.raises(Unavailable, match="502"):
-        asyncio.run(backoff.repeated(request))
+        await backoff.repeated(request)

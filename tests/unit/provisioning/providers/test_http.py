@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from provisioning.providers.vast import VastProvider
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 
-def asked(monkeypatch, kind, status, body, *, is_order=False):
+async def asked(monkeypatch, kind, status, body, *, is_order=False):
     """What a request to such a cloud that is answered so ends with, and the headers that it had."""
     headers = {}
 
@@ -25,19 +24,16 @@ def asked(monkeypatch, kind, status, body, *, is_order=False):
         headers.update(request.headers)
         return httpx.Response(status, **({"content": body} if isinstance(body, bytes) else {"json": body}))
 
-    async def work():
-        cloud = kind({kind.key_env: "secret"}, Path("key"))
-        try:
-            return await cloud.request("POST", "/pods", {}, is_order=is_order)
-        except (ProviderError, UserError) as error:
-            return error
-        finally:
-            await cloud.close()
-
     transport = httpx.MockTransport(answer)
     with monkeypatch.context() as patched:
         patched.setattr(httpx, "AsyncClient", functools.partial(httpx.AsyncClient, transport=transport))
-        return asyncio.run(work()), headers
+        cloud = kind({kind.key_env: "secret"}, Path("key"))
+        try:
+            return await cloud.request("POST", "/pods", {}, is_order=is_order), headers
+        except (ProviderError, UserError) as error:
+            return error, headers
+        finally:
+            await cloud.close()
 
 
 def of_lambda(code):
@@ -95,19 +91,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_error_answer_is_the_error_that_says_what_to_do(case, monkeypatch):
+async def test_an_error_answer_is_the_error_that_says_what_to_do(case, monkeypatch):
     kind_of_cloud, status, body, of_order, of_request = CASES[case]
     for is_order, kind in ((True, of_order), (False, of_request)):
-        error, _ = asked(monkeypatch, kind_of_cloud, status, body, is_order=is_order)
+        error, _ = await asked(monkeypatch, kind_of_cloud, status, body, is_order=is_order)
         assert type(error) is kind, error
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"id": 1', b"<html>"])
-def test_an_answer_that_cannot_be_read_is_a_lost_one(content, monkeypatch):
-    error, _ = asked(monkeypatch, RunPodProvider, 200, content, is_order=True)
+async def test_an_answer_that_cannot_be_read_is_a_lost_one(content, monkeypatch):
+    error, _ = await asked(monkeypatch, RunPodProvider, 200, content, is_order=True)
     assert type(error) is OutcomeUnknown, error
 
 
-def test_the_key_is_sent_as_the_api_wants_it(monkeypatch):
-    answer, headers = asked(monkeypatch, VastProvider, 200, {"pods": []})
+async def test_the_key_is_sent_as_the_api_wants_it(monkeypatch):
+    answer, headers = await asked(monkeypatch, VastProvider, 200, {"pods": []})
     assert (answer, headers["authorization"]) == ({"pods": []}, "Bearer secret")
