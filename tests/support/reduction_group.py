@@ -17,22 +17,12 @@ RANKS = (2, 5, 7, 11)
 class ReductionGroup:
     """A group of members in one process, joined by socket pairs: one for each direction of each pair."""
 
-    def __init__(
-        self,
-        num_members,
-        numel,
-        *,
-        codec="fp32",
-        weights=None,
-        bounds=None,
-        seed=0,
-        rule="clip",
-    ):
+    def __init__(self, num_members, numel, *, codec="fp32", weights=None, bounds=None, seed=0, rule="clip"):
         self.rule = rule
-        generator = torch.Generator().manual_seed(seed)
-        self.anchor = torch.randn(numel, generator=generator)
+        self.generator, self.num_attempts = torch.Generator().manual_seed(seed), 0
+        self.anchor = torch.randn(numel, generator=self.generator)
         self.locals = [
-            self.anchor + 1e-2 * torch.randn(numel, generator=generator) for _ in range(num_members)
+            self.anchor + 1e-2 * torch.randn(numel, generator=self.generator) for _ in range(num_members)
         ]
         self.results = [torch.full((numel,), float("nan")) for _ in range(num_members)]
         self.codec, self.bounds = codec, bounds or equal_bounds(numel, num_members)
@@ -51,7 +41,7 @@ class ReductionGroup:
 
     def plan(self, me):
         return ReducePlan(
-            attempt=bytes(16),
+            attempt=self.num_attempts.to_bytes(16, "little"),
             members=RANKS[: len(self)],
             me=me,
             weights=tuple(self.weights),

@@ -224,6 +224,15 @@ def send_after_reading(group, culprit, payload):
     return threads
 
 
+def end(group, threads, *culprits):
+    """Of those whose streams are still open, and of all threads."""
+    for sock in (sock for culprit in culprits for sock in group.send[culprit].values()):
+        sock.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
 def one_frame(kind, index, values):
     payload = values.numpy().tobytes()
     return HEADER.pack(kind, index, len(payload)) + payload
@@ -250,9 +259,7 @@ def test_a_member_that_sends_bad_bytes_is_named(swarm, what):
     failures = outcomes(group, [0])
     assert time.monotonic() - started < 15
     assert_blamed(failures, 1, group)
-    for thread in threads:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
+    end(group, threads)
 
 
 @pytest.mark.parametrize("ends", ["by itself", "cancelled"])
@@ -266,12 +273,7 @@ def test_who_falls_silent_after_it_has_begun_is_told_from_who_has_not_begun(swar
         threads[-1].start()
     failure = outcomes(group, [0], stall_timeout_s=3.0, connect_timeout_s=20.0)[0]
     assert failure.silent == {RANKS[1]}
-    for culprit in (1, 2):
-        for sock in group.send[culprit].values():
-            sock.shutdown(socket.SHUT_RDWR)
-    for thread in threads:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
+    end(group, threads, 1, 2)
 
 
 @pytest.mark.parametrize(("blamed", "is_hearsay"), [(2, True), (0, False), (NOBODY, True)])
@@ -281,11 +283,7 @@ def test_what_a_member_says_of_a_third_is_told_from_what_was_seen_here(swarm, bl
     failure = outcomes(group, [0])[0]
     assert failure.suspects == {RANKS[2 if blamed == 2 else 1]}
     assert failure.told_by == ({RANKS[1]} if is_hearsay else set())
-    for sock in group.send[2].values():
-        sock.shutdown(socket.SHUT_RDWR)
-    for thread in threads:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
+    end(group, threads, 2)
 
 
 def test_who_says_falsely_that_another_is_to_blame_is_named_by_all_who_hear_of_it(swarm):
@@ -299,11 +297,7 @@ def test_who_says_falsely_that_another_is_to_blame_is_named_by_all_who_hear_of_i
     # Whom it blames knows better, and the third one hears whose word it is.
     assert RANKS[liar] in said[blamed][0]
     assert RANKS[liar] in said[bystander][0] | said[bystander][1]
-    for sock in group.send[liar].values():
-        sock.shutdown(socket.SHUT_RDWR)
-    for thread in threads:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
+    end(group, threads, liar)
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
@@ -351,9 +345,7 @@ def test_cancelling_stops_at_once_and_blames_nobody(swarm):
         thread.start()
     group.cancelled[0].set()
     group.cancelled[1].set()
-    for thread in threads:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
+    end(group, threads)
     assert [done[me].suspects for me in (0, 1)] == [frozenset(), frozenset()]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,38 +11,26 @@ import pytest
 import torch
 
 from peers.core.defaults import residual_decay_for
-from peers.reduce.all_reduce import reduce_pseudo_gradients
 from peers.reduce.codecs import codec_named, codec_names
-from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+from peers.reduce.plan import CHUNK_NUMEL, equal_bounds
 from peers.reduce.residuals import Residuals
 from peers.state.outer_optimizer import norm_of_pseudo_gradient
 from tests.support.coding import coded
 from tests.support.exhaustive import exhaustive_but
+from tests.support.reduction_group import ReductionGroup
 
 LOSSY = [name for name in codec_names() if not codec_named(name).lossless]
 SMALL = 9000
 """Values: two blocks of top-k and a part of a third in the share of each of two members."""
 
 
-class Group:
-    """Members in one process that go through rounds with each other, over socket pairs kept open."""
+class Group(ReductionGroup):
+    """Members that go through rounds with each other, with what each of them keeps back."""
 
-    def __init__(self, num_members, numel, codec, *, seed=0):
-        self.codec, self.numel, self.decay = codec, numel, 1.0
-        self.generator = torch.Generator().manual_seed(seed)
-        self.anchor = torch.randn(numel, generator=self.generator)
+    def __init__(self, num_members, numel, codec):
+        super().__init__(num_members, numel, codec=codec)
+        self.numel, self.decay = numel, 1.0
         self.residuals = [Residuals(numel) for _ in range(num_members)]
-        self.results = [torch.empty(numel) for _ in range(num_members)]
-        self.num_attempts = 0
-        self.send = [{} for _ in range(num_members)]
-        self.receive = [{} for _ in range(num_members)]
-        for a in range(num_members):
-            for b in range(num_members):
-                if a != b:
-                    self.send[a][b], self.receive[b][a] = socket.socketpair()
-
-    def __len__(self):
-        return len(self.residuals)
 
     def trained(self, size=1e-2):
         """New weights of each member."""
@@ -54,42 +40,19 @@ class Group:
 
     def plans(self, locals_, bounds=None):
         self.num_attempts += 1
-        norms = [
+        self.locals, self.bounds = locals_, bounds or equal_bounds(self.numel, len(self))
+        self.norms = [
             norm_of_pseudo_gradient(self.anchor, local, residuals.contribution_residual)
             for local, residuals in zip(locals_, self.residuals, strict=True)
         ]
-        return [
-            ReducePlan(
-                attempt=self.num_attempts.to_bytes(16, "little"),
-                members=tuple(range(len(self))),
-                me=me,
-                weights=(1 / len(self),) * len(self),
-                norms=tuple(norms),
-                bounds=bounds or equal_bounds(self.numel, len(self)),
-                codec=self.codec,
-            )
-            for me in range(len(self))
-        ]
+        return [self.plan(me) for me in range(len(self))]
 
     def attempt(self, locals_, bounds=None):
         """The plans and the reports of one attempt that everybody goes through with."""
         plans = self.plans(locals_, bounds)
-
-        def reduce(me):
-            return reduce_pseudo_gradients(
-                plans[me],
-                self.anchor,
-                locals_[me],
-                self.results[me],
-                self.send[me],
-                self.receive[me],
-                stall_timeout_s=20.0,
-                cancelled=threading.Event(),
-                residuals=self.residuals[me],
-            )
-
         with ThreadPoolExecutor(len(self)) as pool:
-            return plans, list(pool.map(reduce, range(len(self))))
+            reports = pool.map(lambda me: self.reduce(me, residuals=self.residuals[me]), range(len(self)))
+            return plans, list(reports)
 
     def commit(self, plans, locals_):
         """Each member's residuals, then the outer step of plain averaging."""
@@ -101,10 +64,6 @@ class Group:
         plans, reports = self.attempt(locals_, bounds)
         self.commit(plans, locals_)
         return reports
-
-    def close(self):
-        for sock in (sock for sockets in (*self.send, *self.receive) for sock in sockets.values()):
-            sock.close()
 
 
 @pytest.fixture
