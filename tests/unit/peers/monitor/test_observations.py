@@ -28,6 +28,12 @@ def three(now: float = 0.0) -> Observations:
     return observations
 
 
+def a_and_b_report(observations: Observations, now: float, *more: str) -> None:
+    """Each sees the other, and whoever else is named."""
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(observations, peer_id, now, sees=(other, *more), world_rank=rank)
+
+
 def states(observations: Observations, now: float) -> dict[str, str]:
     return {peer_id: observations.state_of(peer_id, now) for peer_id in observations.peers}
 
@@ -46,8 +52,7 @@ def test_a_broken_stream_alone_makes_nobody_lost_whom_others_still_have():
 def test_a_peer_is_lost_as_soon_as_those_who_are_there_do_not_have_it_any_more():
     observations = three()
     observations.missed("C")
-    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
-        reported(observations, peer_id, 0.2, sees=(other,), world_rank=rank)
+    a_and_b_report(observations, 0.2)
     observations.note(0.3, 1000.3)
     assert states(observations, 0.3) == {"A": "training", "B": "training", "C": "lost"}
     assert [(e.world_rank, e.what, e.time) for e in observations.events] == [(2, "was lost", 1000.3)]
@@ -87,12 +92,10 @@ def test_a_peer_that_never_answered_is_silent_where_nobody_else_could_tell():
 def test_a_frozen_peer_is_not_lost_before_its_own_say_so():
     observations = three()
     now = QUIET_AFTER_S + 1.0
-    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
-        reported(observations, peer_id, now, sees=(other, "C"), world_rank=rank)
+    a_and_b_report(observations, now, "C")
     assert states(observations, now)["C"] == "training"
     assert not observations.peers["C"].answers(now)
-    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
-        reported(observations, peer_id, now + 4, sees=(other,), world_rank=rank)
+    a_and_b_report(observations, now + 4)
     assert states(observations, now + 4)["C"] == "lost"
 
 
@@ -126,15 +129,13 @@ def test_a_peer_that_comes_back_is_told_of():
 def test_one_that_was_started_again_has_a_moment_to_be_met_by_all():
     observations = three()
     observations.missed("C")
-    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
-        reported(observations, peer_id, 0.2, sees=(other,), world_rank=rank)
+    a_and_b_report(observations, 0.2)
     assert states(observations, 0.3)["C"] == "lost"
     observations.announced(announced("C", world_rank=2, incarnation=2, time=time.time() + 1), 0.4)
     observations.missed("C")
     assert states(observations, 0.5)["C"] == "training"
     late = 1.0 + COMING_BACK_S
-    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
-        reported(observations, peer_id, late, sees=(other,), world_rank=rank)
+    a_and_b_report(observations, late)
     assert states(observations, late)["C"] == "lost"
 
 
@@ -142,8 +143,7 @@ def test_one_that_was_started_again_and_has_answered_is_lost_as_quickly_as_any()
     observations = three()
     reported(observations, "C", 0.4, world_rank=2, incarnation=2, time=time.time() + 1)
     observations.missed("C")
-    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
-        reported(observations, peer_id, 0.5, sees=(other,), world_rank=rank)
+    a_and_b_report(observations, 0.5)
     assert states(observations, 0.6)["C"] == "lost"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from provisioning.errors import NoCapacity, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import State
+from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Listing, Offer, Order, Pod
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import plan
@@ -71,10 +71,28 @@ def renter(path: Path, provider: ListProvider) -> Renter:
     )
 
 
-def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_back_at_once(tmp_path):
+@pytest.fixture
+def provider() -> ListProvider:
+    return ListProvider()
+
+
+@pytest.fixture
+def one(tmp_path: Path, provider: ListProvider) -> Renter:
+    return renter(tmp_path, provider)
+
+
+def rented(one: Renter, *, at: float, ends_at: float | None = None) -> Row:
+    """A pod that is there, ordered at this time by this clock."""
+    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=at, ends_at=ends_at)
+    row = one.ledger.advance(row, State.CREATING, asked_at=at)
+    one.provider.there.append(Pod(id="id", label=row.label, is_ready=True))
+    return one.ledger.set_pod(row, "id", 1.0)
+
+
+async def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_back_at_once(
+    one, provider
+):
     """As when a command died that had just ordered them, and `down` is typed at once."""
-    provider = ListProvider()
-    one = renter(tmp_path, provider)
     for index in range(4):
         row = one.ledger.add(
             PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None
@@ -85,39 +103,25 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
             provider.there.append(Pod(id=f"id-{index}", label=row.label, is_ready=True))
             if index:
                 one.ledger.set_pod(row, f"id-{index}", 1.0)
-
-    async def down() -> None:
-        assert await Renters(one.ledger, one.say, [one]).give_back(one.rows) == {}
-
-    asyncio.run(asyncio.wait_for(down(), 10.0))
+    assert await Renters(one.ledger, one.say, [one]).give_back(one.rows) == {}
     assert (one.rows, provider.there) == ([], [])
 
 
-def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(tmp_path):
-    provider = ListProvider()
-    one = renter(tmp_path, provider)
-    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=one.clock(), ends_at=None)
-    row = one.ledger.advance(row, State.CREATING, asked_at=one.clock() + 86400)
-    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
-    row = one.ledger.set_pod(row, "id", 1.0)
-    asyncio.run(asyncio.wait_for(one.give_back(row), 10.0))
+async def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(one, provider):
+    row = rented(one, at=one.clock() + 86400)
+    await asyncio.wait_for(one.give_back(row), 10.0)
     assert (one.rows, provider.there) == ([], [])
     assert one.ledger.bills()[0].dollars(one.clock()) < 0.01
 
 
-def test_a_rental_is_no_longer_because_the_clock_was_ahead_when_it_was_ordered(tmp_path):
-    provider, day_s = ListProvider(), 86400.0
-    one = renter(tmp_path, provider)
-    ahead = one.clock() + day_s
-    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=ahead, ends_at=ahead + 3600)
-    row = one.ledger.advance(row, State.CREATING, asked_at=ahead)
-    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
-    one.ledger.set_pod(row, "id", 1.0)
-    asyncio.run(asyncio.wait_for(settle(one), 10.0))
+async def test_a_rental_is_no_longer_because_the_clock_was_ahead_when_it_was_ordered(one):
+    ahead = one.clock() + 86400
+    rented(one, at=ahead, ends_at=ahead + 3600)
+    await asyncio.wait_for(settle(one), 10.0)
     assert one.rows[0].ends_at == pytest.approx(one.clock() + 3600, abs=60)
 
 
-def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
+async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
     """As with Lambda, which takes one order in twelve seconds."""
 
     class SlowProvider(ListProvider):
@@ -132,16 +136,12 @@ def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tm
         one.ledger.add(PodSpec(name=f"pod-{n}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None)
         for n in range(3)
     ]
-
-    async def interrupted() -> None:
-        work = [asyncio.create_task(one.until_reachable(row)) for row in rows]
-        while not provider.orders:
-            await asyncio.sleep(0.001)
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-
-    asyncio.run(interrupted())
+    work = [asyncio.create_task(one.until_reachable(row)) for row in rows]
+    while not provider.orders:
+        await asyncio.sleep(0.001)
+    for task in work:
+        task.cancel()
+    await asyncio.gather(*work, return_exceptions=True)
     assert [row.state for row in one.rows] == [State.CREATING, State.PLANNED, State.PLANNED]
 
 
@@ -174,30 +174,23 @@ def test_a_watcher_is_started_for_an_order_whose_answer_was_lost_and_pods_of_fai
 
 
 @pytest.mark.parametrize("wish", ["image", "volume_id"])
-def test_what_a_provider_does_not_take_is_refused_before_anything_is_rented(wish, tmp_path):
-    provider = ListProvider()
-    one = renter(tmp_path, provider)
+async def test_what_a_provider_does_not_take_is_refused_before_anything_is_rented(wish, one, provider):
     spec = replace(PodSpec(name="pod-0", provider="list"), **{wish: "x"})
     flag = f"--{wish.replace('_', '-')}"
     with pytest.raises(UserError, match=f"list takes no {flag}; leave it out"):
-        asyncio.run(Renters(one.ledger, one.say, [one]).plan([spec]))
+        await Renters(one.ledger, one.say, [one]).plan([spec])
     assert provider.orders == []
 
 
-def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(tmp_path, monkeypatch):
+async def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(one, provider, monkeypatch):
     monkeypatch.setattr("provisioning.renting.reconcile._LAST_FETCH_S", 0.05)
     monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(3600.0))
-    provider = ListProvider()
-    one = renter(tmp_path, provider)
-    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=0.0, ends_at=1.0)
-    row = one.ledger.advance(row, State.CREATING)
-    provider.there.append(Pod(id="id", label=row.label, is_ready=True))
-    one.ledger.set_pod(row, "id", 1.0)
-    assert asyncio.run(asyncio.wait_for(settle(one), 10.0)) == {}
+    rented(one, at=0.0, ends_at=1.0)
+    assert await asyncio.wait_for(settle(one), 10.0) == {}
     assert (one.rows, provider.there) == ([], [])
 
 
-def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):
+async def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):
     cheap, dear = HostileProvider(repeatable=True), HostileProvider(repeatable=True)
     cheap.name, dear.name = "cheap", "dear"
     cheap.begin({1: (TAKEN, 0.0)}, lambda: None)
@@ -209,18 +202,18 @@ def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_on
     offers = [replace(OFFERS[0], provider=name, price_per_hour=price) for name, price in PRICES.items()]
     agreed = plan([spec], [], offers)
     assert agreed.create[0].offer.provider == "cheap"
-    assert asyncio.run(asyncio.wait_for(both.apply(agreed), 10.0)) == {}
+    assert await asyncio.wait_for(both.apply(agreed), 10.0) == {}
     assert (len(cheap.pods_made), len(dear.pods_made)) == (0, 1)
     assert [(found.provider, found.state) for found in both.rows] == [("dear", State.REACHABLE)]
     assert one.ledger.providers() == ["cheap", "dear"]
 
 
-def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):
+async def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):
     provider, said = ListProvider(refuses=True), list[str]()
     one = renter(tmp_path, provider)
     both = Renters(one.ledger, lambda name, text: said.append(text), [one])
     offers = [replace(OFFERS[0], id=str(number)) for number in range(9)]
-    failures = asyncio.run(both.apply(plan([PodSpec(name="pod-0", provider="list")], [], offers)))
+    failures = await both.apply(plan([PodSpec(name="pod-0", provider="list")], [], offers))
     assert str(failures["pod-0"]) == "4 offers failed in turn, the last one because it is gone"
     assert len(provider.orders) == 4 and both.rows == []
     assert [text.partition(" for ")[0] for text in said] == [
