@@ -23,19 +23,8 @@ from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from peers.core.schedule import Schedule
 
 USUAL = Pods(peers=3)
-SMALL = [
-    "simulate",
-    "--params",
-    "10m",
-    "--peers",
-    "3",
-    "--local-steps",
-    "20",
-    "--step-time",
-    "100ms",
-    "--epochs",
-    "3",
-]
+LINE = "simulate --params 10m --peers 3 --local-steps 20 --step-time 100ms --epochs 3"
+SMALL = LINE.split()
 
 
 @pytest.mark.parametrize(

@@ -21,22 +21,8 @@ from diloco.errors import UserError
 from diloco.options.flags import HvConfig
 from diloco.options.trainer import TrainConfig
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "one",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "mix",
-    "quartz",
-]
+SENTENCE = "the quick brown fox jumps over one lazy dog while seven wizards mix quartz"
+WORDS = SENTENCE.split()
 
 
 @pytest.fixture(scope="module")

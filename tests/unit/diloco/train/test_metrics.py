@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
 import threading
 from dataclasses import replace
@@ -15,6 +14,7 @@ from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.train import sinks
 from diloco.train.metrics import Metrics
 from diloco.train.sinks import QueuedSink, TensorBoardSink, WandbSink, opened_sinks, run_name
+from tests.support.full_disk import full_disk
 
 
 class Recording:
@@ -67,17 +67,14 @@ def test_ranks_without_a_path_write_nothing(tmp_path):
 
 
 def test_a_full_disk_costs_the_records_until_there_is_room_and_leaves_no_half_line(tmp_path, caplog):
-    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "metrics.jsonl"
     told: list[tuple[str, str]] = []
     with Metrics(path, [sink := Recording()], on_trouble=lambda *trouble: told.append(trouble)) as metrics:
         metrics.write("step", step=1)
         # Ten bytes of the next line fit.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-        try:
+        with full_disk(path.stat().st_size + 10):
             metrics.write("step", step=2)
             metrics.write("step", step=3)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         metrics.write("step", step=4)
         assert [record["step"] for record in lines(path)] == [1, 4]
         assert caplog.text.count("cannot write to") == 1
@@ -168,13 +165,19 @@ def test_wandb_honours_its_disabled_mode(tmp_path, monkeypatch):
     assert len(lines(tmp_path / "m.jsonl")) == 1
 
 
-def test_wandb_without_a_network_has_a_group_for_the_run_and_a_run_for_each_peer(tmp_path, monkeypatch):
+@pytest.fixture
+def anew(monkeypatch):
+    """wandb heeds the environment of its first use only."""
     import wandb
 
-    # It heeds the environment of its first use only.
-    wandb.teardown()
-    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def test_wandb_without_a_network_has_a_group_for_the_run_and_a_run_for_each_peer(tmp_path, anew, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for rank, life in ((0, 0), (1, 0), (1, 1)):
         hv = HvConfig(run_id="winter", world_rank=rank)
@@ -192,24 +195,17 @@ def test_wandb_without_a_network_has_a_group_for_the_run_and_a_run_for_each_peer
     kept = sorted(tmp_path.glob("peer*/wandb/offline-run-*/run-*.wandb"))
     assert {path.parent.parent.parent.name for path in kept} == {"peer0", "peer1"}
     assert all(path.stat().st_size > 0 for path in kept)
-    wandb.teardown()
 
 
-def test_a_wandb_that_does_not_answer_is_done_without(tmp_path, monkeypatch, caplog):
-    import wandb
-
-    # It heeds the environment of its first use only.
-    wandb.teardown()
+def test_a_wandb_that_does_not_answer_is_done_without(tmp_path, anew, monkeypatch, caplog):
     monkeypatch.setattr(sinks, "_INIT_TIMEOUT_S", 2.0)
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     # Nobody listens there.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     sink = WandbSink(TrainConfig(), tmp_path)
     sink.write({"kind": "step", "step": 1, "loss": 2.0})
     sink.close()
-    wandb.teardown()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert "for `wandb sync`" in caplog.text
 

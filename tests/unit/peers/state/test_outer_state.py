@@ -1,6 +1,5 @@
 import json
 import math
-import resource
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient,
 from peers.state.outer_state import OuterState
 from tests.support import certified
 from tests.support.certified import begun
+from tests.support.full_disk import full_disk
 
 SIZES = (STATE_CHUNK_NUMEL + 300_001, 0, 5)
 
@@ -162,14 +162,8 @@ def test_where_the_disk_is_full_it_says_so_and_the_state_saved_before_stays(tmp_
     state_files.save(state, tmp_path)
     before = state.head
     commit(state)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A quota of a file's size stands in for a full disk; Python ignores the signal that comes with it.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"outer\.safetensors"):
-            state_files.save(state, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(), pytest.raises(OSError, match=r"outer\.safetensors"):
+        state_files.save(state, tmp_path)
     assert state_files.load(tmp_path).head == before
 
 

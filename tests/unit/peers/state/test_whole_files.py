@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import resource
-
 import pytest
 import torch
 from blake3 import blake3
 from safetensors import safe_open
 
 from peers.state.whole_files import problem_with, record_of, write_bytes, write_tensors
+from tests.support.full_disk import full_disk
 
 TENSORS = {
     "weights": torch.randn(3, 5),
@@ -37,14 +36,8 @@ def test_tensors_come_back_as_safetensors_reads_them(tmp_path):
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     write_bytes(path, b"before")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A quota of a file's size stands in for a full disk; Python ignores the signal that comes with it.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"file'$"):
-            write_bytes(path, b"longer than ten bytes")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(), pytest.raises(OSError, match=r"file'$"):
+        write_bytes(path, b"longer than ten bytes")
     assert path.read_bytes() == b"before"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
