@@ -1,10 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from provisioning.ledger.ledger import Ledger
 from tests.support.commands import Command
+from tests.support.fleets import TestFleet
+from tests.support.pods_commands import argv_of
+
+Run = Callable[..., Command]
 
 
 @pytest.fixture
@@ -14,3 +21,35 @@ def commands() -> Iterator[list[Command]]:
     yield started
     for command in started:
         command.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, commands: list[Command]) -> Run:
+    """`run("diloco pods …", …)` types a command, with more words behind it, and waits for its end.
+
+    All share one directory, `here`, and the state in it.
+    """
+
+    def make(command: str | list[str], *more: Any, timeout_s: float = 300.0) -> Command:
+        argv = argv_of(command, *more) if isinstance(command, str) else [*command, *map(str, more)]
+        commands.append(Command(argv, tmp_path / "here"))
+        commands[-1].wait(timeout_s)
+        return commands[-1]
+
+    return make
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lium's client writes below ~ and reads a .env."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def ledger(fleet: TestFleet) -> Iterator[Ledger]:
+    """What the commands of a fleet write down."""
+    opened = Ledger(fleet.ledger_path)
+    yield opened
+    opened.close()

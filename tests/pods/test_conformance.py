@@ -24,7 +24,7 @@ from provisioning.providers.ssh import SshProvider
 from tests.support.clouds import CLOUDS
 from tests.support.exhaustive import exhaustive_but
 from tests.support.http_api import Fault
-from tests.support.ssh_machines import client_key, free_ports, needs_rsync, ssh_host
+from tests.support.ssh_machines import client_key, free_ports, inventory, needs_rsync, ssh_host
 
 pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
 pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
@@ -73,33 +73,22 @@ class Kind:
 
 
 @pytest.fixture(params=exhaustive_but(("local", "ssh", "lium"), NAMES))
-def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+def kind(request: pytest.FixtureRequest, tmp_path: Path, home: None) -> Iterator[Kind]:
     name = request.param
-    # Lium's client writes below ~ and reads a .env.
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
         if name == "local":
             yield Kind(name, lambda: LocalProvider(tmp_path / "local"))
         elif name == "ssh":
             key = client_key(tmp_path)
             host = stack.enter_context(ssh_host(tmp_path / "host", key.with_suffix(".pub").read_text()))
-            path = tmp_path / "machines.toml"
-            path.write_text(
-                f'[[machines]]\nname = "m"\nhost = "127.0.0.1"\nport = {host.port}\nuser = "{host.user}"\n'
-                f'key = "{key}"\nhost_key = "{host.host_key}"\n'
-            )
+            path = inventory(tmp_path / "machines.toml", [host], key, gpu_count="")
             yield Kind(name, lambda: SshProvider(path))
         else:
             yield _of_cloud(name, stack, tmp_path)
 
 
 @pytest.fixture(params=exhaustive_but(("lium",), CLOUDS))
-def cloud(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
+def cloud(request: pytest.FixtureRequest, tmp_path: Path, home: None) -> Iterator[Kind]:
     with ExitStack() as stack:
         yield _of_cloud(request.param, stack, tmp_path)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from provisioning.machines.paths import PODS
-from tests.support.commands import Command, check_gone, model_directory
+from tests.support.commands import check_gone, model_directory
 from tests.support.pods_commands import argv_of
 
 RUN = (
@@ -18,50 +18,35 @@ MORE = ("--fake-data", "--warmup-steps", 1, "--seq-length", 64, "--eval-tokens",
 
 
 @pytest.mark.pods
-def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(tmp_path):
+def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(run, tmp_path):
     model = model_directory(tmp_path / "model")
-    commands: list[Command] = []
+    sweep = argv_of(RUN, "--model-id", model, "--dataset", "stdlib", "--ttl-hours", 1, "--", *MORE)
+    first = run(sweep)
+    assert first.code == 0, first.stderr
+    results = json.loads(first.stdout)["experiments"]
+    assert [result["resolved"]["lr"] for result in results] == [1e-6, 3e-6, 5e-6, 1e-5]
+    assert [result["pod"] for result in results] == ["lr-sweep-0", "lr-sweep-1"] * 2
+    assert all((result["ok"], result["step"]) == (True, 4) for result in results)
+    assert len({result["figure"] for result in results}) == 4
 
-    def run(*argv: object) -> Command:
-        commands.append(Command([str(word) for word in argv], tmp_path / "here"))
-        commands[-1].wait(200)
-        return commands[-1]
+    # What is done stays done; one that fails hides no other, and the exit code tells.
+    again = run(sweep)
+    assert again.stderr.count("is done already") == 4 and "begins" not in again.stderr
+    failing = run(sweep, "--precision", "fp8")
+    found = json.loads(failing.stdout)["experiments"]
+    assert failing.code == 1 and [result["ok"] for result in found] == [False] * 4
+    assert "--precision" in found[0]["trouble"]
 
-    try:
-        sweep = argv_of(RUN, "--model-id", model, "--dataset", "stdlib", "--ttl-hours", 1, "--", *MORE)
-        first = run(*sweep)
-        assert first.code == 0, first.stderr
-        results = json.loads(first.stdout)["experiments"]
-        assert [result["resolved"]["lr"] for result in results] == [1e-6, 3e-6, 5e-6, 1e-5]
-        assert [result["pod"] for result in results] == ["lr-sweep-0", "lr-sweep-1"] * 2
-        assert all((result["ok"], result["step"]) == (True, 4) for result in results)
-        assert len({result["figure"] for result in results}) == 4
+    logs = run("diloco pods logs", "--state-file", tmp_path / "here/state/diloco/experiments/lr_sweep.sqlite")
+    assert logs.code == 0 and "lr-sweep-0/lr-1e-06" in logs.stdout, logs.stderr
 
-        # What is done stays done; one that fails hides no other, and the exit code tells.
-        again = run(*sweep)
-        assert again.stderr.count("is done already") == 4 and "begins" not in again.stderr
-        failing = run(*sweep, "--precision", "fp8")
-        found = json.loads(failing.stdout)["experiments"]
-        assert failing.code == 1 and [result["ok"] for result in found] == [False] * 4
-        assert "--precision" in found[0]["trouble"]
-
-        logs = run(
-            *argv_of(
-                "diloco pods logs", "--state-file", tmp_path / "here/state/diloco/experiments/lr_sweep.sqlite"
-            )
-        )
-        assert logs.code == 0 and "lr-sweep-0/lr-1e-06" in logs.stdout, logs.stderr
-
-        gone = run(*argv_of("diloco experiments destroy lr_sweep"))
-        assert gone.code == 0, gone.stderr
-        # What is done needs no pod any more, and stays done.
-        for more in ((), ("--no-deploy",)):
-            finished = run(*sweep[: -len(MORE) - 1], *more, "--", *MORE)
-            assert finished.code == 0, finished.stderr
-            assert [one["ok"] for one in json.loads(finished.stdout)["experiments"]] == [True] * 4
-        # The process that watches over their time has ended with them, too.
-        check_gone(first)
-        assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
-    finally:
-        for command in commands:
-            command.close()
+    gone = run("diloco experiments destroy lr_sweep")
+    assert gone.code == 0, gone.stderr
+    # What is done needs no pod any more, and stays done.
+    for more in ((), ("--no-deploy",)):
+        finished = run(sweep[: -len(MORE) - 1], *more, "--", *MORE)
+        assert finished.code == 0, finished.stderr
+        assert [one["ok"] for one in json.loads(finished.stdout)["experiments"]] == [True] * 4
+    # The process that watches over their time has ended with them, too.
+    check_gone(first)
+    assert not (tmp_path / "here/state/diloco/local" / PODS).exists()

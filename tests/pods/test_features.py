@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from provisioning.ledger.ledger import Ledger
+from tests.pods.conftest import Run
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.documents import PAGES, blocks_of
 from tests.support.lium_api import LiumApi, executor
@@ -30,7 +31,6 @@ from tests.support.pods_commands import (
     SET_RUN,
     SETS,
     STATUS_OF_FILE,
-    argv_of,
 )
 from tests.support.ssh_machines import needs_rsync, ssh_host
 
@@ -38,25 +38,21 @@ pytest.importorskip("lium", reason="the package lium.io is not installed")
 pytestmark = [pytest.mark.pods, pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())]
 
 PAGE = PAGES["docs/tutorials/gpu-pods.md"]
-Run = Callable[..., Command]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run(command, …)` types it, with more words behind it, and waits for its end."""
-    commands: list[Command] = []
+def run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What is typed here succeeds."""
     (tmp_path / "user").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
 
-    def make(command: str, *more: object) -> Command:
-        commands.append(Command(argv_of(command, *more), tmp_path / "here"))
-        assert commands[-1].wait(200) == 0, commands[-1].stderr
-        return commands[-1]
+    def succeeds(command: str, *more: object) -> Command:
+        done = run(command, *more)
+        assert done.code == 0, done.stderr
+        return done
 
-    yield make
-    for command in commands:
-        command.close()
+    return succeeds
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, Command, check_gone, model_directory
-from tests.support.pods_commands import DOWN, argv_of, tiny_training
-from tests.support.ssh_machines import SSHD, client_key, free_ports, needs_rsync, ssh_host
+from tests.support.commands import ROOT, check_gone, model_directory
+from tests.support.pods_commands import DOWN, tiny_training
+from tests.support.ssh_machines import SSHD, client_key, inventory, needs_rsync, ssh_host
 
 pytestmark = [
     pytest.mark.pods,
@@ -35,29 +35,24 @@ PHASES = {
 """By what is said when each begins."""
 
 
-def test_three_machines_with_nothing_on_them_train_together(tmp_path, commands):
+def test_three_machines_with_nothing_on_them_train_together(tmp_path, run):
     key, variables = client_key(tmp_path), os.environ.get("DILOCO_ON_MACHINES", "").split()
     public = key.with_suffix(".pub").read_text()
     with ExitStack() as stack:
-        tables = []
-        for index in range(3):
-            host = stack.enter_context(ssh_host(tmp_path / f"machine{index}", public, variables=variables))
-            tables.append(
-                f'[[machines]]\nname = "machine{index}"\nhost = "127.0.0.1"\nport = {host.port}\n'
-                f'user = "{host.user}"\nkey = "{key}"\nhost_key = "{host.host_key}"\nports = {free_ports(3)}\n'
-            )
-        (tmp_path / "machines.toml").write_text("\n".join(tables))
+        hosts = [
+            stack.enter_context(ssh_host(tmp_path / f"machine{index}", public, variables=variables))
+            for index in range(3)
+        ]
+        inventory(tmp_path / "machines.toml", hosts, key, gpu_count="")
         where = ("--provider", "ssh", "--inventory", tmp_path / "machines.toml", "--source", ROOT)
         flags = tiny_training(model_directory(tmp_path / "model"))
         began = datetime.now()
-        commands.append(
-            Command(argv_of("diloco provision --pods 3", *where, "--", *flags), tmp_path / "here")
-        )
-        assert commands[-1].wait(TIMEOUT_S) == 0, commands[-1].stderr
-        print(table(commands[-1].stderr, began))
-        commands.append(Command(argv_of(DOWN), tmp_path / "here"))
-        assert commands[-1].wait(60) == 0, commands[-1].stderr
-        check_gone(commands[0])
+        up = run("diloco provision --pods 3", *where, "--", *flags, timeout_s=TIMEOUT_S)
+        assert up.code == 0, up.stderr
+        print(table(up.stderr, began))
+        down = run(DOWN)
+        assert down.code == 0, down.stderr
+        check_gone(up)
 
 
 def table(said: str, began: datetime) -> str:

@@ -22,26 +22,16 @@ SHORTEST_S, LONGEST_S = 0.8, 5.0
 """Of a command's life: a part of what it takes until all three train, so that each goes on a little further."""
 LEAST_HITS = 4
 """Of the kills, which must come while the command runs."""
-TIMEOUT_S = 200.0
 
 
-def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, commands):
+def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, commands, run):
     here = tmp_path / "here"
-
-    def begin(argv: list[str]) -> Command:
-        commands.append(Command(argv, here))
-        return commands[-1]
-
-    def run(argv: list[str]) -> Command:
-        command = begin(argv)
-        assert command.wait(TIMEOUT_S) == 0, command.stderr
-        return command
-
     provision = argv_of(PROVISION, "--", *tiny_training(model_directory(tmp_path / "model")))
     moments = random.Random(SEED)
     num_hits = 0
     for _ in range(NUM_KILLS):
-        command = begin(provision)
+        command = Command(provision, here)
+        commands.append(command)
         ends_at = time.monotonic() + moments.uniform(SHORTEST_S, LONGEST_S)
         while command.code is None and time.monotonic() < ends_at:
             time.sleep(0.02)
@@ -52,6 +42,7 @@ def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, command
 
     assert num_hits >= LEAST_HITS
     whole = run(provision)
+    assert whole.code == 0, whole.stderr
     assert whole.stdout.splitlines()[-3:] == ["pod-0: running", "pod-1: running", "pod-2: running"]
     pods = sorted((here / "state/diloco/local" / PODS).iterdir())
     assert len(pods) == 3
@@ -61,15 +52,15 @@ def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, command
     running = [line for one in commands for line in one.processes().values()]
     assert len([line for line in running if " -m diloco peer " in line and "forkserver" not in line]) == 3
     assert len([line for line in running if " -m diloco dht start " in line]) == 1
-    found = json.loads(run(argv_of(STATUS, "--json")).stdout)
+    found = json.loads(run(STATUS, "--json").stdout)
     assert [(one["name"], one["state"], one["peer"]) for one in found] == [
         (f"pod-{index}", "running", "trains") for index in range(3)
     ]
 
-    run(argv_of(DOWN))
+    assert run(DOWN).code == 0
     for command in commands:
         check_gone(command)
     assert not (here / "state/diloco/local" / PODS).exists()
-    assert json.loads(run(argv_of(STATUS, "--json")).stdout) == []
-    cost = json.loads(run(argv_of("diloco pods cost", "--json")).stdout)
+    assert json.loads(run(STATUS, "--json").stdout) == []
+    cost = json.loads(run("diloco pods cost", "--json").stdout)
     assert all(one["is_over"] for one in cost["pods"])

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from provisioning.errors import UserError
-from provisioning.ledger.ledger import Ledger
 from provisioning.machines.keys import public_key
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
@@ -75,14 +74,14 @@ def test_an_order_that_was_lost_is_looked_for_and_then_another_is_made_while_it_
 
 
 def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given_back_by_every_look(
-    fleet, api, tmp_path, monkeypatch
+    fleet, ledger, api, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(LambdaProvider, "settle_s", 0.5)
     monkeypatch.setattr(LambdaProvider, "interval_s", 0.0)
     api.late_s = 2.5
     api.faults.append(Fault(LAUNCH, 500, carried_out=True))
     assert "no listing shows its pod" in str(fleet.up([one()], trains=False).failures["pod-0"])
-    ledger, access = Ledger(fleet.ledger_path), Access(state_dir=tmp_path, environment=api.environment)
+    access = Access(state_dir=tmp_path, environment=api.environment)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there, shown.may_cost) == ("pod-0", None, True)
     # As if it had come after even the doubt about it was over.
@@ -93,19 +92,16 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
     assert command(ledger, access, lambda found: found.down(()), fleet.patience) == {}
     assert all(found["_ended"] for found in api.instances.values())
-    ledger.close()
 
 
-def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet, api, tmp_path):
+def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet, ledger, api, tmp_path):
     assert fleet.up([one()], trains=False).is_good
-    ledger = Ledger(fleet.ledger_path)
     asked = asyncio.run(overview(ledger, Access(state_dir=tmp_path, environment={})))
     (shown,) = asked.pods
     assert shown.may_cost and "LAMBDALABS_API_KEY is not set" in asked.silent["lambda"]
     access = Access(state_dir=tmp_path, environment={})
     failures = command(ledger, access, lambda found: found.down(()), fleet.patience)
     assert "LAMBDALABS_API_KEY is not set" in str(failures["pod-0"]) and len(ledger.rows()) == 1
-    ledger.close()
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again_but_an_order_is_not(fleet, api):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Command, check_gone, model_directory
+from tests.support.commands import check_gone, model_directory
 from tests.support.lambda_api import LambdaApi
 from tests.support.namespaces import hub, inside, why_not
 from tests.support.pods_commands import (
@@ -26,8 +26,6 @@ from tests.support.ssh_machines import SSHD, cloud_machine, needs_rsync
 pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
 WHY_NOT = why_not() or needs_rsync() or ("" if shutil.which(SSHD) else "needs OpenSSH's server")
 pytestmark = [pytest.mark.pods, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
-
-TIMEOUT_S = 300.0
 
 
 @pytest.fixture
@@ -49,36 +47,25 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LambdaApi]:
         yield api
 
 
-def test_two_instances_train_together_and_are_given_back(api, tmp_path):
+def test_two_instances_train_together_and_are_given_back(api, run, tmp_path):
     model = model_directory(tmp_path / "model")
-    commands: list[Command] = []
-
-    def run(*argv: object) -> Command:
-        commands.append(Command([str(word) for word in argv], tmp_path / "here"))
-        commands[-1].wait(TIMEOUT_S)
-        return commands[-1]
-
-    try:
-        offers = json.loads(run(*argv_of(LAMBDA_OFFERS, "--json")).stdout)
-        assert sorted(one["price_per_hour"] for one in offers) == [0.75, 1.29, 14.32]
-        common = ("--python", sys.executable, "--ttl-hours", 2, "--yes")
-        deployed = run(*argv_of(LAMBDA_DEPLOY, *common))
-        assert (deployed.code, api.num_launched) == (0, 2), deployed.stderr
-        provision = argv_of(LAMBDA_DEPLOY.replace(" --deploy-only", ""))
-        up = run(*provision, *common, "--", *tiny_training(model, device="cpu"))
-        assert up.code == 0, up.stderr
-        launches = [one.body for one in api.requests if one.path.endswith("/launch")]
-        assert [one["instance_type_name"] for one in launches] == ["gpu_1x_a100", "gpu_1x_a10"]
-        found = json.loads(run(*argv_of("diloco pods status --json")).stdout)
-        assert [(one["peer"], one["epoch"] >= 1) for one in found] == [("trains", True)] * 2
-        assert "averaged by 2 peers" in run(*argv_of("diloco pods logs pod-1")).stdout
-        again = run(*provision, *common, "--", *tiny_training(model, device="cpu"))
-        assert (again.code, api.num_launched) == (0, 2), again.stderr
-        assert run(*argv_of(ALL_DOWN)).code == 0
-        assert all(one["_ended"] for one in api.instances.values())
-        check_gone(up)
-        cost = json.loads(run(*argv_of("diloco pods cost --json")).stdout)
-        assert sorted(one["price_per_hour"] for one in cost["pods"]) == [0.75, 1.29]
-    finally:
-        for command in commands:
-            command.close()
+    offers = json.loads(run(LAMBDA_OFFERS, "--json").stdout)
+    assert sorted(one["price_per_hour"] for one in offers) == [0.75, 1.29, 14.32]
+    common = ("--python", sys.executable, "--ttl-hours", 2, "--yes")
+    deployed = run(LAMBDA_DEPLOY, *common)
+    assert (deployed.code, api.num_launched) == (0, 2), deployed.stderr
+    provision = argv_of(LAMBDA_DEPLOY.replace(" --deploy-only", ""))
+    up = run(provision, *common, "--", *tiny_training(model, device="cpu"))
+    assert up.code == 0, up.stderr
+    launches = [one.body for one in api.requests if one.path.endswith("/launch")]
+    assert [one["instance_type_name"] for one in launches] == ["gpu_1x_a100", "gpu_1x_a10"]
+    found = json.loads(run("diloco pods status --json").stdout)
+    assert [(one["peer"], one["epoch"] >= 1) for one in found] == [("trains", True)] * 2
+    assert "averaged by 2 peers" in run("diloco pods logs pod-1").stdout
+    again = run(provision, *common, "--", *tiny_training(model, device="cpu"))
+    assert (again.code, api.num_launched) == (0, 2), again.stderr
+    assert run(ALL_DOWN).code == 0
+    assert all(one["_ended"] for one in api.instances.values())
+    check_gone(up)
+    cost = json.loads(run("diloco pods cost --json").stdout)
+    assert sorted(one["price_per_hour"] for one in cost["pods"]) == [0.75, 1.29]

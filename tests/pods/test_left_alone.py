@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,9 @@ from provisioning.providers.registry import Access
 from provisioning.renting import watcher
 from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
-from tests.support.commands import Command, wait_until
+from tests.support.commands import wait_until
 from tests.support.lambda_api import KEY, LambdaApi
-from tests.support.pods_commands import DOWN, STATUS, argv_of
+from tests.support.pods_commands import DOWN, STATUS
 from tests.support.ssh_machines import SshHost
 
 pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
@@ -107,18 +107,6 @@ def _say_on(state_file: Path):
         print(name, text, file=log, flush=True)
 
     return say
-
-
-@pytest.fixture
-def run(tmp_path: Path, commands: list[Command]) -> Callable[[str], Command]:
-    """A command to its end."""
-
-    def make(text: str) -> Command:
-        commands.append(Command(argv_of(text), tmp_path / "here"))
-        commands[-1].wait(60)
-        return commands[-1]
-
-    return make
 
 
 def fill(disk: Path) -> Path:

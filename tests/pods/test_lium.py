@@ -24,18 +24,13 @@ from tests.support.lium_api import LiumApi, executor
 from tests.support.ssh_machines import free_ports, needs_rsync, ssh_host
 
 pytest.importorskip("lium", reason="the package lium.io is not installed")
-pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+pytestmark = [
+    pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync()),
+    pytest.mark.usefixtures("home"),
+]
 
 A100, H100, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"
 RENT = "POST /executors/"
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client writes below ~ and reads a .env."""
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -69,15 +64,13 @@ def rents(api: LiumApi) -> list[dict]:
     return [request.body for request in api.requests if request.path.endswith("/rent")]
 
 
-def total(fleet: TestFleet) -> tuple[int, float, bool]:
-    ledger = Ledger(fleet.ledger_path)
+def total(ledger: Ledger) -> tuple[int, float, bool]:
     bills = ledger.bills()
-    ledger.close()
     return len(bills), sum(bill.offer.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
 
 
 @pytest.mark.pods
-def test_three_different_machines_are_rented_set_up_and_given_back(fleet, api):
+def test_three_different_machines_are_rented_set_up_and_given_back(fleet, ledger, api):
     specs = [one(f"pod-{index}", gpu_type=gpu) for index, gpu in enumerate(("A100", "H100", "4090"))]
     api.boot_s = 1.0
     assert fleet.up(specs).is_good, fleet.said
@@ -88,7 +81,7 @@ def test_three_different_machines_are_rented_set_up_and_given_back(fleet, api):
     assert not any(request.method != "GET" for request in api.requests[number:])
     assert fleet.down().is_good
     assert (api.rented, fleet.states) == ({}, {})
-    assert total(fleet) == (3, pytest.approx(1.2 + 2.1 + 0.4), True)
+    assert total(ledger) == (3, pytest.approx(1.2 + 2.1 + 0.4), True)
 
 
 def test_asked_for_one_gpu_it_never_keeps_eight(fleet, api):
@@ -139,19 +132,19 @@ def test_an_order_that_was_lost_on_its_way_is_sent_again_under_the_same_key(flee
     assert len(keys) == 1
 
 
-def test_a_price_that_rose_after_it_was_agreed_to_is_not_paid_and_one_within_the_limit_is_said(fleet, api):
+def test_a_price_that_rose_after_it_was_agreed_to_is_not_paid_and_one_within_the_limit_is_said(
+    fleet, ledger, api
+):
     api.dearer = 1.3
     outcome = fleet.up([one()], trains=False)
     assert "for 1.56 $/h in place of 1.20" in str(outcome.failures["pod-0"])
     assert (api.rented, fleet.states) == ({}, {})
     assert fleet.up([one(max_price=2.0)], trains=False).is_good
     assert any("costs 1.56 $/h now, not 1.20 as offered" in text for text in fleet.said)
-    ledger = Ledger(fleet.ledger_path)
-    assert (ledger.rows()[0].offer.price_per_hour, total(fleet)[1]) == (
+    assert (ledger.rows()[0].offer.price_per_hour, total(ledger)[1]) == (
         pytest.approx(1.56),
         pytest.approx(2 * 1.56),
     )
-    ledger.close()
 
 
 @pytest.mark.pods
@@ -174,7 +167,7 @@ def test_a_pod_that_never_comes_up_is_given_back_for_another(fleet, api):
 
 
 @pytest.mark.pods
-def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
+def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, ledger, api):
     specs = [one(), one("pod-1", gpu_type="H100")]
     assert fleet.up(specs).is_good
     stays = [pod for pod in api.rented.values() if "pod-1" in pod["pod_name"]]
@@ -182,17 +175,17 @@ def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
     assert fleet.up(specs).is_good, fleet.said
     assert any("vanished" in text for text in fleet.said)
     assert len(api.rented) == 2 and stays[0]["id"] in api.rented
-    assert total(fleet)[0] == 3
+    assert total(ledger)[0] == 3
 
 
-def test_lists_that_lack_a_pod_neither_lose_it_nor_rent_a_second_one(fleet, api):
+def test_lists_that_lack_a_pod_neither_lose_it_nor_rent_a_second_one(fleet, ledger, api):
     """The whole day of a pod whose provider lists nothing: looked for, kept, and deleted by its id."""
     assert fleet.up([one()], trains=False).is_good
     api.num_empty_lists = 1000
     fleet.settle()
     assert fleet.up([one()], trains=False).is_good, fleet.said
     assert (fleet.states, api.num_rented, len(api.rented)) == ({"pod-0": "synced"}, 1, 1)
-    assert total(fleet) == (1, pytest.approx(1.2), False)
+    assert total(ledger) == (1, pytest.approx(1.2), False)
     assert fleet.down().is_good
     assert (api.rented, fleet.states, api.count("DELETE /pods/")) == ({}, {}, 1)
 
@@ -209,15 +202,13 @@ def test_a_pod_of_which_nothing_is_known_stays_in_the_ledger_and_nothing_is_rent
 
 
 @pytest.mark.pods
-def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
+def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, ledger, api):
     began = time.time()
     assert fleet.up([one(ttl_hours=1.5)], trains=False).is_good
     (body,) = rents(api)
     assert body["termination_hours"] == 2
     (pod,) = api.rented.values()
-    ledger = Ledger(fleet.ledger_path)
     (row,) = ledger.rows()
-    ledger.close()
     assert row.ends_at == pytest.approx(began + 1.5 * 3600, abs=30)
     from provisioning.providers.lium import _moment
 
@@ -237,15 +228,13 @@ def test_an_end_that_is_confirmed_late_is_no_alarm(fleet, api):
     assert not any("does not confirm" in text for text in fleet.said)
 
 
-def test_a_pod_that_has_died_is_not_called_new(fleet, api, tmp_path):
+def test_a_pod_that_has_died_is_not_called_new(fleet, ledger, api, tmp_path):
     assert fleet.up([one()], trains=False).is_good
     (pod,) = api.rented.values()
     pod["status"] = "FAILED"
-    ledger = Ledger(fleet.ledger_path)
     access = Access(state_dir=tmp_path, environment=api.environment)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert shown.peer == "unknown: pod-0 has died: Lium says that it is FAILED"
-    ledger.close()
 
 
 @pytest.mark.exhaustive
@@ -305,12 +294,11 @@ def test_another_machine_behind_the_same_address_is_not_talked_to(fleet, api, tm
 
 @pytest.mark.pods
 def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_failed_can_be_repeated(
-    fleet, api, tmp_path
+    fleet, ledger, api, tmp_path
 ):
     assert fleet.up([one(ttl_hours=1)], trains=False).is_good
     access = Access(state_dir=tmp_path, environment=api.environment)
     api.balance = 0.0
-    ledger = Ledger(fleet.ledger_path)
     (before,) = ledger.rows()
     assert before.ends_at is not None
     api.faults.append(Fault("POST /pods/", 400))
@@ -325,4 +313,3 @@ def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_fa
     ledger.advance(before, before.state, ends_at=time.time() - 1)
     settled = command(ledger, access, lambda found: found.settle(), fleet.patience)
     assert (settled, ledger.rows(), api.rented) == ({"lium": {}}, [], {})
-    ledger.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Command, check_gone, model_directory, text_of_boxes
+from tests.support.commands import check_gone, model_directory, text_of_boxes
 from tests.support.lium_api import LiumApi, executor
 from tests.support.pods_commands import argv_of, tiny_training
 from tests.support.ssh_machines import needs_rsync, ssh_host
@@ -20,8 +20,6 @@ pytestmark = [
     pytest.mark.pods,
     pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync()),
 ]
-
-TIMEOUT_S = 300.0
 
 
 @pytest.fixture
@@ -38,58 +36,45 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiumApi]:
         yield api
 
 
-def test_two_rented_pods_train_together_run_experiments_and_are_paid_for(api, tmp_path):
+def test_two_rented_pods_train_together_run_experiments_and_are_paid_for(api, run, tmp_path):
     model = model_directory(tmp_path / "model")
-    commands: list[Command] = []
+    common = ("--provider", "lium", "--python", sys.executable, "--ttl-hours", 2)
+    provision = argv_of("diloco provision --pods 2 --gpu-type A100,H100", *common)
+    flags = tiny_training(model, device="cpu")
+    # From nothing: no key of ours has been made yet.
+    offers = json.loads(run("diloco provision --provider lium --offers --json").stdout)
+    assert [one["gpu_count"] for one in offers] == [8, 8]
+    asked = run(provision, "--", *flags)
+    assert asked.code == 2 and "Give --yes" in asked.stderr and api.num_rented == 0
+    up = run(provision, "--yes", "--", *flags)
+    assert up.code == 0, up.stderr
+    found = json.loads(run("diloco pods status --json").stdout)
+    assert [(one["peer"], one["epoch"] >= 1) for one in found] == [("trains", True)] * 2
+    assert "averaged by 2 peers" in run("diloco pods logs pod-1").stdout
+    assert run("diloco pods extend --hours 1").code == 0
+    ends = [one["ends_at"] for one in found]
+    later = json.loads(run("diloco pods status --json").stdout)
+    assert [one["ends_at"] - end for one, end in zip(later, ends, strict=True)] == [3600.0] * 2
+    assert run("diloco pods down").code == 0
+    assert api.rented == {}
+    check_gone(up)
 
-    def run(*argv: object) -> Command:
-        commands.append(Command([str(word) for word in argv], tmp_path / "here"))
-        commands[-1].wait(TIMEOUT_S)
-        return commands[-1]
+    training = ("--fake-data", "--seq-length", 64, "--eval-tokens", 64, "--device", "cpu")
+    sweep = argv_of(
+        "diloco experiments run multi_dataset --trainer pretrain --yes --json --destroy --provider lium"
+    )
+    short = ("--model-id", model, "--dataset", "stdlib", "--total-steps", 2, "--batch-size", 2)
+    three = run(sweep, "--python", sys.executable, *short, "--grad-accum-steps", 2, "--", *training)
+    # Three pods of eight A100 are wanted, one is offered: nothing is rented.
+    assert three.code == 2 and "Nothing was rented" in text_of_boxes(three.stderr)[0]
+    sweep[sweep.index("multi_dataset")] = "custom_advanced"
+    one = run(sweep, "--python", sys.executable, *short, "--grad-accum-steps", 2, "--", *training)
+    assert one.code == 0, one.stderr
+    assert [result["ok"] for result in json.loads(one.stdout)["experiments"]] == [True]
+    assert (api.rented, api.num_rented) == ({}, 3)
+    assert len(api.free_hosts) == 2
 
-    try:
-        common = ("--provider", "lium", "--python", sys.executable, "--ttl-hours", 2)
-        provision = argv_of("diloco provision --pods 2 --gpu-type A100,H100", *common)
-        flags = tiny_training(model, device="cpu")
-        # From nothing: no key of ours has been made yet.
-        offers = json.loads(run(*argv_of("diloco provision --provider lium --offers --json")).stdout)
-        assert [one["gpu_count"] for one in offers] == [8, 8]
-        asked = run(*provision, "--", *flags)
-        assert asked.code == 2 and "Give --yes" in asked.stderr and api.num_rented == 0
-        up = run(*provision, "--yes", "--", *flags)
-        assert up.code == 0, up.stderr
-        found = json.loads(run(*argv_of("diloco pods status --json")).stdout)
-        assert [(one["peer"], one["epoch"] >= 1) for one in found] == [("trains", True)] * 2
-        assert "averaged by 2 peers" in run(*argv_of("diloco pods logs pod-1")).stdout
-        assert run(*argv_of("diloco pods extend --hours 1")).code == 0
-        ends = [one["ends_at"] for one in found]
-        later = json.loads(run(*argv_of("diloco pods status --json")).stdout)
-        assert [one["ends_at"] - end for one, end in zip(later, ends, strict=True)] == [3600.0] * 2
-        assert run(*argv_of("diloco pods down")).code == 0
-        assert api.rented == {}
-        check_gone(up)
-
-        training = ("--fake-data", "--seq-length", 64, "--eval-tokens", 64, "--device", "cpu")
-        sweep = argv_of(
-            "diloco experiments run multi_dataset --trainer pretrain --yes --json --destroy --provider lium"
-        )
-        short = ("--model-id", model, "--dataset", "stdlib", "--total-steps", 2, "--batch-size", 2)
-        three = run(*sweep, "--python", sys.executable, *short, "--grad-accum-steps", 2, "--", *training)
-        # Three pods of eight A100 are wanted, one is offered: nothing is rented.
-        assert three.code == 2 and "Nothing was rented" in text_of_boxes(three.stderr)[0]
-        sweep[sweep.index("multi_dataset")] = "custom_advanced"
-        one = run(*sweep, "--python", sys.executable, *short, "--grad-accum-steps", 2, "--", *training)
-        assert one.code == 0, one.stderr
-        assert [result["ok"] for result in json.loads(one.stdout)["experiments"]] == [True]
-        assert (api.rented, api.num_rented) == ({}, 3)
-        assert len(api.free_hosts) == 2
-
-        cost = json.loads(run(*argv_of("diloco pods cost --json")).stdout)
-        assert sorted(one["price_per_hour"] for one in cost["pods"]) == [8.0, 16.0]
-        assert cost["dollars"] == pytest.approx(
-            sum(one["price_per_hour"] * one["hours"] for one in cost["pods"])
-        )
-        assert cost["price_per_hour"] == 0
-    finally:
-        for command in commands:
-            command.close()
+    cost = json.loads(run("diloco pods cost --json").stdout)
+    assert sorted(one["price_per_hour"] for one in cost["pods"]) == [8.0, 16.0]
+    assert cost["dollars"] == pytest.approx(sum(one["price_per_hour"] * one["hours"] for one in cost["pods"]))
+    assert cost["price_per_hour"] == 0

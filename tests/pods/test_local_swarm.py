@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,31 +13,13 @@ import pytest
 from diloco.train.devices import num_cores
 from diloco.train.metrics_file import Tail
 from provisioning.machines.paths import PODS
-from tests.support.commands import Command, check_gone, model_directory
+from tests.support.commands import check_gone, model_directory
 from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, tiny_training
-
-TIMEOUT_S = 200.0
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[object]:
-    """`run(argv)` runs a command to its end. All share one state directory."""
-    commands: list[Command] = []
-
-    def make(argv: list[str]) -> Command:
-        # A Command keeps its state in its directory.
-        commands.append(Command(argv, tmp_path / "here"))
-        commands[-1].wait(TIMEOUT_S)
-        return commands[-1]
-
-    yield make
-    for command in commands:
-        command.close()
 
 
 @pytest.mark.exhaustive
 def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_path):
-    up = run(argv_of(PROVISION))
+    up = run(PROVISION)
     assert up.code == 0, up.stderr
     chosen = f"; chosen for {num_cores()} core"
     assert up.stderr.count(" trains ") == up.stderr.count(chosen) == 1
@@ -48,7 +29,7 @@ def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_
     logs = [path.read_text() for path in (tmp_path / "here/state").rglob("jobs/peer/log")]
     assert sum("shared by 3 peers (--path-model names another model)" in log for log in logs) == 1
     assert sum("; as the swarm does" in log for log in logs) == 2
-    down = run(argv_of(DOWN))
+    down = run(DOWN)
     assert down.code == 0, down.stderr
     check_gone(up)
 
@@ -81,24 +62,24 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
     assert again.stdout.count("keep") == 3 and "create" not in again.stdout
     assert pids == {path: path.read_text() for pod in pods for path in pod.rglob("jobs/*/pid")}
 
-    status = run(argv_of(STATUS, "--json"))
+    status = run(STATUS, "--json")
     found = json.loads(status.stdout)
     assert [(one["name"], one["state"], one["peer"]) for one in found] == [
         (f"pod-{index}", "running", "trains") for index in range(3)
     ]
     assert all(one["epoch"] >= 1 for one in found)
     assert all(one["tokens"] > 0 and one["dollars"] == 0 for one in found)
-    assert "3 pods may cost 0.00 $/h" in run(argv_of(STATUS)).stdout
-    assert "averaged by 3 peers" in run(argv_of(LOGS)).stdout
-    of_the_dht = run(argv_of(LOGS, "--job", "dht"))
+    assert "3 pods may cost 0.00 $/h" in run(STATUS).stdout
+    assert "averaged by 3 peers" in run(LOGS).stdout
+    of_the_dht = run(LOGS, "--job", "dht")
     assert of_the_dht.code == 0 and "joined, 3 peers" in of_the_dht.stdout
-    of_nothing = run(argv_of(LOGS, "--job", "dth"))
+    of_nothing = run(LOGS, "--job", "dth")
     assert of_nothing.code == 1 and "no log of a job dth; there are: dht, peer" in of_nothing.stderr
 
     # A line without an end, as progress bars write it, is shown all the same.
     with (pods[0] / "jobs/peer/log").open("a") as log:
         log.write("x" * 1_000_000)
-    shown = run(argv_of(LOGS, "--lines", "100000", "pod-0"))
+    shown = run(LOGS, "--lines", "100000", "pod-0")
     # Peer ids have the letter, too, but not so often in a row.
     pieces = re.findall("x{100,}", shown.stdout)
     assert shown.code == 0 and sum(map(len, pieces)) == 1_000_000, shown.stderr
@@ -110,7 +91,7 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
     assert mended.code == 0 and "starting the DHT" in mended.stderr, mended.stderr
     assert {path for path in pids if path.read_text() != pids[path]} == {dht}
 
-    down = run(argv_of(DOWN))
+    down = run(DOWN)
     assert down.code == 0, down.stderr
     check_gone(up)
     home = tmp_path / "here/home"
@@ -120,8 +101,8 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
     assert (home / "pod-0/jobs/peer/log").is_file()
     assert not [path for path in home.rglob("*") if "secret" in path.name or "open sesame" in _text(path)]
     assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
-    assert run(argv_of(STATUS, "--json")).stdout == "[]\n"
-    cost = json.loads(run(argv_of("diloco pods cost", "--json")).stdout)
+    assert run(STATUS, "--json").stdout == "[]\n"
+    cost = json.loads(run("diloco pods cost", "--json").stdout)
     assert [one["is_over"] for one in cost["pods"]] == [True] * 3 and cost["dollars"] == 0
 
 
@@ -129,12 +110,12 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
 def test_a_peer_that_cannot_start_is_told_of_at_once_and_holds_up_no_other(run, tmp_path):
     """Two processes cannot share one batch of four."""
     flags = tiny_training(model_directory(tmp_path / "model"), per_device_train_batch_size=4)
-    up = run(argv_of("diloco provision --pods 2 --gpu-type cpu-2 --json", "--", *flags))
+    up = run("diloco provision --pods 2 --gpu-type cpu-2 --json", "--", *flags)
     assert up.code == 1
     failures = json.loads(up.stdout)["failures"]
     assert "is not a multiple of --per-device-train-batch-size 4" in failures.get("pod-0", ""), up.stdout
     assert "`diloco pods down` gives everything back" in up.stderr
-    down = run(argv_of(DOWN))
+    down = run(DOWN)
     assert down.code == 0, down.stderr
     check_gone(up)
 

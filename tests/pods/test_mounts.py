@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +35,9 @@ def there(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[There]:
         yield SshMachine(address), host.home / PODS / "label"
 
 
-def test_files_and_directories_arrive_with_their_modes_and_again_as_they_are_then(there: There, tmp_path):
+async def test_files_and_directories_arrive_with_their_modes_and_again_as_they_are_then(
+    there: There, tmp_path
+):
     machine, pod = there
     script, link, directory = tmp_path / "run.sh", tmp_path / "link.sh", tmp_path / "tools"
     script.write_text("#!/bin/sh\necho first\n")
@@ -54,16 +55,13 @@ def test_files_and_directories_arrive_with_their_modes_and_again_as_they_are_the
         await set_up(machine, "label", setup, num_gpus=None)
         return (await machine.run(f"cd {PODS}/label && bin/run.sh && bin/link.sh")).checked("running it")
 
-    async def work() -> None:
-        try:
-            assert await said() == "first\nfirst\n"
-            (pod / "bin/of-the-pod").write_text("stays")
-            script.write_text("#!/bin/sh\necho second\n")
-            assert await said() == "second\nsecond\n"
-        finally:
-            await machine.close()
-
-    asyncio.run(work())
+    try:
+        assert await said() == "first\nfirst\n"
+        (pod / "bin/of-the-pod").write_text("stays")
+        script.write_text("#!/bin/sh\necho second\n")
+        assert await said() == "second\nsecond\n"
+    finally:
+        await machine.close()
     assert (pod / "bin/run.sh").stat().st_mode & 0o777 == 0o755
     assert not (pod / "bin/link.sh").is_symlink()
     assert (pod / "tools/tool").stat().st_mode & 0o777 == 0o640

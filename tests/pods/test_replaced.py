@@ -49,14 +49,9 @@ def kill_all_of(label: str) -> int:
 
 
 @pytest.mark.parametrize("dies", ["pod-1", "pod-0"], ids=["a peer's", "the coordinator's"])
-def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bits(tmp_path, commands, dies):
-    def run(argv: list[str]) -> Command:
-        commands.append(Command(argv, tmp_path / "here"))
-        commands[-1].wait(TIMEOUT_S)
-        return commands[-1]
-
+def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bits(tmp_path, run, dies):
     flags = tiny_training(model_directory(tmp_path / "model"))
-    up = run(argv_of(PROVISION, "--replace", "--", *flags))
+    up = run(PROVISION, "--replace", "--", *flags)
     assert up.code == 0, up.stderr
     before = labels(tmp_path)
     assert kill_all_of(before[dies][0]) > 1
@@ -74,7 +69,7 @@ def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bit
     found = [epochs(tmp_path, label) for label, _ in after.values()]
     common = set.intersection(*(set(one) for one in found))
     assert common and all(len({one[epoch]["anchor_digest"] for one in found}) == 1 for epoch in common)
-    down = run(argv_of(DOWN))
+    down = run(DOWN)
     assert down.code == 0, down.stderr
     check_gone(up)
     assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
@@ -83,7 +78,7 @@ def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bit
 
 
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
-def test_no_pod_is_replaced_after_a_command_that_did_not_succeed(tmp_path, commands, how):
+def test_no_pod_is_replaced_after_a_command_that_did_not_succeed(tmp_path, commands, run, how):
     flags = tiny_training(model_directory(tmp_path / "model"))
     limit = 0.1 if how == "fails" else 600
     start = argv_of("diloco provision --pods 1 --replace --idle-stop --epoch-timeout", limit, "--", *flags)
@@ -97,22 +92,17 @@ def test_no_pod_is_replaced_after_a_command_that_did_not_succeed(tmp_path, comma
     wanted = Wanted.read(ledger)
     ledger.close()
     assert wanted is not None and (wanted.replaces, wanted.stops_when_idle) == (False, True)
-    commands.append(Command(argv_of(DOWN), tmp_path / "here"))
-    assert commands[1].wait(TIMEOUT_S) == 0
+    assert run(DOWN).code == 0
 
 
-def test_a_swarm_that_has_ended_gives_itself_back_once_its_results_are_here(tmp_path, commands):
+def test_a_swarm_that_has_ended_gives_itself_back_once_its_results_are_here(tmp_path, run):
     flags = tiny_training(model_directory(tmp_path / "model"), **{"max-steps": 20})
-    commands.append(
-        Command(argv_of("diloco provision --pods 2 --idle-stop", "--", *flags), tmp_path / "here")
-    )
-    assert commands[-1].wait(TIMEOUT_S) == 0, commands[-1].stderr
+    up = run("diloco provision --pods 2 --idle-stop", "--", *flags)
+    assert up.code == 0, up.stderr
     log = tmp_path / "here/state/diloco/pods.sqlite.watch.log"
     wait_until(lambda: not labels(tmp_path), f"the end of both pods ({log})", TIMEOUT_S)
-    check_gone(commands[-1])
-    commands.append(Command(argv_of(STATUS), tmp_path / "here"))
-    assert commands[-1].wait(TIMEOUT_S) == 0
-    assert commands[-1].stdout == "there are no pods\n"
+    check_gone(up)
+    assert run(STATUS).stdout == "there are no pods\n"
     homes = sorted((tmp_path / "here/runs").glob("*/pod-*/runs/peer"))
     assert [home.parts[-3] for home in homes] == ["pod-0", "pod-1"]
     for home in homes:

@@ -19,7 +19,7 @@ from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
 from provisioning.providers.ssh import SshProvider
 from tests.support.fleets import TestFleet
-from tests.support.ssh_machines import client_key, needs_rsync, ssh_host
+from tests.support.ssh_machines import client_key, inventory, needs_rsync, ssh_host
 
 Home = tuple[TestFleet, PodSpec, Path]
 
@@ -40,11 +40,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
         pytest.skip(needs_rsync())
     key = client_key(tmp_path)
     with ssh_host(tmp_path / "host", key.with_suffix(".pub").read_text()) as host:
-        path = tmp_path / "machines.toml"
-        path.write_text(
-            f'[[machines]]\nname = "m"\nhost = "127.0.0.1"\nport = {host.port}\nuser = "{host.user}"\n'
-            f'key = "{key}"\nhost_key = "{host.host_key}"\nports = [1, 2, 3]\n'
-        )
+        path = inventory(tmp_path / "machines.toml", [host], key)
         fleet = TestFleet(tmp_path, lambda: SshProvider(path), run_dir=run_dir)
         yield fleet, PodSpec(name="pod-0", provider="ssh", gpu_type=None, gpu_count=None), host.home
 

@@ -6,15 +6,14 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
-from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from provisioning.machines.setup import Setup, mount_of, set_up
 from provisioning.machines.ssh import Address, SshMachine
@@ -25,7 +24,15 @@ from provisioning.renting.renter import FETCH, RUN_DIR, Patience
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet, command
 from tests.support.pods_driver import source_of
-from tests.support.ssh_machines import SSHD, SshHost, client_key, free_ports, needs_rsync, ssh_host
+from tests.support.ssh_machines import (
+    SSHD,
+    SshHost,
+    client_key,
+    free_ports,
+    inventory,
+    needs_rsync,
+    ssh_host,
+)
 
 asyncssh = pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
 pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
@@ -43,26 +50,6 @@ def hosts(tmp_path: Path, key: Path) -> Iterator[list[SshHost]]:
     with ExitStack() as stack:
         public = key.with_suffix(".pub").read_text()
         yield [stack.enter_context(ssh_host(tmp_path / f"machine{index}", public)) for index in (0, 1)]
-
-
-def inventory(path: Path, hosts: list[SshHost], key: Path, **changes: str) -> Path:
-    tables = []
-    for index, host in enumerate(hosts):
-        fields = {
-            "name": f'"machine{index}"',
-            "host": '"127.0.0.1"',
-            "port": str(host.port),
-            "user": f'"{host.user}"',
-            "key": f'"{key}"',
-            "host_key": f'"{host.host_key}"',
-            "gpu_count": "0",
-            "ports": str(free_ports(3)),
-            **changes,
-        }
-        lines = (f"{name} = {value}" for name, value in fields.items() if value)
-        tables.append("[[machines]]\n" + "\n".join(lines))
-    path.write_text("\n\n".join(tables))
-    return path
 
 
 @pytest.fixture
@@ -120,13 +107,13 @@ def test_a_host_key_that_nobody_pinned_is_shown_and_not_trusted(tmp_path, hosts,
 
 
 @pytest.mark.exhaustive
-def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_path):
+def test_a_machine_that_does_not_answer_hides_no_other(fleet, ledger, hosts, key, tmp_path):
     """And what is on it is not called given back, also when it is no longer in the inventory."""
     assert fleet.up(SPECS, trains=False).is_good, fleet.said
     pods = [next((host.home / PODS).iterdir()) for host in hosts]
     dead = replace(hosts[1], port=free_ports(1)[0])
     path = inventory(tmp_path / "machines.toml", [hosts[0], dead], key)
-    ledger, access = Ledger(fleet.ledger_path), Access(state_dir=tmp_path, environment={}, inventory=path)
+    access = Access(state_dir=tmp_path, environment={}, inventory=path)
     patience = Patience(poll_s=0.1, destroy_s=0.5)
 
     seen = asyncio.run(overview(ledger, access))
@@ -159,7 +146,6 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     for row in ledger.rows():
         ledger.forget(row, now=time.time())
     assert ledger.rows() == [] and pods[1].exists()
-    ledger.close()
 
 
 def test_a_key_that_others_can_read_is_not_used(fleet, key):
@@ -191,17 +177,23 @@ def test_without_rsync_there_it_says_what_is_missing(fleet, hosts):
     assert fleet.down().is_good
 
 
+@asynccontextmanager
+async def reached(host: SshHost, key: Path) -> AsyncIterator[SshMachine]:
+    machine = SshMachine(
+        Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
+    )
+    try:
+        yield machine
+    finally:
+        await machine.close()
+
+
 def on(host: SshHost, key: Path, script: str) -> str:
     """What a script says there."""
 
     async def work() -> str:
-        machine = SshMachine(
-            Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
-        )
-        try:
+        async with reached(host, key) as machine:
             return (await machine.run(script)).checked(script)
-        finally:
-            await machine.close()
 
     return asyncio.run(work())
 
@@ -278,7 +270,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 
 
 @pytest.mark.pods
-def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key):
+async def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key):
     """Of a package that needs nothing, so that nothing is fetched."""
     source = tmp_path / "package"
     source.mkdir()
@@ -291,33 +283,24 @@ def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key)
     host = hosts[0]
     host.install("uv", 'echo "$@" >>"$HOME/asked"; exit 2')
 
-    async def work() -> tuple[str, float, float]:
-        address = Address(
-            host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key
+    async with reached(host, key) as machine:
+        setup = Setup(
+            source=source,
+            secrets={"WANDB_API_KEY": "it's a secret"},
+            mounts=[mount_of(f"{source}:data/source"), mount_of(f"{source}/backend.py:data/one.py")],
+            min_free_mb=1,
         )
-        machine = SshMachine(address)
-        try:
-            setup = Setup(
-                source=source,
-                secrets={"WANDB_API_KEY": "it's a secret"},
-                mounts=[mount_of(f"{source}:data/source"), mount_of(f"{source}/backend.py:data/one.py")],
-                min_free_mb=1,
-            )
-            await set_up(machine, "label", setup, num_gpus=None)
-            python = setup.pod_python
-            made_at = (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
-            await set_up(machine, "label", setup, num_gpus=None)
-            answer = await machine.run(
-                f"cd {PODS}/label && . ./secrets.env && echo $WANDB_API_KEY && "
-                f"{python} -c 'import nothing; print(nothing.VALUE)'"
-            )
-            assert answer.checked("using it") == "it's a secret\n7\n"
-            return python, made_at, (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
-        finally:
-            await machine.close()
-
-    python, made_at, still_at = asyncio.run(work())
-    assert (python, made_at) == ("venv/bin/python", still_at)
+        await set_up(machine, "label", setup, num_gpus=None)
+        python = setup.pod_python
+        fingerprint = host.home / PODS / "label/venv/fingerprint"
+        made_at = fingerprint.stat().st_mtime_ns
+        await set_up(machine, "label", setup, num_gpus=None)
+        answer = await machine.run(
+            f"cd {PODS}/label && . ./secrets.env && echo $WANDB_API_KEY && "
+            f"{python} -c 'import nothing; print(nothing.VALUE)'"
+        )
+        assert answer.checked("using it") == "it's a secret\n7\n"
+        assert (python, made_at) == ("venv/bin/python", fingerprint.stat().st_mtime_ns)
     asked = "pip install --quiet --python venv/bin/python --constraint code/constraints.txt --editable code"
     assert (host.home / "asked").read_text() == f"{asked} --torch-backend cpu\n{asked}\n"
     assert (host.home / PODS / "label/secrets.env").stat().st_mode & 0o077 == 0
@@ -326,21 +309,11 @@ def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key)
 
 
 @pytest.mark.pods
-def test_a_connection_that_breaks_is_an_error_and_the_next_command_has_a_new_one(hosts, key):
-    host = hosts[0]
-
-    async def work() -> None:
-        machine = SshMachine(
-            Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
-        )
-        try:
-            with pytest.raises(MachineError, match=r"broke|killed"):
-                # Its server's process for this session.
-                await machine.run("kill -9 $PPID; sleep 5", timeout_s=20.0)
-            assert (await machine.run("echo back")).stdout == "back\n"
-            with pytest.raises(MachineError, match=r"longer than 0\.2 s"):
-                await machine.run("sleep 30", timeout_s=0.2)
-        finally:
-            await machine.close()
-
-    asyncio.run(work())
+async def test_a_connection_that_breaks_is_an_error_and_the_next_command_has_a_new_one(hosts, key):
+    async with reached(hosts[0], key) as machine:
+        with pytest.raises(MachineError, match=r"broke|killed"):
+            # Its server's process for this session.
+            await machine.run("kill -9 $PPID; sleep 5", timeout_s=20.0)
+        assert (await machine.run("echo back")).stdout == "back\n"
+        with pytest.raises(MachineError, match=r"longer than 0\.2 s"):
+            await machine.run("sleep 30", timeout_s=0.2)

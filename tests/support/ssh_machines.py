@@ -95,6 +95,27 @@ def free_ports(number: int) -> list[int]:
     return found
 
 
+def inventory(path: Path, hosts: list[SshHost], key: Path, **changes: str) -> Path:
+    """A file that lists these machines; of `changes` what is empty is left out."""
+    tables = []
+    for index, host in enumerate(hosts):
+        fields = {
+            "name": f'"machine{index}"',
+            "host": '"127.0.0.1"',
+            "port": str(host.port),
+            "user": f'"{host.user}"',
+            "key": f'"{key}"',
+            "host_key": f'"{host.host_key}"',
+            "gpu_count": "0",
+            "ports": str(free_ports(3)),
+            **changes,
+        }
+        lines = (f"{name} = {value}" for name, value in fields.items() if value)
+        tables.append("[[machines]]\n" + "\n".join(lines))
+    path.write_text("\n\n".join(tables))
+    return path
+
+
 @contextmanager
 def ssh_host(
     directory: Path,
