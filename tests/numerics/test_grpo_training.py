@@ -10,7 +10,6 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from benchmarks.format_model import bare_model
 from diloco import train_grpo
 from diloco.errors import UserError
 from diloco.launch.worker import Assignment
@@ -25,8 +24,8 @@ from diloco.rl.tasks import Example, Reward, Task
 from diloco.rl.trainer import PeerTrainer
 from diloco.train.model import load_model
 from diloco.train_grpo import Training
-from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon
+from tests.support.tiny_model import small_bare_model
 
 FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
 
@@ -53,16 +52,8 @@ def letters() -> Task:
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
     monkeypatch.setattr(train_grpo, "open_task", lambda grpo, seed: letters())
-    model = bare_model(
-        tmp_path / "model",
-        hidden_size=32,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        num_hidden_layers=1,
-        intermediate_size=32,
-    )
+    model = small_bare_model(tmp_path / "model", num_hidden_layers=1, intermediate_size=32)
     own = TrainConfig(
         mode="grpo",
         path_model=str(model),
@@ -161,15 +152,14 @@ def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_
     assert [record["kind"] for record in records].count("eval") == 2
 
 
-def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monkeypatch):
-    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, link):
     ckpt = CkptConfig(path=config.ckpt.path, interval=1)
-    with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2):
+    with ScriptedDaemon(link, world_rank=1, local_steps=2):
         whole = trained(replace(config, ckpt=ckpt), tmp_path / "whole")
     for step in (2, 3):
         part = tmp_path / "checkpoints" / f"model_step_{step}" / "diloco_rank_1"
         assert (part / "outer.bin").is_file()
-        with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2) as daemon:
+        with ScriptedDaemon(link, world_rank=1, local_steps=2) as daemon:
             resume = CkptConfig(path=config.ckpt.path, resume=str(part.parent))
             resumed = trained(replace(config, ckpt=resume), tmp_path / f"resumed-{step}")
         assert daemon.messages[0]["resume"] == str(part)
@@ -178,14 +168,13 @@ def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monk
     assert [r["step"] for r in whole if r["kind"] == "eval"] == []
 
 
-def test_another_peers_checkpoint_restarts_the_run_where_its_epoch_began(config, tmp_path, monkeypatch):
-    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+def test_another_peers_checkpoint_restarts_the_run_where_its_epoch_began(config, tmp_path, link):
     ckpt = CkptConfig(path=config.ckpt.path, interval=1)
-    with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2):
+    with ScriptedDaemon(link, world_rank=1, local_steps=2):
         trained(replace(config, ckpt=ckpt), tmp_path / "first")
     shutil.rmtree(tmp_path / "checkpoints" / "model_step_4")
     resume = CkptConfig(path=config.ckpt.path, resume="auto")
-    with ScriptedDaemon(tmp_path / "link.sock", world_rank=0, local_steps=2) as daemon:
+    with ScriptedDaemon(link, world_rank=0, local_steps=2) as daemon:
         records = trained(replace(config, ckpt=resume), tmp_path / "second")
     offered = daemon.messages[0]
     newest = tmp_path / "checkpoints" / "model_step_3" / "diloco_rank_1"

@@ -15,8 +15,7 @@ from trl.trainer.utils import RepeatSampler
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.errors import UserError
-from peers.daemon.link import LINK_ENV
-from tests.support.scripted_daemon import ScriptedDaemon, halving
+from tests.support.scripted_daemon import ScriptedDaemon, joining
 from tests.support.tiny_model import tiny_llama
 from tests.support.trainer_worker import Samples, trainer_of, weights
 
@@ -32,19 +31,11 @@ class Seen(TrainerCallback):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
-@pytest.fixture
-def link(tmp_path, monkeypatch):
-    """The path where daemons listen, named in the environment."""
-    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
-    return tmp_path / "link.sock"
-
-
 def equal(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_without_a_daemon_the_callback_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_without_a_daemon_the_callback_changes_nothing(tmp_path):
     with_it = trainer_of(tmp_path / "with", DilocoCallback(local_steps=2), save_strategy="no")
     without = trainer_of(tmp_path / "without", TrainerCallback(), save_strategy="no")
     with_it.train()
@@ -149,21 +140,8 @@ def test_a_checkpoint_waits_for_weights_that_are_under_way(tmp_path, link):
 
 
 def test_a_peer_that_joins_late_stands_where_the_swarm_does(tmp_path, link):
-    def in_epoch_two(message, out, inn):
-        if message["kind"] != "offer":
-            return halving(message, out, inn)
-        inn[:] = 0.25
-        return "start", {
-            "epoch": 2,
-            "local_step": 0,
-            "epoch_s": 0.0,
-            "data_base": 2,
-            "num_peers": 2,
-            "keep_local": False,
-        }
-
     seen = Seen()
-    with ScriptedDaemon(link, in_epoch_two, local_steps=2) as daemon:
+    with ScriptedDaemon(link, joining(2, 0.25), local_steps=2) as daemon:
         trainer = trainer_of(tmp_path, DilocoCallback(), seen, max_steps=8, save_strategy="no")
         trainer.train()
     assert seen.steps == [5, 6, 7, 8]

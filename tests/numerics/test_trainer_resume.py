@@ -25,7 +25,7 @@ from diloco.outer.world import World, on_every_rank
 from diloco.train_fsdp import Trainer
 from peers.daemon.link import LINK_ENV
 from tests.support.exhaustive import exhaustive_but
-from tests.support.scripted_daemon import ScriptedDaemon, halving
+from tests.support.scripted_daemon import ScriptedDaemon, halving, joining
 from tests.support.torch_ranks import Ranks
 from tests.support.training import of_kind, tiny_config, train
 
@@ -49,8 +49,7 @@ def two():
 
 
 @pytest.mark.parametrize("precision", exhaustive_but(("32-true",), ["32-true", "bf16-mixed", "fp16-mixed"]))
-def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, monkeypatch, precision):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, precision):
     whole, resumed = stopped_and_resumed(World(), tmp_path, precision)
     assert [figures[0] for figures in resumed] == [3, 4, 5, 6]
     assert resumed == whole[2:]
@@ -63,22 +62,20 @@ def test_sharded_ranks_resume_from_their_own_shards(tmp_path, two, optimizer):
     assert resumed == whole[2:]
 
 
-def test_a_peer_resumes_in_mid_epoch_with_its_outer_state(tmp_path, monkeypatch):
-    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+def test_a_peer_resumes_in_mid_epoch_with_its_outer_state(tmp_path, link):
     config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(tmp_path / "checkpoints"), interval=5))
-    with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=4):
+    with ScriptedDaemon(link, world_rank=1, local_steps=4):
         whole = train(config, tmp_path / "whole")
     part = tmp_path / "checkpoints" / "model_step_5" / "diloco_rank_1"
     assert (part / "outer.bin").is_file()
-    with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=4) as daemon:
+    with ScriptedDaemon(link, world_rank=1, local_steps=4) as daemon:
         resume = CkptConfig(path=config.ckpt.path, resume=str(part.parent))
         resumed = train(replace(config, ckpt=resume), tmp_path / "resumed")
     assert daemon.messages[0]["resume"] == str(part)
     assert of_kind("step", resumed, *FIGURES) == of_kind("step", whole, *FIGURES)[5:]
 
 
-def test_only_the_newest_of_a_peers_own_checkpoints_are_kept(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_only_the_newest_of_a_peers_own_checkpoints_are_kept(tmp_path):
     path = tmp_path / "checkpoints"
     (path / "model_step_1" / "diloco_rank_0").mkdir(parents=True)
     train(tiny_config(tmp_path, ckpt=CkptConfig(path=str(path), interval=1, topk=2)), tmp_path / "run")
@@ -90,8 +87,7 @@ def test_only_the_newest_of_a_peers_own_checkpoints_are_kept(tmp_path, monkeypat
     assert (path / "model_step_1" / "diloco_rank_0").is_dir()
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_the_metrics_say_so(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_a_damaged_checkpoint_is_passed_over_and_the_metrics_say_so(tmp_path):
     ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=2)
     train(tiny_config(tmp_path, ckpt=ckpt, max_steps=4), tmp_path / "first")
     damaged = tmp_path / "checkpoints" / "model_step_4" / "rank_0.safetensors"
@@ -103,20 +99,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_metrics_say_so(tmp_path, mo
     assert str(damaged) in said["reason"]
 
 
-def in_epoch_three(message, out, inn):
-    if message["kind"] != "offer":
-        return halving(message, out, inn)
-    inn[:] = 0.25
-    return "start", {
-        "epoch": 3,
-        "local_step": 0,
-        "epoch_s": 0.0,
-        "data_base": 3,
-        "num_peers": 2,
-        "keep_local": False,
-    }
-
-
 @pytest.mark.parametrize("in_swarm", [False, True])
 def test_where_no_checkpoint_is_whole_nobody_begins_anew_unasked(tmp_path, monkeypatch, in_swarm):
     def life(rule, name, **changes):
@@ -126,7 +108,6 @@ def test_where_no_checkpoint_is_whole_nobody_begins_anew_unasked(tmp_path, monke
                 stack.enter_context(ScriptedDaemon(tmp_path / "link.sock", rule, world_rank=1, local_steps=2))
             return train(tiny_config(tmp_path, hv=HvConfig(local_steps=2), **changes), tmp_path / name)
 
-    monkeypatch.delenv(LINK_ENV, raising=False)
     ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=2)
     life(halving, "first", ckpt=ckpt, max_steps=4)
     files = sorted((tmp_path / "checkpoints").rglob("rank_0.safetensors"))
@@ -139,7 +120,7 @@ def test_where_no_checkpoint_is_whole_nobody_begins_anew_unasked(tmp_path, monke
     assert sorted((tmp_path / "checkpoints").rglob("rank_0.safetensors")) == files
     if in_swarm:
         # Where the swarm lives, nothing begins anew.
-        records = life(in_epoch_three, "third", ckpt=again, total_steps=8)
+        records = life(joining(3, 0.25), "third", ckpt=again, total_steps=8)
         assert [step for (step,) in of_kind("step", records, "step")] == [7, 8]
         assert len([record for record in records if record.get("event") == "checkpoint_skipped"]) == 2
 
@@ -148,8 +129,7 @@ def test_where_no_checkpoint_is_whole_nobody_begins_anew_unasked(tmp_path, monke
     ("resume", "message"),
     [("nowhere", "no complete checkpoint in nowhere"), ("{checkpoints}/model_step_4", "holds another model")],
 )
-def test_what_cannot_be_resumed_is_refused(tmp_path, monkeypatch, resume, message):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_what_cannot_be_resumed_is_refused(tmp_path, resume, message):
     path = tmp_path / "checkpoints"
     config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(path), interval=4), max_steps=4)
     train(config, tmp_path / "first")
@@ -225,8 +205,7 @@ def saved_by_two_and_restored(two, tmp_path, strategy):
 
 
 @pytest.mark.exhaustive
-def test_other_numbers_of_ranks_resume_what_two_have_saved_bit_for_bit(tmp_path, monkeypatch, two):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_other_numbers_of_ranks_resume_what_two_have_saved_bit_for_bit(tmp_path, two):
     saved, alone, again, config = saved_by_two_and_restored(two, tmp_path, "FULL_SHARD")
     with Ranks(3) as three:
         more = three.run(restored, config, tmp_path / "three")[0]
@@ -241,10 +220,7 @@ def test_other_numbers_of_ranks_resume_what_two_have_saved_bit_for_bit(tmp_path,
     assert not torch.equal(more[2][1][1], more[2][2][1])
 
 
-def test_what_is_on_every_rank_is_saved_once_and_resumed_by_other_numbers_of_ranks(
-    tmp_path, monkeypatch, two
-):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_what_is_on_every_rank_is_saved_once_and_resumed_by_other_numbers_of_ranks(tmp_path, two):
     saved, *_ = saved_by_two_and_restored(two, tmp_path, "NO_SHARD")
     sizes = [p.stat().st_size for p in sorted((tmp_path / "checkpoints" / "model_step_3").glob("rank_*"))]
     assert sizes[0] > 4 * sum(tensor.numel() for tensor in saved.values()) > 3 * sizes[1]
@@ -252,9 +228,8 @@ def test_what_is_on_every_rank_is_saved_once_and_resumed_by_other_numbers_of_ran
 
 @pytest.mark.parametrize("optimizer", exhaustive_but(("muon",), ["adamw", "muon"]))
 def test_what_one_rank_saved_goes_on_over_two_with_the_same_figures_but_for_rounding(
-    tmp_path, monkeypatch, two, optimizer
+    tmp_path, two, optimizer
 ):
-    monkeypatch.delenv(LINK_ENV, raising=False)
     ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=3)
     config = tiny_config(tmp_path, ckpt=ckpt, optimizer=optimizer)
     whole = train(config, tmp_path / "whole")
@@ -271,7 +246,6 @@ def train_on(world, config, directory):
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(tmp_path, monkeypatch):
     """Writing is held up until the training has taken its next step; what is written is from before."""
-    monkeypatch.delenv(LINK_ENV, raising=False)
     gate, written_at = threading.Event(), []
     write = checkpoint.write_tensors
 
@@ -315,7 +289,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(t
 
 
 def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
     write = checkpoint.write_tensors
 
     def full(path, *arguments):
@@ -339,7 +312,6 @@ def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_ends_a_training_whose_checkpoints_are_required(tmp_path, monkeypatch):
-    monkeypatch.delenv(LINK_ENV, raising=False)
 
     def full(path, *arguments):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -379,8 +351,7 @@ def trained_with_a_full_disk(world, config, directory):
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_checkpoints_at_a_url_are_kept_and_resumed_from(tmp_path, monkeypatch, kind):
-    monkeypatch.delenv(LINK_ENV, raising=False)
+def test_checkpoints_at_a_url_are_kept_and_resumed_from(tmp_path, kind):
     path = {"memory": f"memory://{uuid.uuid4().hex}", "file": f"file://{tmp_path}/far"}[kind]
     ckpt = CkptConfig(path=path, interval=1, topk=2)
     whole = train(tiny_config(tmp_path), tmp_path / "whole")

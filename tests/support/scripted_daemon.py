@@ -70,6 +70,19 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
     return None
 
 
+def joining(epoch: int, weights: float, **place: Any) -> Rule:
+    """The swarm is in this epoch already, with these weights; each commit halves them."""
+
+    def rule(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer | None:
+        if message["kind"] != "offer":
+            return halving(message, out, inn)
+        inn[:] = weights
+        where = {"epoch": epoch, "local_step": 0, "epoch_s": 0.0, "data_base": epoch, "num_peers": 2}
+        return "start", {**where, "keep_local": False, **place}
+
+    return rule
+
+
 def written_state(message: dict[str, Any]) -> tuple[int, str]:
     """Write something for the outer state; returns its record."""
     record = write_bytes(Path(message["directory"], "outer.bin"), b"state")

@@ -9,7 +9,7 @@ from diloco.errors import UserError as DilocoUserError
 from diloco.outer.diloco import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
 from peers.daemon.link import LINK_ENV
 from peers.errors import LinkLost, UserError
-from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving
+from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving, joining
 
 
 @pytest.fixture
@@ -125,26 +125,22 @@ def test_the_optimizers_state_survives_a_commit(model, path):
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], before)
 
 
-def test_a_partial_epoch_is_averaged_once_when_the_run_ends(model, path):
+@pytest.mark.parametrize(
+    ("max_steps", "averaged"),
+    [(3, [(2, 2, False), (3, 1, True)]), (2, [(2, 2, True)])],
+    ids=["partial", "whole"],
+)
+def test_the_last_epoch_is_averaged_once_when_the_run_ends(model, path, max_steps, averaged):
     with ScriptedDaemon(path) as daemon:
-        outer = Diloco(model, max_steps=3)
+        outer = Diloco(model, max_steps=max_steps)
         while not outer.done:
             outer.step(num_tokens=5)
-        assert outer.nominal_step == 3
+        assert outer.nominal_step == max_steps
         outer.finish()
         outer.finish()
     ready = [(m["step"], m["local_step"], m["last"]) for m in daemon.messages if m["kind"] == "ready"]
-    assert ready == [(2, 2, False), (3, 1, True)]
+    assert ready == averaged
     assert daemon.kinds()[-1] == "finished"
-
-
-def test_an_epoch_that_ends_with_the_run_is_averaged_only_once(model, path):
-    with ScriptedDaemon(path) as daemon:
-        outer = Diloco(model, max_steps=2)
-        while not outer.done:
-            outer.step(num_tokens=5)
-        outer.finish()
-    assert [m["last"] for m in daemon.messages if m["kind"] == "ready"] == [True]
 
 
 def test_a_loop_that_just_stops_has_its_work_averaged(model, path):
@@ -157,14 +153,7 @@ def test_a_loop_that_just_stops_has_its_work_averaged(model, path):
 
 
 def test_a_joiner_starts_where_the_swarm_is(model, path):
-    def rule(message, out, inn):
-        if message["kind"] != "offer":
-            return halving(message, out, inn)
-        inn[:] = 1.0
-        place = {"epoch": 4, "local_step": 1, "epoch_s": 0.0, "data_base": 9}
-        return "start", {**place, "num_peers": 3, "keep_local": False}
-
-    with ScriptedDaemon(path, rule, world_rank=2):
+    with ScriptedDaemon(path, joining(4, 1.0, local_step=1, data_base=9, num_peers=3), world_rank=2):
         outer = Diloco(model)
         assert (outer.nominal_step, outer.world_rank, outer.num_peers) == (9, 2, 3)
         assert model.weight.unique().tolist() == [1.0]
