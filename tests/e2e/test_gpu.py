@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.format_model import bare_model
 from tests.support.commands import (
     DILOCO,
     check_nothing_left,
+    coordinator_at,
     digests_of,
     records_of,
     training_flags,
-    wait_until,
 )
+from tests.support.tiny_model import small_bare_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,9 +72,7 @@ def test_a_peer_on_the_gpu_and_one_on_the_cpu_agree_on_every_bit(start, model):
             model, run_dir="run", max_steps=16, device=device, galaxy_size=2, **{"hv.local-steps": 4}
         )
 
-    coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="dht")
-    wait_until(lambda: "--initial-peers" in coordinator.stdout, "the address", command=coordinator)
-    maddr = coordinator.stdout.split()[1]
+    maddr = coordinator_at(start)
     peers = [
         start(*DILOCO, "peer", "--initial-peers", maddr, *LOOPBACK, *flags(device), name=device + str(number))
         for number, device in enumerate((DEVICE, "cpu"))
@@ -85,7 +83,7 @@ def test_a_peer_on_the_gpu_and_one_on_the_cpu_agree_on_every_bit(start, model):
 
 
 def test_two_peers_learn_by_reinforcement_on_the_gpu(start, tmp_path):
-    model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    model = small_bare_model(tmp_path / "model")
     flags = ("--total-steps", 4, "--total-batch-size", 8, "--grpo.num-generations", 4, "--warmup-steps", 0)
     lengths = ("--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2, "--hv.local-steps", 2)
     place = ("--path-model", model, "--run-dir", tmp_path / "run", "--device", DEVICE, "--rollout", "hf")

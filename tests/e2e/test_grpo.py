@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from benchmarks.format_model import TASK, bare_model, train_format_model
+from benchmarks.format_model import TASK, train_format_model
 from diloco.errors import UserError
 from tests.support.commands import DILOCO, check_nothing_left, digests_of, records_of, text_of_boxes
+from tests.support.tiny_model import small_bare_model
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TRAINER = (sys.executable, "-m", "diloco.train_grpo")
@@ -18,7 +19,7 @@ LEARNING_TIMEOUT_S = 900.0
 
 @pytest.mark.exhaustive
 def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path):
-    model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    model = small_bare_model(tmp_path / "model")
     flags = ("--total-steps", 4, "--total-batch-size", 8, "--grpo.num-generations", 4)
     lengths = ("--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2, "--run-dir", tmp_path / "run")
     ran = start(*DILOCO, "run", "--mode", "grpo", "--path-model", model, *SHORT, *flags, *lengths)
@@ -41,7 +42,7 @@ def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    return small_bare_model(tmp_path / "model")
 
 
 def test_a_trainer_that_is_started_by_hand_ends_with_a_report(start, bare, tmp_path):

@@ -8,8 +8,8 @@ import tomllib
 
 import pytest
 
-from benchmarks.format_model import bare_model
 from tests.support.commands import DILOCO, check_gone, text_of_boxes, wait_until
+from tests.support.tiny_model import small_bare_model
 
 SHORT = (
     *(
@@ -28,13 +28,9 @@ SHORT = (
 )
 
 
-def small(path):
-    return bare_model(path, hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
-
-
 @pytest.mark.exhaustive
 def test_an_instance_that_fails_is_reported_and_the_other_one_finishes(start, tmp_path):
-    model, here = small(tmp_path / "model"), tmp_path / "here"
+    model, here = small_bare_model(tmp_path / "model"), tmp_path / "here"
     (here / "outputs").mkdir(parents=True)
     name = "trl_reasoning-gym-chain_sum_instance{}_seed{}"
     (here / "outputs" / name.format(1, 1337)).write_text("in the way")
@@ -76,7 +72,7 @@ def test_a_model_that_there_is_not_is_said_before_anything_starts(start, tmp_pat
 
 @pytest.mark.exhaustive
 def test_averaging_instances_are_peers_of_one_swarm_and_ctrl_c_leaves_nothing(start, tmp_path):
-    model, here = small(tmp_path / "model"), tmp_path / "here"
+    model, here = small_bare_model(tmp_path / "model"), tmp_path / "here"
     here.mkdir()
     ran = start(
         *(*DILOCO, "grpo-sweep", "--path-model", model, "--instances", 2, "--average", *SHORT),

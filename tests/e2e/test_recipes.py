@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.format_model import bare_model
-from tests.support.commands import DILOCO, ROOT, digests_of, records_of, wait_until
+from tests.support.commands import DILOCO, ROOT, coordinator_at, digests_of, records_of
+from tests.support.tiny_model import small_bare_model
 
 pytestmark = pytest.mark.exhaustive
 
@@ -60,9 +61,7 @@ def test_the_recipe_for_one_gpu_trains_alone_and_saves(start, tmp_path):
 
 
 def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
-    coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="dht")
-    wait_until(lambda: "--initial-peers" in coordinator.stdout, "the address", command=coordinator)
-    maddr = coordinator.stdout.split()[1]
+    maddr = coordinator_at(start)
     short: dict[str, Any] = {"total-batch-size": 4, "eval-tokens": 4096, "hv.local-steps": 2, "max-steps": 4}
     short["ckpt.path"] = tmp_path / "saved"
     peers = [
@@ -101,7 +100,7 @@ def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, l
 def test_the_recipe_for_reinforcement_learns_from_rewards(start, tmp_path):
     flags = with_recipe("grpo", tmp_path / "run", **{"total-steps": 10, "device": "cpu"})
     # The recipe's own model takes minutes to make (tests/e2e/test_readme.py does); this one knows nothing yet.
-    model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    model = small_bare_model(tmp_path / "model")
     command = start(*DILOCO, "run", *flags, "--path-model", model, cwd=ROOT)
     assert command.wait(300) == 0, command.stderr
     check_agreed([tmp_path / "run" / f"peer-{rank}" for rank in (0, 1)], num_epochs=2)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.format_model import bare_model
-from tests.e2e.test_readme import CLOSED_DHT, DHT, ROLLOUT_LEARNER, ROLLOUT_PEER
+from tests.e2e.test_readme import CLOSED_DHT, ROLLOUT_LEARNER, ROLLOUT_PEER
 from tests.support.commands import (
     DILOCO,
-    Command,
     check_gone,
+    coordinator_at,
     digests_of,
     records_of,
     text_of_boxes,
     wait_until,
 )
 from tests.support.documents import typed
+from tests.support.tiny_model import small_bare_model
 
 REWARD = '''
 def early(completion, example):
@@ -45,17 +44,8 @@ def senders(run_dir: Path) -> dict[str, dict[str, Any]]:
     return {record["peer_id"]: record for record in records_of(run_dir, "rollouts") if record["taken"]}
 
 
-def coordinator_at(start: Callable[..., Command]) -> str:
-    command = start(*typed(DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), name="dht")
-    wait_until(lambda: "\n" in command.stdout, "the line to paste", command=command)
-    return command.stdout.splitlines()[0].split()[1]
-
-
 def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_path, reward):
-    model = bare_model(
-        tmp_path / "model",
-        **{"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "initializer_range": 0.2},
-    )
+    model = small_bare_model(tmp_path / "model", initializer_range=0.2)
     maddr, run_dir = coordinator_at(start), tmp_path / "run"
     common = ("--device", "cpu", "--grpo.reward", reward)
     more = ("--total-steps", 100_000, "--grpo.eval-prompts", 0, "--run-dir", run_dir)
@@ -99,10 +89,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(st
     wait_until(lambda: "swarm secret in" in coordinator.stdout, "where the secret is", command=coordinator)
     maddr = coordinator.stdout.splitlines()[0].split()[1]
     secret = ("--swarm-secret-file", re.findall(r"swarm secret in (\S+?):", coordinator.stdout)[0])
-    model = bare_model(
-        tmp_path / "model",
-        **{"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "initializer_range": 0.2},
-    )
+    model = small_bare_model(tmp_path / "model", initializer_range=0.2)
     common = ("--device", "cpu", "--grpo.reward", reward)
     learners, run_dirs = [], [tmp_path / f"run-{rank}" for rank in (0, 1)]
     for rank, run_dir in enumerate(run_dirs):

@@ -16,7 +16,15 @@ import pytest
 from diloco.checkpoint.mark import COMPLETE
 from diloco.checkpoint.store import STEP, own_part
 from diloco.train.metrics_file import Tail
-from tests.support.commands import DILOCO, Command, check_whole_files, records_of, training_flags, wait_until
+from tests.support.commands import (
+    DILOCO,
+    Command,
+    check_whole_files,
+    coordinator_at,
+    records_of,
+    training_flags,
+    wait_until,
+)
 
 INTERVAL = 6
 # Between two outer steps, too; int4 has residuals.
@@ -161,9 +169,7 @@ def test_who_comes_back_with_an_old_checkpoint_takes_what_the_living_swarm_has(s
         records = records_of(tmp_path / "run" / f"peer-{rank}")
         return {r["epoch"]: r["anchor_digest"] for r in records if r["kind"] == "epoch"}
 
-    coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="coordinator")
-    wait_until(lambda: "\n" in coordinator.stdout, "its address", command=coordinator)
-    maddr = coordinator.stdout.split()[1]
+    maddr = coordinator_at(start)
     living, killed = peer(0, galaxy_size=2), peer(1, galaxy_size=2)
     wait_until(lambda: 8 in whole_steps(saved), "the second checkpoint", command=living)
     assert kill(killed) >= 2

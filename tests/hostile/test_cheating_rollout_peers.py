@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from benchmarks.format_model import bare_model
 from tests.e2e.conftest import start  # noqa: F401
 from tests.e2e.test_readme import ROLLOUT_LEARNER, ROLLOUT_PEER
-from tests.e2e.test_rollout_peers import LEARNER, REWARD, SHORT, coordinator_at
+from tests.e2e.test_rollout_peers import LEARNER, REWARD, SHORT
 from tests.support.cheating_rollout_peer import CHEATS
-from tests.support.commands import records_of, wait_until
+from tests.support.commands import coordinator_at, records_of, wait_until
 from tests.support.documents import typed
+from tests.support.tiny_model import small_bare_model
 
 WITHIN_BATCHES = 20
 
@@ -21,10 +21,7 @@ WITHIN_BATCHES = 20
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheating_rollout_peer_is_left_out_and_an_honest_one_is_not(start, tmp_path, cheat):  # noqa: F811
     (tmp_path / "reward.py").write_text(REWARD)
-    model = bare_model(
-        tmp_path / "model",
-        **{"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "initializer_range": 0.2},
-    )
+    model = small_bare_model(tmp_path / "model", initializer_range=0.2)
     maddr, run_dir = coordinator_at(start), tmp_path / "run"
     common = ("--device", "cpu", "--grpo.reward", f"{tmp_path / 'reward.py'}:early")
     more = ("--total-steps", 100_000, "--grpo.eval-prompts", 0, "--run-dir", run_dir)

@@ -174,6 +174,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def coordinator_at(start: Callable[..., Command]) -> str:
+    """The address of a coordinator on loopback, which `start` ends with the test."""
+    command = start(*DILOCO, "dht", "start", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", name="dht")
+    wait_until(lambda: "\n" in command.stdout, "the line to paste", command=command)
+    return command.stdout.splitlines()[0].split()[1]
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

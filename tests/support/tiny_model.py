@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.format_model import bare_model
 
 VOCAB_SIZE = 37
 
@@ -29,3 +33,9 @@ def samples(num_samples: int, *, seq_length: int = 12, seed: int = 0) -> Tensor:
     """Token ids [num_samples, seq_length + 1]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB_SIZE, (num_samples, seq_length + 1), generator=generator)
+
+
+def small_bare_model(directory: Path, **changes: object) -> Path:
+    """The directory of a model without weights, and with one head, that samples in milliseconds."""
+    heads = {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return bare_model(directory, **{**heads, **changes})

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.format_model import TEMPLATE, bare_model
+from benchmarks.format_model import TEMPLATE
 from diloco.data.tokenizer import load_tokenizer
 from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.generator import of_model, prompts_at_once
@@ -19,20 +19,14 @@ from diloco.rl.weights import BadBlob
 from diloco.train.model import load_model
 from peers.protocol.rollouts import Completion
 from tests.support.rollouts import CLOSE, train_a_little
+from tests.support.tiny_model import small_bare_model
 
 CONFIG = TrainConfig(grpo=GrpoConfig(num_generations=3, max_completion_length=5))
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return str(
-        bare_model(
-            tmp_path_factory.mktemp("model") / "bare",
-            hidden_size=32,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-        )
-    )
+    return str(small_bare_model(tmp_path_factory.mktemp("model") / "bare"))
 
 
 @pytest.fixture

@@ -5,27 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.format_model import bare_model
 from diloco.data.tokenizer import load_tokenizer
 from diloco.rl.sampling import left_padded, sampled, token_ids
 from diloco.rl.server_client import Sampling
 from diloco.train.model import load_model
 from tests.support.rollouts import CLOSE
+from tests.support.tiny_model import small_bare_model
 
 PROMPTS = [[10, 20, 30], [40, 50]]
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    directory = str(
-        bare_model(
-            tmp_path_factory.mktemp("model") / "bare",
-            hidden_size=32,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            initializer_range=0.3,
-        )
-    )
+    directory = str(small_bare_model(tmp_path_factory.mktemp("model") / "bare", initializer_range=0.3))
     return load_model(directory, seed=0), load_tokenizer(directory)
 
 
