@@ -47,7 +47,7 @@ LINUX_ALONE = re.compile(
     r"memfd_create|sched_getaffinity|prctl|socket\.TCP_(?:INFO|KEEP\w+|USER\w+)|/proc/self/fd|get_native_id|\.unshare\("
 )
 # Judging programs that models have written needs namespaces, and is refused elsewhere.
-ISOLATION = ROOT / "diloco" / "rl" / "sandbox" / "isolation.py"
+ISOLATION = ROOT / "diloco" / "rl" / "sandbox" / "run.py"
 
 
 @pytest.fixture
