@@ -13,6 +13,8 @@ from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.outer_state import OuterState
 
+_PAGE_BYTES = 4096
+
 
 def offered_state(out: Sequence[Tensor], resume: str | None) -> tuple[OuterState, list[Residuals] | None]:
     """The state from which the run could begin, of a worker whose initial weights are in `out`.
@@ -43,3 +45,9 @@ def offered_state(out: Sequence[Tensor], resume: str | None) -> tuple[OuterState
             f"parameters in them, this one {list(sizes)}"
         )
     return state, state_files.load_residuals(Path(resume), state)
+
+
+def touch(fresh: Sequence[Tensor]) -> None:
+    """Write to every page of memory that has not been written to yet."""
+    for values in fresh:
+        values[:: _PAGE_BYTES // values.element_size()] = 0

@@ -7,9 +7,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from peers.admission.service import AdmissionService
 from peers.core import events
@@ -47,7 +48,7 @@ from peers.protocol.records import NO_RANK, Announcement, Lost, Spoken
 from peers.protocol.reports import Phase
 from peers.protocol.rollouts import rollout_protocol
 from peers.state.outer_state import OuterState
-from peers.tasks import first_of
+from peers.tasks import cancelled
 from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Daemon:
     ) -> None:
         self._config, self._dht, self._identity, self._admission = config, dht, identity, admission
         self._incarnation = time.time_ns()
+        self._tasks: list[asyncio.Task[Any]] = []
         self._runtime: Runtime | None = None
         self._news: tuple[str, str, int] | None = None
         self._trainers = Trainers()
@@ -129,29 +131,39 @@ class Daemon:
 
         Raises the error of any part of the daemon that ends before the training does.
         """
-        parts = [
-            self._host.serve(accept),
-            self._dht.fail_with_p2pd(),
-            self._admission.run(),
-            self._join_and_train(link_path, worker),
-        ]
         if on_phase is not None:
-            parts.append(self._tell_phases(on_phase))
-        return int(await first_of(*parts))
+            self._spawn(self._tell_phases(on_phase))
+        self._spawn(self._host.serve(accept))
+        self._spawn(self._dht.fail_with_p2pd())
+        self._spawn(self._admission.run())
+        try:
+            await self._enter()
+            self._monitor.preparing = "agreeing with the swarm"
+            await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
+        except UserError as error:
+            await self._host.refuse(error, wait=worker is None)
+            raise
+        log.info("agreed on the manifest %s", self._agreement.digest[:12])
+        self._monitor.preparing = "the training process"
+        runtime = self._runtime = self._new_runtime()
+        peers = self._presence.mesh.peers
+        for peer in peers:
+            runtime.post(events.Connected(peer.peer_id))
+        statuses = tuple((peer.peer_id, peer.status) for peer in peers if peer.status is not None)
+        runtime.post(events.StatusesReceived(statuses))
+        self._spawn(runtime.run())
+        server = StateServer(
+            self._network.paths, self._config.run_id, self._current_state, runtime.averaging.commit_log
+        )
+        await server.start()
+        gate = self._admission.gate
+        gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
+        return await self._until_done(self._train(runtime, link_path, worker))
 
     async def _tell_phases(self, on_phase: Callable[[Phase], None]) -> None:
         while True:
             on_phase(self._monitor.phase)
             await asyncio.sleep(BEAT_S)
-
-    async def _join_and_train(self, link_path: Path, worker: WorkerFactory | None) -> int:
-        try:
-            await self._enter()
-            training = self._agree_and_train(link_path, worker)
-            return int(await first_of(self._presence.announce_forever(), training))
-        except UserError as error:
-            await self._host.refuse(error, wait=worker is None)
-            raise
 
     async def _enter(self) -> None:
         """Take this peer's place in the swarm. Raises UserError."""
@@ -161,28 +173,27 @@ class Daemon:
         log.info("joined the swarm; other peers: %d", len(self._presence.view) - 1)
         for maddr in self._presence.maddrs[:1]:
             log.info("peers can also join through this one: --initial-peers %s", maddr)
+        self._spawn(self._presence.announce_forever())
         await self._reports.start()
         await self._dht.transport.serve(rollout_protocol(self._config.run_id), self._rollouts.handle)
         await self._pool.start()
 
-    async def _agree_and_train(self, link_path: Path, worker: WorkerFactory | None) -> int:
-        self._monitor.preparing = "agreeing with the swarm"
-        await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
-        log.info("agreed on the manifest %s", self._agreement.digest[:12])
-        self._monitor.preparing = "the training process"
-        runtime = self._runtime = self._new_runtime()
-        peers = self._presence.mesh.peers
-        for peer in peers:
-            runtime.post(events.Connected(peer.peer_id))
-        statuses = tuple((peer.peer_id, peer.status) for peer in peers if peer.status is not None)
-        runtime.post(events.StatusesReceived(statuses))
-        server = StateServer(
-            self._network.paths, self._config.run_id, self._current_state, runtime.averaging.commit_log
-        )
-        await server.start()
-        gate = self._admission.gate
-        gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
-        return int(await first_of(runtime.run(), self._train(runtime, link_path, worker)))
+    async def _until_done(self, training: Coroutine[Any, Any, int]) -> int:
+        """Wait for the training. Raises the error of any part of the daemon that ends before."""
+        done = asyncio.create_task(training)
+        try:
+            await asyncio.wait({done, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+                    raise PeersError(f"a part of the daemon ended early: {task}")
+            return done.result()
+        finally:
+            # The worker ends first: until then its link and the core serve it.
+            await cancelled([done])
+
+    def _spawn(self, part: Coroutine[Any, Any, Any]) -> None:
+        self._tasks.append(asyncio.create_task(part))
 
     async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
         """Train as soon as this peer has a world rank, until the worker command is over or, without one, until a worker
@@ -204,6 +215,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""
+        await cancelled(self._tasks)
         if self._presence.maddrs:
             log.info("leaving the swarm")
             others = self._presence.view.keys() - {self._identity.peer_id}

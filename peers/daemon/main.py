@@ -31,7 +31,7 @@ from peers.timing import PROBE_S, STOP_S
 
 _MAX_CONFIG_BYTES = 1 << 24
 _CLEAN_UP_TIMEOUT_S = STOP_S + PROBE_S
-log = logging.getLogger(__name__)
+log = logging.getLogger("peers.daemon.main")
 
 
 async def run_daemon(

@@ -17,7 +17,7 @@ from pathlib import Path
 from peers.admission.secrets import AdmissionSettings
 from peers.admission.service import AdmissionService
 from peers.core import joining
-from peers.daemon.agreement import check_manifest, check_settings
+from peers.daemon.agreement import check_settings
 from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator
 from peers.daemon.link import Accept, listen
@@ -174,7 +174,10 @@ class RolloutPeer:
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
         """Take over the run's settings. Raises UserError where they contradict the user, ProtocolError for others."""
         proposal, theirs = self._config.manifest, dict(manifest)
-        check_manifest(theirs)
+        try:
+            joining.check_manifest(theirs)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
         if wrong := joining.misfits(proposal, theirs):
             raise ProtocolError(f"its manifest has other types: {', '.join(wrong)[:200]}")
         if self._manifest:

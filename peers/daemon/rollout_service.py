@@ -129,9 +129,10 @@ class RolloutService:
             message = await connection.receive()
 
     def _published(self, message: Mapping[str, Any]) -> None:
-        self._digest, self._chat_template = str(message["digest"]), str(message["chat_template"])
+        digest, step, terms = str(message["digest"]), int(message["step"]), Terms(**message["terms"])
         self._files = [WeightsFile(**fields) for fields in message["files"]]
-        self.queue.published(self._digest, int(message["step"]), Terms(**message["terms"]))
+        self._digest, self._chat_template = digest, str(message["chat_template"])
+        self.queue.published(digest, step, terms)
 
     async def _take(self, count: int, timeout_s: float) -> Taken:
         """Wait for so many rollouts; none if none has come for `timeout_s`, counted from here or the last one."""

@@ -19,6 +19,7 @@ from peers.core import effects, events
 from peers.core.effects import Effect
 from peers.core.peer import Peer
 from peers.daemon.averaging import Averaging, WorkInHand, no_residuals
+from peers.daemon.beginning import touch
 from peers.daemon.downloads import Fetch
 from peers.daemon.pledges import Pledges
 from peers.errors import PeersError, RoundFailed, StateUnavailable
@@ -69,7 +70,7 @@ class Runtime:
         self._base: list[Tensor] | None = None
         """The anchor on which the worker's weights are based, where the state has moved on without it."""
         self._work: WorkInHand | None = None
-        self._beginning: tuple[Sequence[Tensor], asyncio.Future[Start]] | None = None
+        self._beginning: tuple[Sequence[Tensor], asyncio.Task[None], asyncio.Future[Start]] | None = None
         """The *in* memories of a worker that waits to be told where it begins, and the answer to it."""
         self._reducing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
@@ -133,10 +134,12 @@ class Runtime:
         The run begins from `offered` if it has no state yet, and the founders agree on this one.
         """
         start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        # The page faults of new memory take seconds, which pass while the state is fetched.
+        touched = asyncio.create_task(asyncio.to_thread(touch, inn))
 
         async def arrive() -> events.Event:
             # Set in its turn: the worker before it may still be waiting for an answer.
-            self._beginning = inn, start
+            self._beginning = inn, touched, start
             if self.state is None and self._offered is None:
                 self._offered = offered
                 self.averaging.residuals = list(residuals) if residuals else no_residuals(offered)
@@ -300,10 +303,12 @@ class Runtime:
         if answer.how == "begin":
             self._base = None
             if self._beginning is not None:
-                (inn, start), self._beginning = self._beginning, None
-                for memory, values in zip(inn, state.anchor, strict=True):
-                    await asyncio.to_thread(memory.copy_, values)
+                (inn, touched, start), self._beginning = self._beginning, None
                 # The worker may have died meanwhile.
+                if not start.done():
+                    await touched
+                    for memory, values in zip(inn, state.anchor, strict=True):
+                        await asyncio.to_thread(memory.copy_, values)
                 if not start.done():
                     start.set_result(self._start(answer, state))
             return
