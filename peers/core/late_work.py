@@ -68,14 +68,17 @@ class LateWork:
         worker, work = self.worker, self.worker.work
         if round_ is None or work is None or work.last or worker.is_ahead or worker.has_lost_work:
             return False
-        others = self.swarm.roster - {self.catch_up.me}
-        is_well = self.chain.is_faultless and not round_.failures and all(map(self.swarm.is_live, others))
-        waits = is_well and not self.settings.never_waits
+        waits = not self.settings.never_waits and self._is_well(round_)
         if waits and not turn.passed(worker.ready_at + self.timing.patience_s):
             return False
         worker.is_ahead = True
         turn.do(GoAhead(worker.epoch + 1, round_.next_data_base, self.epoch_s()))
         return True
+
+    def _is_well(self, round_: Round) -> bool:
+        me, is_live = self.catch_up.me, self.swarm.is_live
+        is_faultless = self.chain.is_faultless and not round_.failures
+        return is_faultless and all(peer_id == me or is_live(peer_id) for peer_id in self.swarm.roster)
 
     def own_commit_in(self, path: Sequence[Certificate]) -> Certificate | None:
         """The commit on this path that contains the work in hand: one that this peer voted for."""
