@@ -2,7 +2,7 @@
 
 Late work: a worker whose work missed the commit trains on at once, in the epoch that the others are in. Its weights are
 rebased: new anchor + (local - old anchor). Its next work contains the late work, with the epoch since which it was
-trained (`based_on`).
+trained (`based_on`). Where the others would not wait for one more step, it hands over the late work as it is.
 
 Going ahead: while faults happen, no worker waits for the commit of its work, but trains on in the next epoch at once.
 The work it has handed over stays unchanged; what it trains meanwhile is put on top of the result. Without faults a
@@ -98,7 +98,7 @@ class LateWork:
         hides_rounds = self.settings.never_waits or not self.chain.is_faultless
         return best_epoch_s(own, others, steps, self.timing.learned_round_s, hides_rounds=hides_rounds)
 
-    def entry_step(self, turn: Turn, head: str = "") -> int:
+    def entry_step(self, turn: Turn, head: str = "", *, least_left: int = 1) -> int:
         """The local step at which the worker joins the peers that train on `head`; default: this peer's own head."""
         head = head or self.chain.head
         steps, epoch_s = self.settings.steps_per_epoch, self.epoch_s()
@@ -107,7 +107,8 @@ class LateWork:
             for peer_id, status in self.swarm.live_at(head).items()
             if status.phase in ("training", "ready")
         ]
-        return entry_step(others, steps, nominal_step_s(self.worker.step_s, steps, epoch_s))
+        own_step_s = nominal_step_s(self.worker.step_s, steps, epoch_s)
+        return entry_step(others, steps, own_step_s, least_left=least_left)
 
     def head_start(self, turn: Turn, commit: Certificate) -> int:
         """The local step at which this peer's worker starts the epoch after this commit, so that it finishes with the
@@ -142,7 +143,8 @@ class LateWork:
         if round_ is not None:
             # If a certificate of that vote still arrived, the same work would be answered twice.
             round_.voted_result = None
-        step = self.entry_step(turn, towards.head)
+        # A worker that needs longer for a step than the others for an epoch would be late each time.
+        step = self.entry_step(turn, towards.head, least_left=0 if how == "rebase" else 1)
         worker.resume(towards.plan.epoch, step)
         turn.do(Answer(how, towards, step, self.epoch_s()))
         return True

@@ -13,9 +13,6 @@ from msgspec.structs import replace
 from peers.protocol.certificates import Work
 from peers.protocol.messages import Status
 
-LEAST_LEFT_STEPS = 1
-"""A peer that enters an epoch late still trains at least this many steps of it."""
-
 
 @dataclass
 class Worker:
@@ -109,10 +106,11 @@ class Other(NamedTuple):
     """The time of one nominal local step; 0: not known."""
 
 
-def entry_step(others: Iterable[Other], steps_per_epoch: int, own_step_s: float) -> int:
+def entry_step(others: Iterable[Other], steps_per_epoch: int, own_step_s: float, *, least_left: int) -> int:
     """The local step at which a peer that joins late enters the others' epoch, so that it finishes with them.
 
-    `own_step_s`: the time in which its nominal local step advances by one; 0: not known.
+    `own_step_s`: the time in which its nominal local step advances by one; 0: not known. `least_left`: the steps that
+    it trains at least; with 0, one that cannot finish another step in time hands over what it has.
     """
     steps: list[float] = []
     paces: list[float] = []
@@ -128,4 +126,4 @@ def entry_step(others: Iterable[Other], steps_per_epoch: int, own_step_s: float)
     if paces and own_step_s > 0:
         left_s = (steps_per_epoch - entry) * statistics.median_low(paces)
         entry = max(entry, steps_per_epoch - int(left_s / own_step_s))
-    return max(0, min(entry, steps_per_epoch - LEAST_LEFT_STEPS))
+    return max(0, min(entry, steps_per_epoch - least_left))

@@ -84,7 +84,7 @@ def test_a_straggler_is_left_behind_and_its_work_counts_next_time(swarm):
     # Nothing of what it trains is lost: tokens are counted until they are in.
     handed_over = [record["tokens"] for record in straggler.records("ready")]
     for tokens, record, following in zip(handed_over, straggler.epochs, handed_over[1:], strict=False):
-        assert following > tokens or 2 in record["contributors"]
+        assert following >= tokens or 2 in record["contributors"]
     light.check_none_is_missed()
 
 

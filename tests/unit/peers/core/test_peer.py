@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from peers.core import effects, events
@@ -156,6 +158,17 @@ def test_late_work_says_since_when_it_is_in_no_commit_until_it_is_in_one():
     assert based_on["a"] == first.plan.epoch - 1
     newest = swarm["c"].machine.certificate
     assert {c.work.based_on for c in newest.plan.contributors} == {newest.plan.epoch - 1}
+
+
+def test_who_needs_longer_for_a_step_than_the_others_for_an_epoch_is_in_a_commit_once_in_an_epoch_of_its_own():
+    swarm = founded("abc", grace_s=1.0)
+    own_epoch_s = swarm.settings.steps_per_epoch * 8.0
+    swarm["c"].train_in(own_epoch_s)
+    swarm.run(5.5 * own_epoch_s)
+    plans = [apply.certificate.plan for apply in swarm["a"].effects(effects.Apply)]
+    with_it = [plan.epoch for plan in plans[3:] if "c" in plan.signers]
+    assert len(with_it) in (4, 5)
+    assert min(later - one for one, later in itertools.pairwise(with_it)) > 4
 
 
 def test_work_that_was_voted_for_waits_to_know_whether_it_is_in_a_commit():
