@@ -21,9 +21,8 @@ CONFIG = "config.toml"
 @contextlib.contextmanager
 def run_dir_of(config: TrainConfig) -> Iterator[Path]:
     """`created_run_dir`; removed again where a new one is refused before it has a configuration to train by."""
-    path = _named_or_default(config)
-    is_new = not path.exists()
-    run_dir = _created(path)
+    is_new = not (config.run_dir and Path(config.run_dir).expanduser().exists())
+    run_dir = created_run_dir(config)
     try:
         yield run_dir
     except (UserError, peers_errors.UserError):
@@ -33,24 +32,32 @@ def run_dir_of(config: TrainConfig) -> Iterator[Path]:
 
 
 def created_run_dir(config: TrainConfig) -> Path:
-    """Create `--run-dir`, or else runs/<UTC time>-<project>, and its logs directory; returns the absolute path."""
-    return _created(_named_or_default(config))
-
-
-def _named_or_default(config: TrainConfig) -> Path:
-    return Path(config.run_dir).expanduser() if config.run_dir else default_run_dir(config.project)
-
-
-def _created(path: Path) -> Path:
+    """Create `--run-dir`, or else a new runs/<UTC time>-<project>, with a logs directory; returns the absolute path."""
+    path = Path(config.run_dir).expanduser() if config.run_dir else default_run_dir(config.project)
     try:
+        if not config.run_dir:
+            path = _new_directory(path)
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {path} cannot be made: {error.strerror}.") from error
     return path.resolve()
 
 
+def _new_directory(first: Path) -> Path:
+    """Create it, with a number behind its name where another run has begun in the same second."""
+    path, number = first, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = first.with_name(f"{first.name}-{number}")
+        else:
+            return path
+
+
 def default_run_dir(project: str) -> Path:
-    """A path that is unique to the second; the caller creates the directory."""
+    """A path that is unique to the second. It is not created."""
     safe_project = re.sub(r"[^A-Za-z0-9._-]+", "-", project).strip(".-") or "run"
     return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_project}"
 

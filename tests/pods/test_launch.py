@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,19 @@ import tomli_w
 from diloco.train.metrics_file import Tail
 from provisioning.launchers import node as this_node
 from provisioning.launchers.job import LaunchJob, default_interface, network_env, torchrun_argv
-from tests.support.commands import ROOT, Command, check_gone, model_directory, text_of_boxes, wait_until
+from tests.support.commands import (
+    DILOCO,
+    ROOT,
+    Command,
+    check_gone,
+    coordinator_at,
+    digests_of,
+    free_port,
+    model_directory,
+    records_of,
+    text_of_boxes,
+    wait_until,
+)
 
 SCRIPT = ROOT / "tests/support/all_reduce.py"
 LAUNCH = (sys.executable, "-m", "diloco", "launch")
@@ -32,12 +43,6 @@ def config(directory: Path, text: str = "seed = 7\n", name: str = "config.toml")
     path = directory / name
     path.write_text(text)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.pods
@@ -78,6 +83,42 @@ def test_our_own_trainer_runs_with_the_processes_asked_for(tmp_path, cpus, monke
         record["step"] for record in Tail(tmp_path / "run/metrics.jsonl").read() if record["kind"] == "step"
     ]
     assert steps == [1, 2]
+
+
+@pytest.mark.exhaustive
+def test_two_nodes_are_one_peer_of_a_swarm(tmp_path, cpus, commands):
+    def start(*argv: str, name: str) -> Command:
+        commands.append(Command(argv, tmp_path / name))
+        return commands[-1]
+
+    maddr, port = coordinator_at(start), free_port()
+    values = {
+        **{"fake_data": True, "seq_length": 64, "total_batch_size": 8, "per_device_train_batch_size": 4},
+        **{"eval_tokens": 64, "max_steps": 6, "device": "cpu", "sharding_strategy": "HYBRID_SHARD"},
+        "path_model": str(model_directory(tmp_path / "model")),
+        "run_dir": str(tmp_path / "nodes"),
+    }
+    path = config(tmp_path, tomli_w.dumps(values))
+    in_swarm = ["--hv.initial-peers", maddr, "--hv.galaxy-size", "2", "--hv.local-steps", "2"]
+    nodes = [
+        start(*LAUNCH, str(path), "2", rank, "127.0.0.1", str(port), "--", *in_swarm, name=f"node-{rank}")
+        for rank in "01"
+    ]
+    flags = ["--config", str(path), "--run-dir", str(tmp_path / "alone"), *in_swarm]
+    alone = start(*DILOCO, "peer", *flags, name="peer")
+    for command in (*nodes, alone):
+        assert command.wait() == 0, command.stdout + command.stderr
+    digests, records = digests_of(tmp_path / "nodes"), records_of(tmp_path / "nodes", "epoch")
+    assert list(digests) == [1, 2, 3]
+    assert digests == digests_of(tmp_path / "alone")
+    assert [record["contributors"] for record in records] == [[0, 1]] * 3
+    # Each node makes half of the peer's batch.
+    steps = [records_of(tmp_path / name, "step") for name in ("nodes", "alone")]
+    assert [[record["tokens"] for record in of_one] for of_one in steps] == [
+        [512 * n for n in range(1, 7)]
+    ] * 2
+    (start_event,) = [one for one in records_of(tmp_path / "nodes", "event") if one["event"] == "start"]
+    assert start_event["micro_batch_size"] == 4
 
 
 def test_ctrl_c_ends_all_processes(tmp_path, cpus):

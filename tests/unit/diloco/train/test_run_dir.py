@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig
-from diloco.train.run_dir import last_words, reason_in, run_dir_of, written_config
+from diloco.train import run_dir as run_dir_module
+from diloco.train.run_dir import created_run_dir, last_words, reason_in, run_dir_of, written_config
 from peers import errors as peers_errors
 
 BOX = "step 1\n╭─ diloco failed ─╮\n│ too hot, so      │\n│ it ended         │\n╰──────────────────╯\n"
@@ -62,3 +65,10 @@ def test_a_run_directory_stays_where_it_was_there_before_or_has_begun_or_failed(
     with pytest.raises(ValueError, match="a bug"), run_dir_of(other) as run_dir:
         raise ValueError("a bug")
     assert run_dir.exists()
+
+
+def test_two_runs_that_begin_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_dir_module, "default_run_dir", lambda project: Path("runs") / project)
+    made = [created_run_dir(TrainConfig(project="mine")).name for _ in range(3)]
+    assert made == ["mine", "mine-2", "mine-3"]
