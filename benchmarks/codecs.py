@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.record import Result, parser, report
-from peers.reduce.codecs import PseudoGradient, codec_named, codec_names
+from peers.protocol.codecs import CODEC_NAMES
+from peers.reduce.codecs import codec_named
+from peers.reduce.codecs_common import PseudoGradient
 from peers.reduce.plan import CHUNK_NUMEL
 
 _FLOAT_BYTES = 4
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__)
     given = flags.parse_args(arguments)
     runs, rounds = (3, 2) if given.quick else (7, 8)
-    kinds = {name: sides(name) for name in codec_names()} | {"memory": {"copy": copying()}}
+    kinds = {name: sides(name) for name in CODEC_NAMES} | {"memory": {"copy": copying()}}
     rates: dict[tuple[str, str], list[float]] = {}
     for _ in range(runs):
         # Interleaved, so that other load on the machine affects all codecs.
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for side, work in both.items():
                 rates.setdefault((name, side), []).append(gigabytes_per_s(work, rounds))
     rows = [Result.of(name, side, "GB/s", values) for (name, side), values in rates.items()]
-    sizes = [Result.of(name, "fp32 bytes / sent bytes", "x", [shrinks(name)]) for name in codec_names()]
+    sizes = [Result.of(name, "fp32 bytes / sent bytes", "x", [shrinks(name)]) for name in CODEC_NAMES]
     report("codecs", [*rows, *sizes], given.json)
     return 0
 

@@ -18,7 +18,7 @@ from benchmarks.reduction import seats
 from benchmarks.reduction.ours import TRANSPORTS, Ours
 from benchmarks.reduction.rivals import Gloo, Hivemind, RawTcp
 from benchmarks.reduction.seats import Contender, Outcome, Round
-from peers.reduce.codecs import codec_names
+from peers.protocol.codecs import CODEC_NAMES
 
 _TIMEOUT_S = 600.0
 _RATIOS = (
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def contenders() -> list[Contender]:
-    ours = [Ours(codec, transport) for transport in TRANSPORTS for codec in codec_names()]
+    ours = [Ours(codec, transport) for transport in TRANSPORTS for codec in CODEC_NAMES]
     hivemind = [Hivemind(compression) for compression in ("none", "fp16", "8-bit")]
     return [RawTcp(), Gloo(), *ours, *hivemind]
 

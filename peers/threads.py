@@ -1,10 +1,13 @@
-"""How many threads work on a state, and which of this machine's go first, where rounds run beside the training."""
+"""How many threads work on a state, how they round, and which of this machine's go first, where rounds run beside the
+training."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+
+import torch
 
 from peers.system import make_thread_nicer
 
@@ -15,6 +18,12 @@ _MAX_THREADS = 4
 def num_threads() -> int:
     """Threads for work on all values of a state."""
     return min(_MAX_THREADS, os.cpu_count() or 1)
+
+
+def keep_denormals() -> None:
+    """Switch flushing of denormals off, in a thread whose results must have the same bits on all peers."""
+    # Flushing is a state of each thread, and a library loaded elsewhere may have changed what new threads inherit.
+    torch.set_flush_denormal(False)
 
 
 def stand_back(niceness: int) -> None:

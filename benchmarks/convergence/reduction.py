@@ -16,9 +16,9 @@ from torch import Tensor
 from peers.core.weights import Aggregation
 from peers.protocol.certificates import Work
 from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
 from peers.reduce.residuals import Residuals
-from peers.state.outer_optimizer import norm_of_pseudo_gradient
 
 # Long, since a process that shares its cores with many others may not be scheduled for a while.
 STALL_TIMEOUT_S = 300.0

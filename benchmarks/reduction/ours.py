@@ -16,8 +16,8 @@ from benchmarks.reduction.seats import Seat
 from peers.net.streams import StreamPool
 from peers.net.transport import StreamTransport
 from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
-from peers.state.outer_optimizer import norm_of_pseudo_gradient
 
 _PROTOCOL = "benchmark/reduce"
 _TIMEOUT_S = 60.0

@@ -30,6 +30,7 @@ from peers.net.streams import RoundStreams, StreamPool
 from peers.protocol.certificates import Certificate, Plan, Work
 from peers.protocol.mesh import Scalar
 from peers.reduce.all_reduce import OVERLAPPED_NICENESS, reduce_pseudo_gradients
+from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.reduce.plan import ReducePlan, ReduceReport
@@ -37,7 +38,7 @@ from peers.reduce.residuals import Residuals
 from peers.reduce.shares import reduce_plan_of
 from peers.state.handover import Ahead, EpochOutcome, Memories
 from peers.state.header import StateHeader
-from peers.state.outer_optimizer import norm_of_pseudo_gradient, rebase
+from peers.state.outer_optimizer import rebase
 from peers.state.outer_state import OuterState
 from peers.state.preview import Preview
 from peers.threads import give_way

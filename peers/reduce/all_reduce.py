@@ -33,7 +33,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from peers.errors import ProtocolError, RoundFailed
@@ -59,7 +58,7 @@ from peers.reduce.kernels import Bytes
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, ReduceReport
 from peers.reduce.progress import LAST_WORDS_S, Departed, Progress
 from peers.reduce.residuals import Residuals
-from peers.threads import stand_back
+from peers.threads import keep_denormals, stand_back
 
 Sockets = Mapping[int, socket.socket]
 """By world rank."""
@@ -212,8 +211,7 @@ class _Reduction:
         raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent, offenders=offenders)
 
     def _carry_out(self, job: Callable[[int], None], other: int) -> None:
-        # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
-        torch.set_flush_denormal(False)
+        keep_denormals()
         if self._niceness:
             stand_back(self._niceness)
         job(other)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -12,15 +14,36 @@ from torch import Tensor
 from peers.errors import ProtocolError
 from peers.protocol.rules import holds_all
 from peers.reduce.codecs import codec_named, result_codec_named
+from peers.reduce.codecs_common import PseudoGradient
 from peers.reduce.commit_log import Recording
 from peers.reduce.kernels import Bytes, energy
-from peers.reduce.plan import CHUNK_NUMEL, ReducePlan
-from peers.reduce.residuals import Residuals, contribution
+from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, slices
+from peers.reduce.residuals import Residuals
 from peers.reduce.robust_sums import combine
+from peers.threads import keep_denormals, num_threads
 
 _PIECE_NUMEL = 1 << 16
 """Values encoded and sent at a time, if the codec is divisible: 256 KiB in fp32, which stay in a core's cache between
 the two."""
+
+
+def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:
+    """The L2 norm of a peer's contribution, `(anchor - local) + residual`: the norm that it announces.
+
+    Not finite if a value is not, or if its square overflows fp32.
+    """
+    parts, at_once = list(slices(anchor.numel())), num_threads()
+    sent = PseudoGradient.of_tensors(anchor, local, residual)
+
+    def energies(mine: list[slice]) -> list[float]:
+        scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
+        return [energy(sent.of(part).values(scratch)) for part in mine]
+
+    with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
+        found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
+    # fsum is exact: the result does not depend on the number of threads.
+    total = math.fsum(chain.from_iterable(found))
+    return math.sqrt(total) if total >= 0 else math.nan
 
 
 class Scratch:
@@ -59,7 +82,7 @@ class Arithmetic:
         self._codec, self._result_codec = codec_named(plan.codec), result_codec_named(plan.codec)
         self._kept = residuals.for_attempt(plan) if residuals is not None else None
         residual = self._kept.contribution_residual if self._kept is not None else None
-        self._contribution = contribution(anchor, local, residual)
+        self._contribution = PseudoGradient.of_tensors(anchor, local, residual)
         self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._result_energy_left = [plan.result_bound()] * len(plan.members)

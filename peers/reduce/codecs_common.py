@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from peers.errors import ProtocolError
 from peers.reduce.kernels import Bytes, Floats, Integers, accumulate
@@ -22,6 +23,11 @@ class PseudoGradient(NamedTuple):
     anchor: Floats
     local: Floats
     residual: Floats | None
+
+    @classmethod
+    def of_tensors(cls, anchor: Tensor, local: Tensor, residual: Tensor | None) -> Self:
+        # As arrays, because slicing a tensor takes many times longer.
+        return cls(anchor.numpy(), local.numpy(), residual.numpy() if residual is not None else None)
 
     def of(self, part: slice) -> PseudoGradient:
         """That of a part of it."""

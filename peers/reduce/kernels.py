@@ -248,25 +248,6 @@ def unpack_nibbles(packed: Integers, integers: Integers) -> None:
         highs[i] = (packed[i] + np.int32(8)) >> np.int32(4)
 
 
-@compiled(
-    "void(float32[::1], float32[::1], float32[::1], float32, float32, float32[::1], float32[::1])",
-)
-def outer_step(
-    old_anchor: Floats,
-    old_momentum: Floats,
-    average: Floats,
-    lr: np.float32,
-    factor: np.float32,
-    anchor: Floats,
-    momentum: Floats,
-) -> None:
-    """A step of SGD with Nesterov momentum; `factor` is the momentum coefficient."""
-    for i in range(average.size):
-        moved = old_momentum[i] * factor + average[i]
-        momentum[i] = moved
-        anchor[i] = old_anchor[i] - (moved * factor + average[i]) * lr
-
-
 @compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
 def trimmed_mean(rows: Floats, weights: Floats, trim: int, total: Floats) -> None:
     """For each value, the weighted mean without the `trim` (< half) lowest and highest members; rows: [members, n]."""

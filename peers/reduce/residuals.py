@@ -27,18 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peers.reduce.codecs import PseudoGradient, codec_named
+from peers.reduce.codecs import codec_named
+from peers.reduce.codecs_common import PseudoGradient
 from peers.reduce.kernels import Floats
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, slices
-from peers.threads import num_threads
-
-
-def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None) -> PseudoGradient:
-    """A member's contribution before the codec: its pseudo-gradient (anchor - local) plus its residual.
-
-    As arrays, because slicing a tensor takes many times longer.
-    """
-    return PseudoGradient(anchor.numpy(), local.numpy(), residual.numpy() if residual is not None else None)
+from peers.threads import keep_denormals, num_threads
 
 
 class _Range(NamedTuple):
@@ -163,10 +156,6 @@ class Residuals:
             is_held = self._num_holders > 0
             self._spare = replaced.values if replaced is not None and not is_held else None
 
-    def reset(self) -> None:
-        """Drop everything: after joining, a fork, or a commit without this peer the losses are of another history."""
-        self.contribution_residual = self._result_residual = self._attempt = self._spare = None
-
     @contextmanager
     def held(self) -> Iterator[dict[str, Tensor]]:
         """The tensors to save, by name. Commits do not write to them meanwhile; entering waits for a running commit."""
@@ -219,7 +208,7 @@ def _store_losses(
         plan.chunk(owner, i) for owner in range(len(plan.members)) for i in range(plan.num_chunks(owner))
     ]
 
-    sent, losses = contribution(anchor, local, residual), out.numpy()
+    sent, losses = PseudoGradient.of_tensors(anchor, local, residual), out.numpy()
 
     def store(mine: list[slice]) -> None:
         scratch = np.empty(CHUNK_NUMEL, np.float32)
@@ -230,8 +219,7 @@ def _store_losses(
             if decay != 1:
                 np.multiply(lost, decay, out=lost)
 
-    # Flushing denormals is a state of the thread, and must be the same as in those that sent.
-    with ThreadPoolExecutor(num_threads(), "residuals", torch.set_flush_denormal, (False,)) as pool:
+    with ThreadPoolExecutor(num_threads(), "residuals", keep_denormals) as pool:
         list(pool.map(store, [parts[first :: num_threads()] for first in range(num_threads())]))
 
 

@@ -6,10 +6,8 @@ same bits on every CPU. Nothing here needs more memory than a few chunks.
 
 from __future__ import annotations
 
-import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +16,33 @@ from blake3 import blake3
 from torch import Tensor
 
 from peers.protocol.certificates import Certificate
-from peers.reduce.kernels import energy, outer_step
+from peers.reduce.kernels import Floats, compiled
 from peers.reduce.plan import CHUNK_NUMEL, slices
-from peers.reduce.residuals import contribution
 from peers.state.header import StateChunk, StateHeader
 from peers.state.outer_state import Digests, OuterState
-from peers.threads import num_threads
+from peers.threads import keep_denormals, num_threads
 
 _PART_NUMEL = 1 << 16
 """Values computed at a time, few enough that the results are still in the cache when they are hashed."""
+
+
+@compiled(
+    "void(float32[::1], float32[::1], float32[::1], float32, float32, float32[::1], float32[::1])",
+)
+def outer_step(
+    old_anchor: Floats,
+    old_momentum: Floats,
+    average: Floats,
+    lr: np.float32,
+    factor: np.float32,
+    anchor: Floats,
+    momentum: Floats,
+) -> None:
+    """The arithmetic of the outer step: SGD with Nesterov momentum; `factor` is the momentum coefficient."""
+    for i in range(average.size):
+        moved = old_momentum[i] * factor + average[i]
+        momentum[i] = moved
+        anchor[i] = old_anchor[i] - (moved * factor + average[i]) * lr
 
 
 class Target(NamedTuple):
@@ -104,25 +120,6 @@ class OuterOptimizer:
         return hashes[0].digest(), hashes[1].digest()
 
 
-def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:
-    """The L2 norm of a peer's contribution, `(anchor - local) + residual`: the norm that it announces.
-
-    Not finite if a value is not, or if its square overflows fp32.
-    """
-    parts, at_once = list(slices(anchor.numel())), num_threads()
-    sent = contribution(anchor, local, residual)
-
-    def energies(mine: list[slice]) -> list[float]:
-        scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
-        return [energy(sent.of(part).values(scratch)) for part in mine]
-
-    with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
-        found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
-    # fsum is exact: the result does not depend on the number of threads.
-    total = math.fsum(chain.from_iterable(found))
-    return math.sqrt(total) if total >= 0 else math.nan
-
-
 def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:
     """Put local work on top of another anchor: out = new_anchor + (local - base). `out` may be any of the three."""
     scratch = torch.empty(min(local.numel(), CHUNK_NUMEL))
@@ -130,9 +127,3 @@ def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None
         work = scratch[: part.stop - part.start]
         torch.sub(local[part], base[part], out=work)
         torch.add(new_anchor[part], work, out=out[part])
-
-
-def keep_denormals() -> None:
-    """Switch flushing of denormals off, in a thread whose results must have the same bits on all peers."""
-    # Flushing is a state of each thread, and a library loaded elsewhere may have changed what new threads inherit.
-    torch.set_flush_denormal(False)

@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from peers.state.header import STATE_CHUNK_NUMEL, StateHeader
-from peers.state.outer_optimizer import OuterOptimizer, keep_denormals
+from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
-from peers.threads import num_threads, stand_back
+from peers.threads import keep_denormals, num_threads, stand_back
 
 NICENESS = 10
 """Niceness of the threads that hash while sums arrive, relative to that of the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peers.reduce.codecs import Codec
+from peers.reduce.codecs_common import Codec
 
 
 def encode(codec: Codec, values: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def clock_off(seconds: float) -> None:
 def poison(kind: Poison) -> None:
     """What this process contributes to rounds is this; it follows the protocol otherwise."""
     from peers.reduce import arithmetic
-    from peers.reduce.codecs import PseudoGradient
+    from peers.reduce.codecs_common import PseudoGradient
 
     honest = arithmetic.contribution
 

@@ -19,7 +19,8 @@ from diloco.sim.cost.links import Resource
 from diloco.sim.cost.scenario import FP32_BYTES
 from diloco.sim.cost.traffic import Activity
 from peers.protocol.certificates import Plan
-from peers.reduce.codecs import Codec, codec_named, result_codec_named
+from peers.reduce.codecs import codec_named, result_codec_named
+from peers.reduce.codecs_common import Codec
 from peers.reduce.frames import HEADER
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan
 from peers.reduce.shares import reduce_plan_of

@@ -21,7 +21,6 @@ from diloco.options.trainer import (
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.core.weights import Aggregation
 from peers.protocol.codecs import CODEC_NAMES
-from peers.reduce.codecs import codec_names
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
 ADDRESS = f"/ip4/127.0.0.1/tcp/30001/p2p/{PEER_ID}"
@@ -173,7 +172,7 @@ def test_a_manifest_is_checked_like_flags(values, message):
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [(name, name) for name in codec_names()]
+    [(name, name) for name in CODEC_NAMES]
     + [("none", "fp32"), ("scaled-fp16", "fp16")]
     + [(f"{kind}8bit", "int8") for kind in ("uniform", "quantile", "blockwise")],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.reduce.codecs import codec_names
+from peers.protocol.codecs import CODEC_NAMES
 from peers.reduce.plan import CHUNK_NUMEL
 from tests.unit.peers.reduce.test_all_reduce import outcomes, swarm  # noqa: F401
 
@@ -35,7 +35,7 @@ def growth_while_reducing(group):
     return resident_bytes("VmHWM") - before
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_buffers_are_bounded_by_the_number_of_peers_alone(swarm, codec):  # noqa: F811
     growth = [
         growth_while_reducing(swarm(NUM_MEMBERS, NUM_MEMBERS * chunks * CHUNK_NUMEL, codec=codec))

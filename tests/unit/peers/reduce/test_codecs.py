@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from diloco.sim.cost.machine import machine_of
 from peers.errors import ProtocolError
 from peers.protocol.codecs import BITS_BY_CODEC, CODEC_NAMES
-from peers.reduce.codecs import PseudoGradient, codec_named, codec_names, result_codec_named
+from peers.reduce.codecs import codec_named, result_codec_named
+from peers.reduce.codecs_common import PseudoGradient
 from peers.reduce.codecs_topk import BLOCK_NUMEL, CONTRIBUTION_KEPT, RESULT_KEPT, SECTION_NUMEL
 from peers.reduce.frames import HEADER
 from peers.reduce.plan import CHUNK_NUMEL
@@ -22,7 +23,7 @@ from tests.support.coding import coded, decode, encode
 from tests.support.commands import ROOT
 from tests.support.exhaustive import exhaustive_but
 
-CODECS = {name: codec_named(name) for name in codec_names()} | {"topk results": result_codec_named("topk")}
+CODECS = {name: codec_named(name) for name in CODEC_NAMES} | {"topk results": result_codec_named("topk")}
 WITH_SCALES = [name for name in CODECS if name not in ("fp32", "fp16", "bf16")]
 SIZES = [0, 1, 2, 3, 127, 128, 129, 255, 257, 4095, 4096, 4097, 3 * 4096 + 255, CHUNK_NUMEL - 1, CHUNK_NUMEL]
 
@@ -215,7 +216,7 @@ def test_any_bytes_are_either_values_or_a_protocol_error(garbage, numel, name):
     assert name not in WITH_SCALES or torch.isfinite(decoded).all()
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("numel", [CHUNK_NUMEL, 100_000, 4096])
 def test_both_directions_together_take_the_bits_that_are_said(name, numel):
     sent = [
@@ -225,7 +226,7 @@ def test_both_directions_together_take_the_bits_that_are_said(name, numel):
 
 
 def test_every_table_has_every_codec():
-    assert codec_names() == CODEC_NAMES
+    assert tuple(codec_named(name).name for name in CODEC_NAMES) == CODEC_NAMES
     assert tuple(BITS_BY_CODEC) == CODEC_NAMES
     assert list(BITS_BY_CODEC.values()) == sorted(BITS_BY_CODEC.values(), reverse=True)
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")

@@ -6,10 +6,11 @@ import torch
 
 from peers.errors import ProtocolError, UserError
 from peers.protocol.wire import encode
+from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.header import STATE_CHUNK_NUMEL, chunks_of
-from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
+from peers.state.outer_optimizer import OuterOptimizer, rebase
 from peers.state.outer_state import OuterState
 from tests.support import certified
 from tests.support.certified import begun
