@@ -1,9 +1,11 @@
 """The codecs of pseudo-gradients, by name: the one list that flags, defaults and the simulator share. Imports nothing.
 
-To add a codec: a name and its bits here; a class in `peers/reduce/codecs_<name>.py`, for which `codecs_few_bits.py` is
-the pattern, and its line in `peers/reduce/codecs.py`; what a gigabyte takes (`python -m benchmarks.reduce`) in
-`diloco/sim/cost/machine.py`; its row in docs/how-it-works.md; `make docs`. `tests/unit/peers/reduce/test_codecs.py`
-tries every codec and fails while one of these is missing.
+To add a codec: a name and its bits here; its class in the `peers/reduce/codecs_*.py` of its kind (`Int4Codec` is the
+pattern for integers, its packing in kernels.py; `codecs_few_bits.py` for a file of its own) and its line in
+`peers/reduce/codecs.py`; what a gigabyte takes (`python -m benchmarks.reduce`, or until then the figure of the codec
+most like it) in `diloco/sim/cost/machine.py`; its row in docs/how-it-works.md; `python -m diloco.cli.reference`; the
+changelog. From then on `diloco status` recommends it, by its bits, where rounds take long (`lighter_compression` in
+peers/core/defaults.py). `tests/unit/peers/reduce/test_codecs.py` tries every codec, and fails while a table lacks one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import Literal, get_args
 
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "1bit", "topk"]
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
-"""Of codecs with as many bits the first is the one that is recommended."""
 BITS_BY_CODEC: dict[str, float] = {
     "fp32": 32.0,
     "fp16": 16.0,
@@ -23,4 +24,4 @@ BITS_BY_CODEC: dict[str, float] = {
     "1bit": 1.1,
     "topk": 0.44,
 }
-"""Bits on the wire per value, scales and positions included."""
+"""Bits on the wire per value, scales and positions included; in falling order, of equals the one to recommend first."""

@@ -2,11 +2,10 @@
 
 import pytest
 
-from peers.core.defaults import (
-    outer_lr_for,
-    outer_momentum_for,
-    residual_decay_for,
-)
+from peers.core.defaults import lighter_compression, outer_lr_for, outer_momentum_for, residual_decay_for
+from peers.protocol.codecs import CODEC_NAMES
+
+DENSE = set(CODEC_NAMES) - {"topk"}
 
 
 @pytest.mark.parametrize(("num_peers", "expected"), [(1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8)])
@@ -42,13 +41,28 @@ def test_muon_has_its_own_outer_rate_and_momentum_by_peers():
 
 def test_only_top_k_goes_without_outer_momentum():
     assert outer_momentum_for("topk") == 0.0
-    assert {outer_momentum_for(name) for name in ("fp32", "fp16", "bf16", "int8", "int4")} == {0.9}
+    assert {outer_momentum_for(name) for name in DENSE} == {0.9}
 
 
 def test_only_top_k_forgets_and_by_the_step_where_epochs_are_short():
-    assert {residual_decay_for(name, 6) for name in ("fp32", "fp16", "bf16", "int8", "int4")} == {1.0}
+    assert {residual_decay_for(name, 6) for name in DENSE} == {1.0}
     assert residual_decay_for("topk", 30) == residual_decay_for("topk", 500) == 0.95
     assert residual_decay_for("topk", 6) ** 5 == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize(
+    ("codec", "factor", "lighter"),
+    [
+        ("fp32", 0.6, "fp16"),
+        ("fp32", 0.2, "int4"),
+        ("fp32", 1e-3, "topk"),
+        ("int8", 0.9, "int4"),
+        ("topk", 0.5, None),
+        ("unknown", 0.5, None),
+    ],
+)
+def test_the_least_lossy_codec_that_is_small_enough_is_recommended(codec, factor, lighter):
+    assert lighter_compression(codec, factor) == lighter
 
 
 def test_nonsense_is_refused():

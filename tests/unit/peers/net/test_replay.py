@@ -13,6 +13,7 @@ from peers.errors import StateUnavailable
 from peers.net.states.replay import can_be_repeated, replay_commits
 from peers.net.states.server import StateServer
 from peers.protocol.certificates import Certificate
+from peers.protocol.codecs import CODEC_NAMES
 from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.commit_log import CommitLog, Recording, parts_of
 from peers.reduce.plan import ReducePlan
@@ -71,7 +72,7 @@ async def replayed(network, have, path, codec, donors=("a",)):
         )
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4", "2bit", "1bit", "topk"])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
 async def test_the_commits_since_lead_to_the_very_same_bits(network, codec):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     before = have.head

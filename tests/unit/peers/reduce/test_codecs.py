@@ -23,6 +23,8 @@ from tests.support.coding import coded, decode, encode
 from tests.support.commands import ROOT
 from tests.support.exhaustive import exhaustive_but
 
+INTEGERS = {"int8": (127, 256), "int4": (7, 128)}
+"""Their largest integer, and the values of a block."""
 CODECS = {name: codec_named(name) for name in CODEC_NAMES} | {"topk results": result_codec_named("topk")}
 WITH_SCALES = [name for name in CODECS if name not in ("fp32", "fp16", "bf16")]
 SIZES = [0, 1, 2, 3, 127, 128, 129, 255, 257, 4095, 4096, 4097, 3 * 4096 + 255, CHUNK_NUMEL - 1, CHUNK_NUMEL]
@@ -144,7 +146,7 @@ def test_energy_bounds_hold_for_any_few_values(values, name):
 @few
 def test_energy_bounds_hold_where_every_value_is_rounded_up(exponent, fraction, name):
     # One large value sets the scale of each block, the others lie about half a step above zero.
-    for top, block in ((127, 256), (7, 128)):
+    for top, block in INTEGERS.values():
         values = torch.full((4 * block,), fraction * 2.0**exponent / top)
         values[::block] = 2.0**exponent
         assert norm(round_trip(name, values)) ** 2 <= CODECS[name].energy_bound(norm(values), values.numel())
@@ -239,7 +241,7 @@ def test_an_unknown_codec_is_named_with_those_there_are():
     for named in (codec_named, result_codec_named):
         with pytest.raises(
             ValueError,
-            match="no codec is named 'int3'; there are fp32, fp16, bf16, int8, int4, 2bit, 1bit, topk",
+            match=f"no codec is named 'int3'; there are {', '.join(CODEC_NAMES)}",
         ):
             named("int3")
 
@@ -288,18 +290,19 @@ def test_fp32_and_bf16_keep_denormals():
 # Integers
 
 
-@given(vectors(), st.sampled_from([("int8", 127, 256), ("int4", 7, 128)]))
+@given(vectors(), st.sampled_from(list(INTEGERS)))
 @few
-def test_an_integer_is_off_by_half_a_step_at_most(values, case):
-    name, top, block = case
+def test_an_integer_is_off_by_half_a_step_at_most(values, name):
+    top, block = INTEGERS[name]
     decoded = round_trip(name, values)
     for part, there in zip(values.split(block), decoded.split(block), strict=True):
         step = max(1.01 * max(part.abs().tolist(), default=0.0) / top, 2.0**-126)
         assert all(error <= 0.501 * step for error in (part.double() - there.double()).abs().tolist())
 
 
-@pytest.mark.parametrize(("name", "block"), [("int8", 256), ("int4", 128)])
-def test_an_outlier_costs_its_own_block_alone(name, block):
+@pytest.mark.parametrize("name", INTEGERS)
+def test_an_outlier_costs_its_own_block_alone(name):
+    _, block = INTEGERS[name]
     values = torch.randn(4 * block + 3, generator=torch.Generator().manual_seed(0))
     disturbed = values.clone()
     disturbed[block + 1] = 1e6
@@ -308,7 +311,7 @@ def test_an_outlier_costs_its_own_block_alone(name, block):
     assert torch.equal(round_trip(name, values)[:block], round_trip(name, disturbed)[:block])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", INTEGERS)
 def test_denormals_are_zero_to_an_integer_codec_and_spoil_nothing(name):
     values = torch.tensor([1e-40, -3e-45, 0.0])
     assert round_trip(name, values).tolist() == [0, 0, 0]

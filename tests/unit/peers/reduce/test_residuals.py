@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peers.core.defaults import residual_decay_for
-from peers.protocol.codecs import CODEC_NAMES
+from peers.protocol.codecs import BITS_BY_CODEC, CODEC_NAMES
 from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.codecs import codec_named
 from peers.reduce.plan import CHUNK_NUMEL, equal_bounds
@@ -164,16 +164,26 @@ def test_pseudo_gradients_that_shrink_at_once_leave_owners_within_their_bounds(g
         swarm.epoch(swarm.trained(size=size))
 
 
-@pytest.mark.parametrize(
-    ("codec", "ratio"),
-    [("bf16", 1.99), ("int8", 3.9), ("int4", 7.6), ("2bit", 14.7), ("1bit", 29.4), ("topk", 60)],
-)
-def test_bytes_sent_are_so_many_times_fewer_than_fp32s(group, codec, ratio):
+@pytest.mark.parametrize("codec", LOSSY)
+def test_bytes_sent_are_so_many_times_fewer_than_fp32s(group, codec):
     sent = []
     for name in ("fp32", codec):
         swarm = group(3, 200_000, name)
         sent.append(sum(report.sent_bytes for report in swarm.epoch(swarm.trained())))
-    assert sent[0] / sent[1] >= ratio
+    # topk's averages hold more values than its contributions.
+    share = 0.8 if codec == "topk" else 0.97
+    assert sent[0] / sent[1] >= share * 32 / BITS_BY_CODEC[codec]
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_results_lose_of_random_values_is_less_than_their_owners_may_add(group, codec):
+    swarm = group(3, SMALL, codec)
+    for _ in range(6):
+        swarm.epoch(swarm.trained())
+    plans, _ = swarm.attempt(swarm.trained())
+    for plan, residuals in zip(plans, swarm.residuals, strict=True):
+        with residuals.held() as kept:
+            assert 0 < float(kept["result"].norm()) < plan.result_residual_bound()
 
 
 # What one member keeps

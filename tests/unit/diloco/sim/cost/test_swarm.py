@@ -14,6 +14,7 @@ from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
 from diloco.sim.cost.swarm import CostSwarm, simulate
 from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
 from peers.net.live_peer import silence_s
+from peers.protocol.codecs import BITS_BY_CODEC
 from peers.reduce.codecs import codec_named
 from tests.support.optimal_shares import optimal_seconds
 
@@ -61,7 +62,7 @@ def test_a_blocking_round_takes_what_its_bytes_take_and_the_ways_of_its_messages
     assert figures.sent_bytes == pytest.approx(2 * (num_peers - 1) / num_peers * 4 * NUMEL, rel=1e-3)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "2bit", "1bit", "topk"])
+@pytest.mark.parametrize("codec", [name for name, bits in BITS_BY_CODEC.items() if bits < 16])
 def test_a_codec_makes_the_round_shorter_by_the_bytes_that_it_saves(codec):
     figures = simulate(scenario(codec=codec))
     # topk's averages hold more than what each peer sends, so it saves less there than its contributions do.
