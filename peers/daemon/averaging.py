@@ -256,7 +256,7 @@ class Averaging:
     async def commit(self, certificate: Certificate, work: WorkInHand, state: OuterState) -> None:
         """Make the outer step that the group has voted for, and write the new anchor to *in*.
 
-        Anchor, momentum and certificate advance together, here and in Runtime._adopt, and nowhere else.
+        Anchor, momentum and certificate advance together, here or with a state that is adopted whole.
         """
         assert work.plan is not None
         work.lap("vote_s")

@@ -4,11 +4,11 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
 0 talks. It speaks for all ranks of the peer, which agree among themselves first.
 
     worker                                   daemon
-    adopt {}                            ->   (where the worker does not know what the swarm has agreed on)
+    adopt {}                            ->   (asks what the swarm has agreed on)
                                         <-   manifest {manifest, world_rank}
     hello {layout, local_rank}          ->
                                         <-   welcome {world_rank} + 2 file descriptors a fragment
-    offer {resume}                      ->   (*out* holds the worker's initial weights)
+    offer {resume, is_own, local_step}  ->   (*out* holds the worker's initial weights)
                                         <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
     ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; the worker leaves it alone until the answer)
     progress {step, loss, ...}          ->   (at any time)

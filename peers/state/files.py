@@ -23,7 +23,7 @@ from peers.protocol.limits import Count
 from peers.protocol.wire import encode
 from peers.reduce.residuals import Residuals
 from peers.state.header import DIGEST_BYTES, HEADER_FILE, STATE_CHUNK_NUMEL, StateHeader
-from peers.state.outer_state import Digests, OuterState
+from peers.state.outer_state import OuterState
 from peers.state.whole_files import FileRecord, write_bytes, write_tensors
 from peers.threads import stand_back
 
@@ -103,7 +103,7 @@ def load(directory: Path) -> OuterState:
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{path} is not a complete checkpoint: {error}. Resume from an older one.") from error
     state = OuterState(header, anchor, momentum)
-    if state.verify() != Digests(header.anchor_digest, header.momentum_digest):
+    if not state.is_intact():
         raise UserError(
             f"{path} does not hold what {HEADER_FILE} says: torn or damaged. Resume from an older one."
         )

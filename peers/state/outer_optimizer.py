@@ -19,7 +19,7 @@ from peers.protocol.certificates import Certificate
 from peers.reduce.kernels import Floats, compiled
 from peers.reduce.plan import CHUNK_NUMEL, slices
 from peers.state.header import StateChunk, StateHeader
-from peers.state.outer_state import Digests, OuterState
+from peers.state.outer_state import OuterState
 from peers.threads import keep_denormals, num_threads
 
 _PART_NUMEL = 1 << 16
@@ -72,7 +72,7 @@ class OuterOptimizer:
         certificate: Certificate | None = None,
         previewed: StateHeader | None = None,
         into: Tensor | None = None,
-    ) -> Digests:
+    ) -> None:
         """Advance anchor, momentum and certificate together, and with the certificate epoch, head and data blocks.
 
         `average` is the averaged pseudo-gradient. `previewed` is the header of a Preview of the same state and average;
@@ -92,7 +92,6 @@ class OuterOptimizer:
         if certificate is not None:
             header = header.certified_by(certificate)
         state.end_change(header, fragment, target.anchor, target.momentum)
-        return Digests(header.anchor_digest, header.momentum_digest)
 
     def step_chunk(
         self, state: OuterState, chunk: StateChunk, average: Tensor, target: Target | None, *, hashing: bool

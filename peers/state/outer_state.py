@@ -6,7 +6,6 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,14 +15,6 @@ from torch import Tensor
 from peers.protocol.certificates import Certificate
 from peers.state.header import StateChunk, StateHeader, chunks_of
 from peers.threads import num_threads
-
-
-@dataclass(frozen=True)
-class Digests:
-    """Hex digests over the digests of all chunks of a state; members of a round vote on them."""
-
-    anchor: str
-    momentum: str
 
 
 class OuterState:
@@ -76,10 +67,13 @@ class OuterState:
         with self._lock:
             self.header = self.header.certified_by(certificate)
 
-    def verify(self) -> Digests:
-        """Recompute the digests from the values; the header may say otherwise."""
-        anchor, momentum = (_hash_all(values, self.sizes) for values in (self.anchor, self.momentum))
-        return Digests(hashlib.sha256(anchor).hexdigest(), hashlib.sha256(momentum).hexdigest())
+    def is_intact(self) -> bool:
+        """Whether the values have the digests that the header names, which others have signed."""
+        found = [
+            hashlib.sha256(_hash_all(values, self.sizes)).hexdigest()
+            for values in (self.anchor, self.momentum)
+        ]
+        return found == [self.header.anchor_digest, self.header.momentum_digest]
 
     def snapshot(self) -> Snapshot | None:
         """This state, unchanged for as long as the snapshot is open: later commits write to other memory.

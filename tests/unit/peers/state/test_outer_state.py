@@ -47,7 +47,7 @@ def test_a_commit_that_was_previewed_hashes_nothing_and_arrives_at_the_same():
     certificate = commit(state)
     OuterOptimizer(lr=0.7, momentum=0.9).commit(plain, 0, average(plain), certificate=certificate)
     assert state.header == plain.header
-    assert state.verify() == plain.verify()
+    assert state.is_intact() and plain.is_intact()
 
 
 def test_a_commit_can_leave_the_new_anchor_in_place_of_the_average():
@@ -66,7 +66,7 @@ def test_a_commit_moves_everything_together():
     certificate = commit(state, tokens=51, data_width=2)
     assert (state.epoch, state.header.committed_tokens) == (2, 150)
     assert state.head == certificate.head
-    assert state.anchor_digest == certificate.body.anchor == state.verify().anchor
+    assert state.anchor_digest == certificate.body.anchor and state.is_intact()
 
 
 def test_two_peers_that_commit_the_same_have_one_head_and_others_do_not():
