@@ -25,7 +25,7 @@ from diloco.train.devices import this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, created_run_dir
 from peers.core.weights import Aggregation
-from peers.protocol.rules import Rule
+from peers.protocol.aggregation import Rule
 
 if TYPE_CHECKING:
     from diloco.launch.local_swarm import LocalSwarm

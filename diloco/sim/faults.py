@@ -10,7 +10,9 @@ from diloco.sim.swarm import VirtualSwarm, peer_id_of
 from peers.core import effects
 
 MOST_FAULTS = 6
-LONGEST_S = 15.0
+MEAN_S, LONGEST_S = 4.0, 15.0
+LONG_MEAN_S, LONG_LONGEST_S = 16.0, 38.0
+"""Of schedules with long faults: in a partition of that length both sides go on, and have to come together again."""
 MOMENTS = {
     kind.__name__: kind
     for kind in (
@@ -45,15 +47,20 @@ class Fault:
         )
 
 
-def draw_faults(rng: random.Random, num_peers: int, end_s: float) -> list[Fault]:
-    """Random faults in order of time; all are over by `end_s`."""
+def draw_faults(rng: random.Random, num_peers: int, end_s: float, *, long: bool) -> list[Fault]:
+    """Random faults in order of time; all are over by `end_s`. `long`: they last long, partitions among them."""
     kinds = rng.sample(list(KINDS), k=rng.randint(1, 4))
-    faults = [_draw(rng, rng.choice(kinds), num_peers, end_s) for _ in range(rng.randint(0, MOST_FAULTS))]
+    if long:
+        kinds[0] = "partition"
+    faults = [
+        _draw(rng, rng.choice(kinds), num_peers, end_s, long=long) for _ in range(rng.randint(0, MOST_FAULTS))
+    ]
     return sorted(faults, key=lambda fault: fault.at)
 
 
-def _draw(rng: random.Random, kind: str, num_peers: int, end_s: float) -> Fault:
-    seconds = min(rng.expovariate(1 / 4.0) + 0.1, LONGEST_S)
+def _draw(rng: random.Random, kind: str, num_peers: int, end_s: float, *, long: bool) -> Fault:
+    mean_s, longest_s = (LONG_MEAN_S, LONG_LONGEST_S) if long else (MEAN_S, LONGEST_S)
+    seconds = min(rng.expovariate(1 / mean_s) + 0.1, longest_s)
     ranks = rng.sample(range(num_peers), k=num_peers)
     if kind == "partition":
         ranks = ranks[: rng.randint(1, num_peers - 1)]

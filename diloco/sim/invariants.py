@@ -146,9 +146,13 @@ class Invariants:
         split = split_between(peer.state, state) if peer.state is not None else None
         if split is None or split.ancestor is None:
             self._check_is_known(peer, certificate.head)
-        elif not (split.ours and self._truth.fork_rule_allows(split)):
+        elif not split.ours:
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
+        elif split.theirs and not self._truth.fork_rule_allows(split):
+            self.violated(
+                f"{me} leaves {peer.state.head[:6]} for {certificate.head[:6]} against the Fork rule"
+            )
 
     def _check_is_known(self, peer: VirtualPeer, head: str) -> None:
         """A newcomer adopts only states of honest peers, as long as it hears more of them than there are liars."""

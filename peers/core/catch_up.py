@@ -129,8 +129,8 @@ class CatchUp:
         self.target, self.path = None, ()
 
     def target_outweighs(self, certificate: Certificate) -> bool:
-        """Whether the fetch target wins over this commit on this peer's head: it is not its descendant, and the Fork
-        rule prefers it."""
+        """Whether the fetch target wins over this commit on this peer's head: it is not its descendant, and parts from
+        this peer's chain earlier (then it was preferred before), or the Fork rule prefers it."""
         if self.target is None or any(certificate.head == other.head for other in self.path):
             return False
         forks_at_own_head = self.path[0].plan.parent == self.chain.head
@@ -224,8 +224,8 @@ class CatchUp:
         """Whether a majority of this certificate's roster is at its head, and no majority of it has signed the commits
         `after` it.
 
-        By the Fork rule that majority will not adopt those commits, and without their signers it may be too small to
-        commit. So their signers go back to it.
+        That majority will not adopt those commits (for the same reason, by the last line of `_adoptable_path`), and
+        without their signers it may be too small to commit. So their signers go back to it.
         """
         signers = {peer_id for commit in after for peer_id in commit.plan.signers}
         stayed = set(self.swarm.live_at(certificate.head))

@@ -166,7 +166,10 @@ class Chain:
 
 
 def prefers_theirs(fork: Fork) -> bool:
-    """The Fork rule: whether their chain wins over ours."""
+    """The Fork rule: whether their chain wins over ours.
+
+    diloco/sim/truth.py has it a second time, for the invariants; docs/how-it-works.md and security.md say what follows.
+    """
     num_ours = num_theirs = 0
     for member in fork.ancestor.plan.roster:
         ours, theirs = (_signed_last(side, member.peer_id) for side in (fork.ours, fork.theirs))

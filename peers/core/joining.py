@@ -17,10 +17,10 @@ from msgspec import Meta
 from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
 from peers.core.weights import Aggregation
 from peers.errors import UserError
+from peers.protocol.aggregation import Rule
 from peers.protocol.limits import Share
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, Announcement, View
-from peers.protocol.rules import Rule
 
 MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10

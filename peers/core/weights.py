@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from peers.protocol.aggregation import DEFAULT_TRIM, LEAST_ROBUST_GROUP, ROBUST_RULES, RULES, Rule
 from peers.protocol.certificates import Work
-from peers.protocol.rules import DEFAULT_TRIM, LEAST_ROBUST_GROUP, ROBUST_RULES, RULES, Rule
 
 CLIP_FACTOR = 4.0
 """A pseudo-gradient longer than this many times the group's median norm is scaled down to it."""

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from peers.errors import ProtocolError
-from peers.protocol.rules import holds_all
+from peers.protocol.aggregation import holds_all
 from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.codecs_common import PseudoGradient
 from peers.reduce.commit_log import Recording

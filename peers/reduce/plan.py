@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from peers.errors import ProtocolError
-from peers.protocol.rules import DEFAULT_TRIM, Rule, holds_all
+from peers.protocol.aggregation import DEFAULT_TRIM, Rule, holds_all
 from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.robust_sums import norm_bound
 

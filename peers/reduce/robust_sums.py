@@ -1,10 +1,10 @@
-"""The robust aggregation rules (peers/protocol/rules.py), which need all members' values at once."""
+"""The robust aggregation rules (peers/protocol/aggregation.py), which need all members' values at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peers.protocol.rules import num_trimmed
+from peers.protocol.aggregation import num_trimmed
 from peers.reduce.kernels import Floats, centered_clip, trimmed_mean
 
 CLIP_ITERATIONS = 3

@@ -19,8 +19,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from peers.protocol.aggregation import Rule
 from peers.protocol.certificates import Plan
-from peers.protocol.rules import Rule
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 
 MAX_ADVANTAGE = 3.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from diloco.sim import schedules
 from diloco.sim.forgers import FORGERS
 from diloco.sim.invariants import InvariantViolated
 from diloco.sim.liars import Liar
@@ -12,7 +13,7 @@ from diloco.sim.schedules import lost_pieces
 from diloco.sim.swarm import VirtualSwarm
 from diloco.sim.truth import Outages
 from diloco.sim.values import digest
-from peers.core import effects, events
+from peers.core import catch_up, chain, effects, events
 from peers.protocol.messages import Certificates, Vote
 
 
@@ -95,6 +96,13 @@ def test_a_peer_that_adopts_a_forged_state_is_found():
     swarm = swarm_with(BelievesAnybody, liars={0: FORGERS["forges a commit"]})
     with pytest.raises(InvariantViolated, match="adopts"):
         swarm.run(60.0)
+
+
+def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
+    monkeypatch.setattr(
+        catch_up, "prefers_theirs", lambda fork: not fork.ours or not chain.prefers_theirs(fork)
+    )
+    assert any("against the Fork rule" in schedules.run(seed).fault for seed in (12, 20, 60))
 
 
 def test_lost_pieces_are_found():

@@ -8,6 +8,7 @@ from peers.core import catch_up, effects, events
 from peers.core.catch_up import LEAST_ASKED, MAX_ASKED
 from peers.core.chain import MAX_OWN
 from peers.core.timing import FETCH_S
+from peers.protocol.certificates import Certificate
 from peers.protocol.messages import Ask, Certificates, decode_message
 from peers.protocol.wire import encode
 from tests.unit.peers.core.driven import Driven
@@ -244,6 +245,51 @@ def test_both_sides_of_a_broken_link_agree_whose_state_counts():
     assert [a.peer.catch_up.target, c.peer.catch_up.target] == (
         [None, winner] if winner is one else [winner, None]
     )
+
+
+def test_both_sides_of_a_broken_link_do_not_change_places_where_one_of_them_is_just_making_a_commit():
+    four = genesis("abcd")
+    small, large = sorted((commit(four, "ab"), commit(four, "cd")), key=lambda first: first.head)
+    mine, yours = small.plan.signers, large.plan.signers
+    one, tried = [small, commit(small, mine)], [commit(large, yours, salt=n) for n in range(32)]
+    other = [large, min(tried, key=lambda newest: newest.head)]
+    # It has not come to the first of them yet.
+    newest = commit(one[-1], mine)
+    me, you = (
+        went_on_with(four, *stands)
+        for stands in ((mine[0], mine[1], yours, one), (yours[0], yours[1], mine, other))
+    )
+    me.know(other)
+    me.announce(other[-1], yours)
+    you.know([*one, newest])
+    you.announce(newest, mine[1])
+    me.run(5)
+    you.run(5)
+    assert not (me.peer.catch_up.target and you.peer.catch_up.target)
+
+
+def went_on_with(start: Certificate, me: str, mate: str, lost: str, way: list[Certificate]) -> Driven:
+    """It has lost sight of the others, and has gone on with one."""
+    driven = Driven.at(start, [mate, *lost], me=me)
+    driven.hush(lost)
+    driven.run(20)
+    driven.come_to(way, mate)
+    return driven
+
+
+def test_nobody_leaves_what_most_have_signed_for_what_one_member_has_made_up_alone():
+    five = genesis("abcde")
+    most = chain_of(five, "abcd", 2)
+    a = Driven.at(five, "bcde")
+    a.come_to(most, "bcd")
+    first = commit(five, "e", off="abcd")
+    tried = [commit(first, "e", salt=n) for n in range(64)]
+    lie = min(tried, key=lambda certificate: certificate.head)
+    assert lie.head < most[-1].head
+    a.know([first])
+    a.announce(lie, "e")
+    a.run(10)
+    assert lie.head not in fetched_heads(a)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,9 @@ def test_who_has_signed_two_certificates_of_one_head_and_attempt_counts_for_none
     assert prefers_theirs(fork([both[1]], [both[0]]))
 
 
-def test_strangers_that_have_signed_do_not_count():
-    ours, theirs = [commit(GENESIS, "ab")], [commit(GENESIS, ["c", "x", "y", "z"])]
+@pytest.mark.parametrize("salt", range(8))
+def test_strangers_that_have_signed_do_not_count(salt):
+    ours, theirs = [commit(GENESIS, "ab")], [commit(GENESIS, ["c", "x", "y", "z"], salt=salt)]
     assert not prefers_theirs(fork(ours, theirs))
     assert prefers_theirs(fork(theirs, ours))
 
@@ -100,8 +101,12 @@ def test_of_two_sides_exactly_one_is_preferred_by_both(seed):
     assert prefers_theirs(fork(one, other)) is not prefers_theirs(fork(other, one))
 
 
-def test_of_three_sides_the_rule_names_one_that_no_other_beats():
-    sides = [chain_of(GENESIS, names, 2, salt=names) for names in ("ab", "cd", "e")]
+@pytest.mark.parametrize("salt", range(8))
+@pytest.mark.parametrize("lengths", [*itertools.product([1, 2], repeat=3)])
+def test_of_three_sides_the_rule_names_one_that_no_other_beats(lengths, salt):
+    sides = [
+        chain_of(GENESIS, names, n, salt=salt) for names, n in zip(("ab", "cd", "e"), lengths, strict=True)
+    ]
     unbeaten = [
         side
         for side in sides

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.protocol.rules import DEFAULT_TRIM, num_trimmed
+from peers.protocol.aggregation import DEFAULT_TRIM, num_trimmed
 from peers.reduce.robust_sums import combine, norm_bound
 
 HONEST = np.random.default_rng(0).normal(1.0, 0.1, (4, 1000)).astype(np.float32)
