@@ -151,7 +151,7 @@ class Invariants:
                 self._check_support(peer, self._truth.certificates[theirs.head])
         elif split.theirs and not self._truth.fork_rule_allows(split):
             self.violated(
-                f"{me} leaves {peer.state.head[:6]} for {certificate.head[:6]} against the Fork rule"
+                f"{me} leaves {split.ours[-1].head[:6]} for {certificate.head[:6]} against the Fork rule"
             )
 
     def _check_is_known(self, peer: VirtualPeer, head: str) -> None:
