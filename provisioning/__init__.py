@@ -2,7 +2,7 @@
 
 Each folder imports only from those above it:
 
-    pods         pod specs, offers, orders and listings: pure data
+    pods         pod specs, offers, orders (rows), pods and listings: pure data
     machines     commands on a machine, local or over SSH: scripts, jobs, the set-up
     providers    the services that rent out pods, behind one protocol
     ledger       one SQLite file of all orders, written before every request
@@ -11,9 +11,10 @@ Each folder imports only from those above it:
     experiments  sets of trainings over these pods
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray
 
-The life of a pod: `diloco provision` turns flags into a PodSpec (pods/spec.py) and hands it to renting/renters.py,
-which finds an offer for it (plan.py), writes both into the ledger as a row (ledger/ledger.py), has the pod ordered
-(renter.py, providers/), and sets it up once it answers (machines/setup.py). Then swarm/swarm.py starts its peer.
-`diloco pods down` hands the row to renters.py again, and renter.py deletes the pod until the provider says that it
-does not exist.
+The life of a pod: `diloco provision` turns flags into a PodSpec (pods/spec.py) and hands it to renting/renters.py. That
+makes ledger and providers agree (reconcile.py), finds an offer (plan.py), writes both into the ledger as a row
+(pods/row.py, ledger/ledger.py), has the pod ordered (renter.py, providers/), and sets it up once it answers
+(machines/setup.py). Then swarm/swarm.py starts its peer, and swarm/wanted.py stores the spec, from which the watcher
+replaces the pod if it dies. `diloco pods down` removes the stored spec, stops the watcher, and hands the pod's name to
+renters.py; renter.py deletes the pod until the provider says that it does not exist.
 """

@@ -18,11 +18,11 @@ from provisioning.errors import MachineError, ProvisioningError
 from provisioning.experiments.sets import ExperimentSet, Placed
 from provisioning.experiments.trainers import Trainer, argv, environment, job_name, wanted_values
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.machines.results import record_in
+from provisioning.pods.row import Row, State
 from provisioning.renting.renters import Renters
 
 _POLL_S = 2.0

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from provisioning.errors import MachineError
 from provisioning.launchers.job import default_interface
-from provisioning.ledger.row import Row
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import CODE, JOBS, pod_directory, temporary_directory
 from provisioning.pods.pod import Pod
+from provisioning.pods.row import Row
 from provisioning.renting.renters import Renters
 
 RAY_JOB, SUBMIT_JOB = "ray", "ray-job"

@@ -1,4 +1,4 @@
 """All orders made from this machine, written to disk before every request that costs money.
 
-Start with row.py, one order and its states; ledger.py reads and writes the file of them, lock.py locks it.
+ledger.py reads and writes the file of them, one row each (pods/row.py); lock.py locks it.
 """

@@ -1,4 +1,5 @@
-"""Pod specs, offers, orders and listings. Pure data.
+"""Pod specs, offers, orders, pods and listings. Pure data.
 
-Start with spec.py, PodSpec and how it is read from flags and files; pod.py has the data of the provider protocol.
+Start with spec.py, PodSpec and how it is read from flags and files. pod.py has what providers answer; row.py is one
+order of a pod, with its states.
 """

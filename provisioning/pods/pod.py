@@ -1,4 +1,4 @@
-"""The data of the provider protocol: offers, orders and pods."""
+"""The data of the provider protocol: offers, pods and listings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-# Users' experiment files import it from here, too.
-from provisioning.pods.spec import PodSpec as PodSpec
 
 PORTS = (30001, 30002, 30003)
 """TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. From outside, the numbers may differ."""
@@ -48,21 +45,6 @@ class Offer:
     def key(self) -> str:
         """Unique among the offers of all providers."""
         return f"{self.provider}/{self.id}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """One request for a pod, as it is passed to a provider."""
-
-    label: str
-    """Unique per order: the pod's name at the provider, and the order's idempotency key."""
-    offer: Offer
-    ends_at: float | None = None
-    """Unix time of the rental end; None: no end."""
-    image: str | None = None
-    """Container image or template, for providers that take one; None: their default."""
-    volume_id: str | None = None
-    """Id of a volume at the provider, to attach; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

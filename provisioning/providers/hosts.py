@@ -15,7 +15,8 @@ from provisioning.errors import MachineError, NoCapacity, ProviderError, Provisi
 from provisioning.machines.jobs import sweep_script
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.pods.pod import PORTS, Listing, Offer, Pod
+from provisioning.pods.row import Row
 from provisioning.pods.spec import Figure
 from provisioning.providers.protocol import Provider
 
@@ -73,20 +74,20 @@ class HostsProvider(Provider):
     def ports(self, host: Host) -> list[int]:
         """TCP ports for a new pod's peers."""
 
-    async def create(self, order: Order) -> str:
-        host = self._host(order.offer.details["host"])
+    async def create(self, row: Row) -> str:
+        host = self._host(row.offer.details["host"])
         record = {
-            "label": order.label,
-            "gpu_count": order.offer.gpu_count,
-            "price": order.offer.price_per_hour,
+            "label": row.label,
+            "gpu_count": row.offer.gpu_count,
+            "price": row.offer.price_per_hour,
             "ports": self.ports(host),
         }
         machine = await self.connect(host)
-        answer = await machine.run(_create_script(order.label, json.dumps(record), self.pods_per_host))
+        answer = await machine.run(_create_script(row.label, json.dumps(record), self.pods_per_host))
         if answer.code == _FULL:
             raise NoCapacity(f"{host.name} is taken: {answer.stdout.strip()}")
         answer.checked(f"making a pod on {host.name}")
-        return f"{host.name}/{order.label}"
+        return f"{host.name}/{row.label}"
 
     async def pods(self) -> Listing:
         found: list[Pod] = []

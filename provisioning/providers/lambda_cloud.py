@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from provisioning.errors import NoCapacity, ProvisioningError, UserError
-from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Pod, id_in
+from provisioning.pods.row import Row
 from provisioning.providers.http import HttpCloud, NotFound
 
 _GONE = {"terminated"}
@@ -48,15 +49,15 @@ class LambdaProvider(HttpCloud):
     async def offers(self) -> list[Offer]:
         return _offers(await self.request("GET", "/instance-types"))
 
-    async def create(self, order: Order) -> str:
+    async def create(self, row: Row) -> str:
         body: dict[str, Any] = {
-            "region_name": order.offer.details["region"],
-            "instance_type_name": order.offer.details["type"],
+            "region_name": row.offer.details["region"],
+            "instance_type_name": row.offer.details["type"],
             "ssh_key_names": [await self._key_name()],
-            "name": order.label,
+            "name": row.label,
         }
-        if order.volume_id:
-            body["file_system_names"] = [order.volume_id]
+        if row.spec.volume_id:
+            body["file_system_names"] = [row.spec.volume_id]
         answer = await self.request("POST", "/instance-operations/launch", body, is_order=True)
         return id_in(answer["instance_ids"][0])
 

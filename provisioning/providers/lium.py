@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in
+from provisioning.pods.pod import PORTS, Listing, Offer, Pod, id_in
+from provisioning.pods.row import Row
 from provisioning.providers.cloud import Cloud, api_key
 
 if TYPE_CHECKING:
@@ -65,25 +66,25 @@ class LiumProvider(Cloud):
             lambda: [offer for executor in self._client.ls() for offer in _offers_of(executor)]
         )
 
-    async def create(self, order: Order) -> str:
+    async def create(self, row: Row) -> str:
         more: dict[str, Any] = {}
-        if order.ends_at is not None:
+        if row.ends_at is not None:
             # A limit that holds even if this process dies now; the exact end is set afterwards, and read back.
-            hours = math.ceil((order.ends_at - time.time()) / 3600)
+            hours = math.ceil((row.ends_at - time.time()) / 3600)
             more["termination_hours"] = min(max(hours, 1), _MAX_HOURS)
-        if order.image:
-            more["image"] = order.image
+        if row.spec.image:
+            more["image"] = row.spec.image
         created = await self._call(
             lambda: self._client.up(
-                executor_id=order.offer.details["executor_id"],
-                name=order.label,
-                volume_id=order.volume_id,
+                executor_id=row.offer.details["executor_id"],
+                name=row.label,
+                volume_id=row.spec.volume_id,
                 # One of them is for SSH.
                 ports=len(PORTS) + 1,
                 ssh_keys=[self.public_key()],
                 # Without a number, Lium rents all free GPUs.
-                gpu_count=order.offer.gpu_count,
-                idempotency_key=order.label,
+                gpu_count=row.offer.gpu_count,
+                idempotency_key=row.label,
                 **more,
             ),
             is_order=True,

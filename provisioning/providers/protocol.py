@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from provisioning.machines.machine import Machine
-from provisioning.pods.pod import Listing, Offer, Order, Pod
+from provisioning.pods.pod import Listing, Offer, Pod
+from provisioning.pods.row import Row
 
 
 class Provider(ABC):
@@ -45,8 +46,11 @@ class Provider(ABC):
         """All current offers, without any filter."""
 
     @abstractmethod
-    async def create(self, order: Order) -> str:
-        """Rent exactly what the order says, by one request, and return the pod's id.
+    async def create(self, row: Row) -> str:
+        """Rent exactly what the row says, by one request, and return the pod's id.
+
+        The row's label is the pod's name there, and the idempotency key. One call at a time: the caller waits for the
+        answer before it orders again, so what is made for all pods (an uploaded key) needs no lock.
 
         Raises OutcomeUnknown if a pod may have been made, Unavailable if nothing was rented and the request may be sent
         again, NoCapacity if another offer may succeed. After all other errors, nothing was rented.

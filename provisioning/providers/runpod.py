@@ -7,7 +7,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from provisioning.errors import NoCapacity, ProvisioningError
-from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Order, Pod, id_in
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Pod, id_in
+from provisioning.pods.row import Row
 from provisioning.providers.http import HttpCloud
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
@@ -51,13 +52,13 @@ class RunPodProvider(HttpCloud):
                 found += [offer for kind in answer["gpus"] for offer in _offers(kind, cloud, count)]
         return found
 
-    async def create(self, order: Order) -> str:
-        details = order.offer.details
+    async def create(self, row: Row) -> str:
+        details = row.offer.details
         body: dict[str, Any] = {
-            "name": order.label,
-            "image": order.image or IMAGE,
+            "name": row.label,
+            "image": row.spec.image or IMAGE,
             "cloud": details["cloud"],
-            "gpu": {"id": details["gpu"], "count": order.offer.gpu_count},
+            "gpu": {"id": details["gpu"], "count": row.offer.gpu_count},
             "disk": _DISK_GB,
             "ports": [f"{port}/tcp" for port in (_SSH_PORT, *PORTS)],
             "env": {"PUBLIC_KEY": self.public_key()},
@@ -65,8 +66,8 @@ class RunPodProvider(HttpCloud):
         }
         if details["data_center"]:
             body["dataCenterIds"] = [details["data_center"]]
-        if order.volume_id:
-            body["mounts"] = {"network": [{"volumeId": order.volume_id, "path": "/workspace"}]}
+        if row.spec.volume_id:
+            body["mounts"] = {"network": [{"volumeId": row.spec.volume_id, "path": "/workspace"}]}
         return id_in((await self.request("POST", "/pods", body, is_order=True))["id"])
 
     async def pods(self) -> Listing:

@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from provisioning.errors import NoCapacity, ProvisioningError, UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod, id_in
+from provisioning.pods.pod import PORTS, Listing, Offer, Pod, id_in
+from provisioning.pods.row import Row
 from provisioning.providers.http import HttpCloud
 
 IMAGE = "pytorch/pytorch:latest"
@@ -56,19 +57,19 @@ class VastProvider(HttpCloud):
         answer = await self.request("POST", "/v0/bundles/", query)
         return [_offer(one) for one in answer["offers"]]
 
-    async def create(self, order: Order) -> str:
+    async def create(self, row: Row) -> str:
         # Add our key on this machine only, and leave the account's keys unchanged.
         key = shlex.quote(self.public_key())
         body = {
             "client_id": "me",
-            "image": order.image or IMAGE,
-            "label": order.label,
+            "image": row.spec.image or IMAGE,
+            "label": row.label,
             "disk": _DISK_GB,
             "runtype": "ssh_direct",
             "env": {f"-p {port}:{port}": "1" for port in PORTS},
             "onstart": f"mkdir -p ~/.ssh && printf '%s\\n' {key} >>~/.ssh/authorized_keys",
         }
-        path = f"/v0/asks/{quote(str(order.offer.details['ask']), safe='')}/"
+        path = f"/v0/asks/{quote(str(row.offer.details['ask']), safe='')}/"
         return id_in((await self.request("PUT", path, body, is_order=True))["new_contract"])
 
     async def pods(self) -> Listing:

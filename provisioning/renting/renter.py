@@ -21,10 +21,10 @@ from provisioning.errors import (
     UserError,
 )
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
 from provisioning.machines.machine import Machine
 from provisioning.machines.results import fetch_results
 from provisioning.pods.pod import Pod
+from provisioning.pods.row import Row, State
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
 from provisioning.renting.clock import Clock
@@ -100,7 +100,7 @@ class Renter:
                 row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
                 # Only Unavailable is repeated: it says that the order was not carried out.
                 pod_id = await repeated(
-                    lambda: self.provider.create(row.order), tell=self.tell, unexpected=OutcomeUnknown
+                    lambda: self.provider.create(row), tell=self.tell, unexpected=OutcomeUnknown
                 )
         except OutcomeUnknown as error:
             self.say(row.name, f"the answer to the order was lost ({error}); looking for its pod")

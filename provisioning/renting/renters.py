@@ -12,10 +12,10 @@ from pathlib import Path
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
 from provisioning.machines.setup import Setup, set_up
 from provisioning.pods.pod import Offer
+from provisioning.pods.row import Row, State
 from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider

@@ -18,8 +18,8 @@ from enum import StrEnum
 
 from provisioning.errors import Busy, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import State
 from provisioning.machines.setup import secrets_of
+from provisioning.pods.row import State
 from provisioning.pods.spec import providers_of
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.clock import Clock

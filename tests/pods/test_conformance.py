@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import Order, Pod
+from provisioning.pods.pod import Pod
+from provisioning.pods.row import Row, State
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.backoff import repeated
 from provisioning.providers.local import LocalProvider
 from provisioning.providers.protocol import Provider
@@ -51,13 +53,18 @@ class Kind:
 
         return asyncio.run(main())
 
-    def order(self) -> Order:
+    def order(self) -> Row:
         """For the cheapest offer there is."""
         offers = self.run(lambda provider: provider.offers())
         offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
-        return Order(
+        return Row(
+            name="pod-0",
             label=f"diloco-0a0b0c0d-pod-0-{secrets.token_hex(4)}",
+            spec=PodSpec(name="pod-0", provider=self.name),
             offer=offer,
+            state=State.CREATING,
+            provider_id=None,
+            asked_at=time.time(),
             ends_at=time.time() + 7200,
         )
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import State
 from provisioning.machines.paths import MARK, PODS
+from provisioning.pods.row import State
 from tests.support.commands import ROOT, Command
 from tests.support.exhaustive import exhaustive_but
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import State
-from provisioning.pods.pod import Order
+from provisioning.pods.row import State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
@@ -76,7 +75,7 @@ def rented(api: LambdaApi, state_file: Path, *, for_s: float) -> Ledger:
         offer = (await provider.offers())[0]
         spec, now = PodSpec(name="pod-0", provider="lambda"), time.time()
         row = ledger.advance(ledger.add(spec, offer, now=now, ends_at=now + for_s), State.CREATING)
-        row = ledger.set_pod(row, await provider.create(Order(label=row.label, offer=offer)), None)
+        row = ledger.set_pod(row, await provider.create(row), None)
         ledger.advance(row, State.REACHABLE)
         await provider.close()
 

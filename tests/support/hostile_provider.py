@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable
 from provisioning.machines.machine import Answer
-from provisioning.pods.pod import Listing, Offer, Order, Pod
+from provisioning.pods.pod import Listing, Offer, Pod
+from provisioning.pods.row import Row
 
 SETTLE_S, DOUBT_S = 60.0, 600.0
 DELAYS_S = (0.0, 5.0, 59.0, 100.0, 700.0, 3000.0)
@@ -76,7 +77,7 @@ class HostileProvider:
 
     repeatable: bool
     clock: Callable[[], float] = time.time
-    before_order: Callable[[Order], None] = lambda order: None
+    before_order: Callable[[Row], None] = lambda order: None
     pods_made: list[RealPod] = field(default_factory=list)
     name = "hostile"
     settle_s, doubt_s, keeps_time = SETTLE_S, DOUBT_S, False
@@ -92,7 +93,7 @@ class HostileProvider:
         common = {"provider": self.name, "gpu_type": "A100", "gpu_count": 8, "num_available": 9}
         return [Offer(id=f"o{price}", price_per_hour=price, **common) for price in (1.0, 1.2)]
 
-    async def create(self, order: Order) -> str:
+    async def create(self, order: Row) -> str:
         fate, delay_s = self._next(_ORDER)
         self.before_order(order)
         match fate:
@@ -124,7 +125,7 @@ class HostileProvider:
             raise RecursionError("nested too deeply")
         raise NoCapacity("taken, it says") if made.was_denied else OutcomeUnknown("the answer was lost")
 
-    def _made(self, order: Order, delay_s: float) -> RealPod:
+    def _made(self, order: Row, delay_s: float) -> RealPod:
         now = self.clock()
         for pod in self.pods_made:
             if self.repeatable and pod.label == order.label:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row
-from provisioning.pods.pod import Order, name_in_label
+from provisioning.pods.pod import name_in_label
+from provisioning.pods.row import Row
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.reconcile import Observation, settle
@@ -147,7 +147,7 @@ class World:
         if result is not None:
             raise result
 
-    def check_not_rented_twice(self, ledger: Ledger, order: Order) -> None:
+    def check_not_rented_twice(self, ledger: Ledger, order: Row) -> None:
         """While a pod of its name is known and lives, no other is ordered."""
         living = {pod.id for pod in self.living}
         rows = [

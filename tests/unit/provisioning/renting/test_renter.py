@@ -10,8 +10,8 @@ import pytest
 
 from provisioning.errors import NoCapacity, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
-from provisioning.pods.pod import Listing, Offer, Order, Pod
+from provisioning.pods.pod import Listing, Offer, Pod
+from provisioning.pods.row import Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import plan
 from provisioning.renting.reconcile import settle
@@ -26,7 +26,7 @@ class ListProvider:
     """Each request takes a moment, as real ones do; `settle_s` after an order its pod may be missing."""
 
     there: list[Pod] = field(default_factory=list)
-    orders: list[Order] = field(default_factory=list)
+    orders: list[Row] = field(default_factory=list)
     refuses: bool = False
     name = "list"
     repeatable = False
@@ -41,7 +41,7 @@ class ListProvider:
     async def find(self, pod_id: str) -> Pod | None:
         return next((pod for pod in self.there if pod.id == pod_id), None)
 
-    async def create(self, order: Order) -> str:
+    async def create(self, order: Row) -> str:
         self.orders.append(order)
         if self.refuses:
             raise NoCapacity("it is gone")
@@ -125,7 +125,7 @@ async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_s
     """As with Lambda, which takes one order in twelve seconds."""
 
     class SlowProvider(ListProvider):
-        async def create(self, order: Order) -> str:
+        async def create(self, order: Row) -> str:
             self.orders.append(order)
             await asyncio.sleep(3600)
             return "id"

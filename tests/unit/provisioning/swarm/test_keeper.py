@@ -13,10 +13,10 @@ import pytest
 
 from provisioning.errors import Busy
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
 from provisioning.pods.pod import Listing, Offer
+from provisioning.pods.row import Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan

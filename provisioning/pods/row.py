@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from provisioning.pods.pod import Offer, Order, Pod, name_in_label
+from provisioning.pods.pod import Offer, Pod, name_in_label
 from provisioning.pods.spec import PodSpec
 
 
@@ -53,7 +53,7 @@ class Row:
     name: str
     """At most one row of each name is not being deleted or gone."""
     label: str
-    """The label of the order, unique among all rows."""
+    """Unique among all rows: the pod's name at the provider, and the order's idempotency key."""
     spec: PodSpec
     offer: Offer
     ends_at: float | None
@@ -74,16 +74,6 @@ class Row:
     @property
     def provider(self) -> str:
         return self.offer.provider
-
-    @property
-    def order(self) -> Order:
-        return Order(
-            label=self.label,
-            offer=self.offer,
-            ends_at=self.ends_at,
-            image=self.spec.image,
-            volume_id=self.spec.volume_id,
-        )
 
     @property
     def is_in_doubt(self) -> bool:
