@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Figure = Annotated[float, Meta(ge=0, lt=1e12)]
 OWN_MACHINES = frozenset({"local", "ssh"})
 """Providers of the user's own machines; all others rent."""
+_MAX_PRICE_RATIO = 1.5
 # Fields about the rental, not about the machine.
 _TERMS = frozenset({"ttl_hours", "max_price"})
 
@@ -54,6 +55,10 @@ class PodSpec:
     @property
     def providers(self) -> tuple[str, ...]:
         return tuple(_names(self.provider))
+
+    def price_limit(self, agreed: float) -> float:
+        """Dollars per hour that another offer may cost in place of one of this price, which the user has agreed to."""
+        return agreed * _MAX_PRICE_RATIO if self.max_price is None else self.max_price
 
     def same_machine(self, other: PodSpec) -> bool:
         """Whether a pod rented for one of the two specs fits the other."""

@@ -177,13 +177,12 @@ class Renter:
             self.say(row.name, f"{self.provider.name} rented {wrong}; giving it back")
             await self.give_back(row)
             raise NoCapacity(f"{self.provider.name} rented {wrong}, and it was given back")
-        await self.schedule_end(row)
+        await self.schedule_end(row, pod)
 
-    async def schedule_end(self, row: Row) -> None:
-        """Set the rental end at the provider, if it supports that. Prints a message if it does not confirm the end."""
+    async def schedule_end(self, row: Row, pod: Pod) -> None:
+        """Set the rental end of this row's pod at the provider, if it supports that. Says so if it is not confirmed."""
         if row.ends_at is None or not self.provider.keeps_time:
             return
-        pod = await self.pod_of(row)
         if _ends_at(pod, row.ends_at):
             return
         await repeated(functools.partial(self.provider.set_end, pod.id, row.ends_at))

@@ -30,8 +30,6 @@ INVENTORY, PYTHON = "inventory", "python"
 that the last command has set up.
 """
 _MAX_OFFERS = 4
-# Without a price limit, a replacement offer may cost up to this multiple of the confirmed price.
-MAX_PRICE_RATIO = 1.5
 
 
 class Renters(dict[str, Renter]):
@@ -153,7 +151,9 @@ class Renters(dict[str, Renter]):
             if row.ends_at is None:
                 raise UserError(f"{row.name} has no rental end that could be extended.")
             ends_at = row.ends_at + hours * 3600
-            await self[row.provider].schedule_end(replace(row, ends_at=ends_at))
+            renter = self[row.provider]
+            if renter.provider.keeps_time:
+                await renter.schedule_end(replace(row, ends_at=ends_at), await renter.pod_of(row))
             self.ledger.advance(row, row.state, ends_at=ends_at)
             self.say(row.name, f"lives {hours:g} h longer")
 
@@ -205,7 +205,7 @@ class Renters(dict[str, Renter]):
     async def _until_reachable(self, row: Row, offers: Sequence[Offer], taken: Counter[str]) -> None:
         """Try offers until a pod answers. `taken` counts the uses of each offer. Raises the last failure."""
         spec = row.spec
-        limit = spec.max_price if spec.max_price is not None else row.offer.price_per_hour * MAX_PRICE_RATIO
+        limit = spec.price_limit(row.offer.price_per_hour)
         tried: set[str] = set()
         while True:
             tried.add(row.offer.key)

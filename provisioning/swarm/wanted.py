@@ -14,7 +14,6 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import Plan
-from provisioning.renting.renters import MAX_PRICE_RATIO
 from provisioning.renting.watcher import WANTED
 from provisioning.swarm.swarm import SwarmOptions
 
@@ -92,10 +91,7 @@ def keep(
     prices = [(creation.spec, creation.offer.price_per_hour) for creation in agreed.create]
     prices += [(row.spec, row.offer.price_per_hour) for row in agreed.keep]
     Wanted(
-        specs=[
-            spec if spec.max_price is not None else replace(spec, max_price=price * MAX_PRICE_RATIO)
-            for spec, price in prices
-        ],
+        specs=[replace(spec, max_price=spec.price_limit(price)) for spec, price in prices],
         replaces=replaces,
         stops_when_idle=any(price for _, price in prices) if stops is None else stops,
         budget=budget,
