@@ -135,7 +135,7 @@ def run(
         "batch_size": batch_size,
         "grad_accum_steps": grad_accum_steps,
     }
-    found = load(name).with_changes(
+    found = load(name, provider).with_changes(
         {"provider": provider, "max_price": max_price, "ttl_hours": ttl_hours}, changes, trainer_flags
     )
     if provider is not None:

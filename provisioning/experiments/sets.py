@@ -130,6 +130,7 @@ def built_in(name: str) -> ExperimentSet:
     specs = [
         PodSpec(
             name=f"{name.replace('_', '-')}-{index}",
+            provider="lium",
             ttl_hours=ttl_hours,
             min_upload_mbps=500,
             min_download_mbps=500,
@@ -140,22 +141,23 @@ def built_in(name: str) -> ExperimentSet:
     return spread(name, specs, configs)
 
 
-def load(name: str) -> ExperimentSet:
+def load(name: str, provider: str | None = None) -> ExperimentSet:
     """The built-in set of this name, or the set of a TOML file. Raises UserError if it is invalid.
 
     A TOML file has [[pods]] and [[experiments]]; an experiment without `pod` is assigned to the pods in turn.
+    `provider`: of its pods that name none.
     """
     if name in BUILT_IN:
         return built_in(name)
     path = Path(name)
     if path.suffix == ".toml":
-        return _of_toml(path)
+        return _of_toml(path, provider)
     raise UserError(f'"{name}" is not one of {", ".join(BUILT_IN)}, and not a .toml file.')
 
 
-def _of_toml(path: Path) -> ExperimentSet:
+def _of_toml(path: Path, provider: str | None) -> ExperimentSet:
     values, origin = read_toml(path), str(path)
-    specs = specs_of(tables_in(values, "pods", origin), origin)
+    specs = specs_of(tables_in(values, "pods", origin), origin, provider=provider)
     entries = tables_in(values, "experiments", origin)
     pods = [entry.pop("pod", None) for entry in entries]
     configs = [

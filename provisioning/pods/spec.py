@@ -76,8 +76,9 @@ def specs_of(
 ) -> list[PodSpec]:
     """A PodSpec for each table. Raises UserError if a field is invalid, or a name is invalid or used twice.
 
-    Fields missing in a table are taken from `common`, where None means missing, and then from the provider's defaults;
-    tables without a GPU type take `gpu_types` in turn. `origin` names the source in error messages.
+    Fields missing in a table are taken from `common`, where None means missing, and then from the provider's defaults.
+    The provider itself has no default. Tables without a GPU type take `gpu_types` in turn. `origin` names the source in
+    error messages.
     """
     common = {name: value for name, value in common.items() if value is not None}
     specs, turns = [], itertools.cycle(gpu_types)
@@ -85,8 +86,10 @@ def specs_of(
         values = {"name": f"pod-{index}", **common, **table}
         if gpu_types and "gpu_type" not in values:
             values["gpu_type"] = next(turns)
-        usual = usual_for(str(values.get("provider", PodSpec.provider)))
-        specs.append(typed(PodSpec, {**usual, **values}, f"{origin}, pod {values['name']}"))
+        where = f"{origin}, pod {values['name']}"
+        if "provider" not in values:
+            raise UserError(f'{where}: say where it is to run, as in provider = "lium".')
+        specs.append(typed(PodSpec, {**usual_for(str(values["provider"])), **values}, where))
     name, number = Counter(spec.name for spec in specs).most_common(1)[0] if specs else ("", 0)
     if number > 1:
         raise UserError(f"{origin} has two pods named {name}.")

@@ -83,7 +83,7 @@ def test_the_trainer_has_its_own_gpu_and_the_users_variables():
 def test_a_set_of_ones_own_comes_from_toml(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
-        '[[pods]]\nname = "big"\ngpu_count = 4\n[[pods]]\nname = "small"\nprovider = "local"\n'
+        '[[pods]]\nname = "big"\nprovider = "lium"\ngpu_count = 4\n[[pods]]\nname = "small"\nprovider = "local"\n'
         '[[experiments]]\nname = "a"\nlearning_rate = 1e-4\n'
         '[[experiments]]\nname = "b"\npod = "big"\ncustom_env = {X = "1"}\n'
     )
@@ -101,7 +101,7 @@ def test_a_name_that_is_none_is_answered_with_those_there_are():
         load("lr_swep")
 
 
-POD = '[[pods]]\nname = "p"\n'
+POD = '[[pods]]\nname = "p"\nprovider = "lium"\n'
 WRONG_TOML = {
     "a number as text": (
         f'{POD}ttl_hours = "6"\n[[experiments]]\n',
@@ -111,7 +111,11 @@ WRONG_TOML = {
         f"{POD}max_price = nan\n[[experiments]]\n",
         "in `max_price`",
     ),
-    "a name that is none": ("[[pods]]\nname = 5\n[[experiments]]\n", "Expected `str`, got `int` in `name`"),
+    "no provider": ('[[pods]]\nname = "p"\n[[experiments]]\n', r"pod p: say where it is to run"),
+    "a name that is none": (
+        "[[pods]]\nname = 5\nprovider = 'lium'\n[[experiments]]\n",
+        "Expected `str`, got `int` in `name`",
+    ),
     "yes as a number": (
         f"{POD}gpu_count = true\n[[experiments]]\n",
         "Expected `int | null`, got `bool` in `gpu_count`",
