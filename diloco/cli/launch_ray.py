@@ -97,8 +97,8 @@ def print_cluster_yaml(
 
 def _python(ledger: Ledger, renter: Renter) -> str:
     """That which the pods were set up with."""
+    from provisioning.ledger.keys import PYTHON
     from provisioning.machines.paths import VENV
-    from provisioning.renting.renters import PYTHON
 
     return ledger.recall(PYTHON) or renter.provider.python() or f"{VENV}/bin/python"
 

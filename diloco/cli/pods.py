@@ -39,8 +39,8 @@ app = App(name="pods", help="Manage rented pods.")
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
+    from provisioning.ledger.keys import LAST_ACTION
     from provisioning.swarm.status import overview
-    from provisioning.swarm.wanted import LAST_ACTION
 
     ledger = opened_existing(state_file)
     # This machine may have been off since it was started.
@@ -214,7 +214,7 @@ def fetch(
     *names: PodNames, fetch: Fetch = None, state_file: StateFile = None, inventory: Inventory = None
 ) -> int:
     """Copy the results of pods to the run directory, without giving the pods back."""
-    from provisioning.renting.renter import RUN_DIR
+    from provisioning.ledger.keys import RUN_DIR
     from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)

@@ -115,7 +115,7 @@ class Results:
     words: Sequence[str]
 
     def remember(self, ledger: Ledger) -> None:
-        from provisioning.renting.renter import FETCH, RUN_DIR
+        from provisioning.ledger.keys import FETCH, RUN_DIR
 
         ledger.remember(RUN_DIR, self.place)
         ledger.remember(FETCH, " ".join(self.words))
@@ -127,8 +127,8 @@ def results_of(ledger: Ledger, given: Given, name: str) -> Results:
     Raises UserError if nothing can be written there: then nothing is to be rented, either.
     """
     from diloco.train.run_dir import default_run_dir
+    from provisioning.ledger.keys import FETCH, RUN_DIR
     from provisioning.machines.results import DEFAULT, check_place, is_url, patterns_of
-    from provisioning.renting.renter import FETCH, RUN_DIR
 
     words = fetched(given.fetch) or ledger.recall(FETCH).split() or DEFAULT
     place = ledger.recall(RUN_DIR)

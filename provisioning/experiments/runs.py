@@ -17,6 +17,7 @@ from typing import Any
 from provisioning.errors import MachineError, ProvisioningError
 from provisioning.experiments.sets import ExperimentSet, Placed
 from provisioning.experiments.trainers import Trainer, argv, environment, job_name, wanted_values
+from provisioning.ledger.keys import EXPERIMENT
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
@@ -28,7 +29,6 @@ from provisioning.renting.renters import Renters
 _POLL_S = 2.0
 _MAX_FAILED_POLLS = 30
 _MAX_NUMBER = 1 << 63
-_KEY = "experiment:"
 RUNS = "experiments"
 
 
@@ -69,7 +69,7 @@ async def run(renters: Renters, python: str, found: ExperimentSet, trainer: Trai
 
 def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
     """The recorded result of this experiment with exactly these values; None: there is none."""
-    text = ledger.recall(_KEY + job_name(trainer, placed.config))
+    text = ledger.recall(EXPERIMENT + job_name(trainer, placed.config))
     return Result(**json.loads(text)) if text else None
 
 
@@ -90,7 +90,7 @@ async def _one(renters: Renters, python: str, row: Row | None, placed: Placed, t
         result = await _trained(renters, python, row, placed, trainer)
     except ProvisioningError as error:
         result = _failed(placed, trainer, str(error))
-    renters.ledger.remember(_KEY + result.job, json.dumps(asdict(result)))
+    renters.ledger.remember(EXPERIMENT + result.job, json.dumps(asdict(result)))
     renters.say(row.name, f"{result.name} {'is done' if result.ok else f'failed: {result.trouble}'}")
     return result
 

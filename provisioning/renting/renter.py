@@ -20,6 +20,7 @@ from provisioning.errors import (
     ResultsNotFetched,
     UserError,
 )
+from provisioning.ledger.keys import FETCH, RESULTS, RUN_DIR
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.machine import Machine
 from provisioning.machines.results import fetch_results
@@ -29,8 +30,6 @@ from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
 from provisioning.renting.clock import Clock
 
-RUN_DIR, FETCH = "run_dir", "fetch"
-"""Keys in the ledger: the directory or URL of results, and which results are fetched."""
 Say = Callable[[str, str], None]
 """Prints a message to the user; arguments: the pod's name, and the text."""
 # For rounded cents. A pod that costs more than the user agreed to is given back.
@@ -293,7 +292,7 @@ class Renter:
     def _results_directory(self, row: Row) -> str:
         """The directory of this pod's results, with a suffix if an earlier pod of the same name has used it."""
         into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
-        key = f"results:{into}"
+        key = f"{RESULTS}{into}"
         if self.ledger.recall(key) not in ("", row.label):
             return f"{into}-{row.label.rpartition('-')[2]}"
         self.ledger.remember(key, row.label)

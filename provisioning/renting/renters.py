@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
+from provisioning.ledger.keys import INVENTORY, PYTHON
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.setup import Setup, set_up
@@ -25,10 +26,6 @@ from provisioning.renting.plan import Plan, candidates, plan
 from provisioning.renting.reconcile import record_strays, settle
 from provisioning.renting.renter import Patience, Renter, Say
 
-INVENTORY, PYTHON = "inventory", "python"
-"""Keys in the ledger: the inventory of the last command that used the user's own machines, and the Python of the pods
-that the last command has set up.
-"""
 _MAX_OFFERS = 4
 
 

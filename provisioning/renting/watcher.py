@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from provisioning.errors import UserError
+from provisioning.ledger.keys import WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
 from provisioning.providers.registry import Access
@@ -22,8 +23,6 @@ from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import renters
 
-WANTED, UNWATCHED = "wanted", "unwatched"
-"""Keys in the ledger: the swarm that is to be kept, and the providers that the watcher could not open."""
 _STOP_TIMEOUT_S = 5.0
 _FETCH_AHEAD_S = 300.0
 # The command that holds the lock may be extending the rental.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from provisioning.errors import Busy, ProviderError, ProvisioningError, UserError
+from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, UNWATCHED, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import secrets_of
 from provisioning.pods.row import State
@@ -26,18 +27,16 @@ from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import Renters, renters
-from provisioning.renting.watcher import UNWATCHED, WANTED, end_overdue, keep_time, needs_watcher
+from provisioning.renting.watcher import end_overdue, keep_time, needs_watcher
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import Swarm
-from provisioning.swarm.wanted import LAST_ACTION, RUN_BEGAN, Wanted
+from provisioning.swarm.wanted import Wanted
 
 _INTERVAL_S = 15.0
 _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
 _AFTER_SETUP = (State.RUNNING, State.DELETING)
 _NONE_ANSWERS = "no pod answers: this machine's own network may be down, so none is replaced for that"
-UNSET = "unset"
-"""Key in the ledger: secrets of the requested swarm that the keeper's environment lacks."""
 
 
 def watcher_lacks(ledger: Ledger, access: Access) -> bool:

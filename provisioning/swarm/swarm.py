@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from provisioning.errors import MachineError
+from provisioning.ledger.keys import DHT_POD
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.keys import write_private
@@ -34,7 +35,6 @@ from provisioning.swarm.peer import PeerNews, PeerProgress, end_of, read_progres
 _DHT_TIMEOUT_S = 120.0
 _POLL_S = 1.0
 _MAX_FAILED_POLLS = 5
-_DHT_POD = "dht_pod"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +59,17 @@ class Swarm:
 
     async def start(self) -> Failures:
         """Start the swarm, and wait until all peers are in epoch 1 or have finished. Returns the errors by pod."""
-        wanted = [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
+        set_up = [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
         progress_of: dict[str, PeerProgress] = {}
 
         async def read(row: Row) -> None:
             progress_of[row.name] = await self.progress(row)
 
-        failures = await each(wanted, read, self._say)
-        if self._ledger.recall(_DHT_POD) in failures:
+        failures = await each(set_up, read, self._say)
+        if self._ledger.recall(DHT_POD) in failures:
             # The coordinator on that pod may still run, and a second one would assign the same ranks.
             return failures
-        rows = [row for row in wanted if row.name in progress_of]
+        rows = [row for row in set_up if row.name in progress_of]
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
         # Before new peers start, since a swarm with other settings refuses them.
@@ -79,7 +79,7 @@ class Swarm:
             failures |= await each([self._dht_row(rows)], lambda row: self._join_dht(row, running), self._say)
             if not self._dht_address:
                 return failures
-            failures |= await each(missing, lambda row: self._start_peer(row, len(wanted)), self._say)
+            failures |= await each(missing, lambda row: self._start_peer(row, len(set_up)), self._say)
         waiting = [row for row in rows if row.name not in failures]
         for row in waiting:
             if row.state == State.SYNCED:
@@ -92,7 +92,7 @@ class Swarm:
         return await read_progress(machine, row.label)
 
     def _dht_row(self, rows: Sequence[Row]) -> Row:
-        known = self._ledger.recall(_DHT_POD)
+        known = self._ledger.recall(DHT_POD)
         return next((row for row in rows if row.name == known), rows[0])
 
     async def _join_dht(self, row: Row, running: Sequence[Row]) -> None:
@@ -121,7 +121,7 @@ class Swarm:
         if not key_path.exists():
             write_private(key_path, await read(remote_key))
         self._secret = await read(f"{directory}/{coordinator_file(run_id, 'swarm-secret')}")
-        self._ledger.remember(_DHT_POD, row.name)
+        self._ledger.remember(DHT_POD, row.name)
         self._dht_address = address
 
     async def _printed_address(self, machine: Machine, row: Row) -> str:

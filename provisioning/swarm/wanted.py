@@ -10,17 +10,13 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from provisioning.errors import UserError
+from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import Plan
-from provisioning.renting.watcher import WANTED
 from provisioning.swarm.swarm import SwarmOptions
 
-LAST_ACTION = "kept"
-"""Key in the ledger: the keeper's last action, as text for the user."""
-RUN_BEGAN = "run_began"
-"""Key in the ledger: Unix time at which the present run began. The budget is for pods ordered since then."""
 _EPOCH_TIMEOUT_S = 900.0
 
 

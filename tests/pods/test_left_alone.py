@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from provisioning.ledger.keys import WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.pods.row import State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
 from provisioning.renting import watcher
-from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
 from tests.support.commands import wait_until
 from tests.support.lambda_api import KEY, LambdaApi

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
+from provisioning.ledger.keys import FETCH, RUN_DIR
 from provisioning.machines.paths import PODS
 from provisioning.machines.setup import Setup, mount_of, set_up
 from provisioning.machines.ssh import Address, SshMachine
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
-from provisioning.renting.renter import FETCH, RUN_DIR, Patience
+from provisioning.renting.renter import Patience
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet, command
 from tests.support.pods_driver import source_of

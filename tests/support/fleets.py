@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from provisioning.ledger.keys import FETCH, RUN_DIR
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.results import DEFAULT
 from provisioning.machines.setup import Setup
@@ -15,7 +16,7 @@ from provisioning.pods.spec import PodSpec
 from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures
-from provisioning.renting.renter import FETCH, RUN_DIR, Patience, Renter, Say
+from provisioning.renting.renter import Patience, Renter, Say
 from provisioning.renting.renters import Renters, renters
 from provisioning.swarm.swarm import Swarm, SwarmOptions
 from tests.support.pods_driver import STAND_IN, source_of

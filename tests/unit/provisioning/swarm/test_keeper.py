@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from provisioning.errors import Busy
+from provisioning.ledger.keys import RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
@@ -20,13 +21,12 @@ from provisioning.pods.row import Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
-from provisioning.renting.watcher import WANTED
 from provisioning.swarm import keeper
 from provisioning.swarm.keeper import Fate, fate, watcher_lacks
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
-from provisioning.swarm.wanted import RUN_BEGAN, Wanted, begin_run, keep, no_longer_wanted
+from provisioning.swarm.wanted import Wanted, begin_run, keep, no_longer_wanted
 
 SPECS = [PodSpec(name=f"pod-{index}", provider="lium,lambda", max_price=3.0) for index in range(2)]
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
