@@ -11,31 +11,18 @@ from diloco.cli.pod_tables import print_offers
 from diloco.cli.pods_flags import say
 
 if TYPE_CHECKING:
-    from diloco.cli.provision import WantedPods
+    from collections.abc import Sequence
+
+    from provisioning.pods.spec import PodSpec
     from provisioning.providers.registry import Access
 
 
-async def tell_offers(wanted: WantedPods, where: Access, *, as_json: bool) -> int:
-    """Print what the providers offer that fits these flags; those that are not given exclude nothing."""
-    from provisioning.pods.spec import PodSpec
+async def tell_offers(specs: Sequence[PodSpec], where: Access, *, as_json: bool) -> int:
+    """Print what the providers offer that fits one of these specs, which are of the same providers."""
     from provisioning.providers.registry import open_provider
     from provisioning.renting.plan import objections
     from provisioning.renting.renters import offers_of
 
-    specs = [
-        PodSpec(
-            name="any",
-            provider=wanted.provider,
-            gpu_type=gpu_type,
-            gpu_count=wanted.gpu_count,
-            country=wanted.country,
-            min_upload_mbps=wanted.min_upload_mbps,
-            min_download_mbps=wanted.min_download_mbps,
-            max_price=wanted.max_price,
-            spot=True,
-        )
-        for gpu_type in wanted.gpu_types or (None,)
-    ]
     async with contextlib.AsyncExitStack() as opened:
         providers = []
         for name in specs[0].providers:

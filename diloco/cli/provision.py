@@ -63,7 +63,7 @@ app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF 
 
 
 @dataclass(frozen=True, kw_only=True)
-class WantedPods:
+class PodFlags:
     """Which pods, in the words of PodSpec. What is not given is as is usual for their provider."""
 
     pods: Count | None = None
@@ -104,17 +104,26 @@ class WantedPods:
 
         if (self.pods is None) == (self.file is None):
             raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
-        common = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("pods", "file", "gpu_type"):
-            del common[name]
         # A switch that is off is one that was not given: a table may say yes.
-        common["spot"] = self.spot or None
+        common = {**self._common(), "spot": self.spot or None}
         origin = "--pods"
         tables: list[dict[str, Any]] = [{}] * (self.pods or 0)
         if self.file is not None:
             origin = str(self.file)
             tables = tables_in(read_toml(self.file), "pods", origin)
         return specs_of(tables, origin, gpu_types=self.gpu_types, **common)
+
+    def filters(self) -> list[PodSpec]:
+        """What to list offers by: flags that are not given exclude nothing, spot machines included."""
+        from provisioning.pods.spec import PodSpec
+
+        common = {**self._common(), "name": "any", "spot": True}
+        return [PodSpec(gpu_type=gpu_type, **common) for gpu_type in self.gpu_types or (None,)]
+
+    def _common(self) -> dict[str, Any]:
+        """The fields of PodSpec that are the same for all pods."""
+        names = {item.name for item in fields(self)} - {"pods", "file", "gpu_type"}
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +140,13 @@ class Care:
     """If there are too few offers, wait and try again instead of giving up."""
 
 
-NOT_SAID, CARE = WantedPods(), Care()
+NOT_SAID, CARE = PodFlags(), Care()
 
 
 @app.default
 def provision(
     *peer_flags: Annotated[str, Parameter(show=False)],
-    wanted: Annotated[WantedPods, Parameter(name="*", group="Pods")] = NOT_SAID,
+    which: Annotated[PodFlags, Parameter(name="*", group="Pods")] = NOT_SAID,
     offers: Switch = False,
     plan: Switch = False,
     yes: Yes = False,
@@ -183,8 +192,8 @@ def provision(
     if offers:
         from diloco.cli.offers import tell_offers
 
-        return run(tell_offers(wanted, where, as_json=as_json))
-    specs, setup = wanted.specs(), given.setup()
+        return run(tell_offers(which.filters(), where, as_json=as_json))
+    specs, setup = which.specs(), given.setup()
     check_peer_flags(peer_flags, setup)
     to_fetch = results_of(ledger, given, run_id)
     stops = False if deploy_only else care.idle_stop
@@ -293,11 +302,12 @@ def down(
     A pod whose results cannot be fetched is given back only if you say so.
     """
     from provisioning.errors import Busy
+    from provisioning.ledger.keys import WANTED
     from provisioning.renting import watcher
     from provisioning.swarm.wanted import no_longer_wanted
 
     ledger = opened_existing(state_file)
-    words, wanted = fetched(fetch), ledger.recall(watcher.WANTED)
+    words, kept = fetched(fetch), ledger.recall(WANTED)
     was_empty = not ledger.rows()
     no_longer_wanted(ledger, names)
     if not names:
@@ -306,7 +316,7 @@ def down(
     try:
         code = locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
     except Busy:
-        ledger.remember(watcher.WANTED, wanted)
+        ledger.remember(WANTED, kept)
         raise
     finally:
         # Also where it was another command's turn, or somebody interrupted it: what is left has its end.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.cli.provision import WantedPods
+from diloco.cli.provision import PodFlags
 from diloco.errors import UserError
 from provisioning.errors import UserError as ProvisioningUserError
 
 
 def asked(**flags):
-    return [(spec.name, spec.provider, spec.gpu_type, spec.gpu_count) for spec in WantedPods(**flags).specs()]
+    return [(spec.name, spec.provider, spec.gpu_type, spec.gpu_count) for spec in PodFlags(**flags).specs()]
 
 
 def test_pods_on_this_machine_are_of_one_process_unless_a_gpu_type_says_otherwise():
