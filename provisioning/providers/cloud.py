@@ -19,8 +19,22 @@ class Cloud(Provider):
 
     listens_on = "0.0.0.0"
 
-    def __init__(self, ssh_key: Path) -> None:
+    key_env: str
+    """Environment variable of the API key."""
+    keys_at: str
+    """Web page where users create API keys."""
+    url: str
+    """URL of its API. An environment variable overrides it: `base_url_env`."""
+
+    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
+        """Raises UserError if the API key is missing or invalid."""
         self._ssh_key = ssh_key
+        self._key = _api_key(environment, self.key_env, self.keys_at)
+        self._url = environment.get(self.base_url_env(), self.url).rstrip("/")
+
+    @classmethod
+    def base_url_env(cls) -> str:
+        return cls.key_env.replace("API_KEY", "BASE_URL")
 
     async def machine(self, pod: Pod, host_key: str) -> Machine:
         return SshMachine(
@@ -50,7 +64,7 @@ def check_programs() -> None:
             raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
 
 
-def api_key(environment: Mapping[str, str], name: str, url: str) -> str:
+def _api_key(environment: Mapping[str, str], name: str, url: str) -> str:
     """The API key in variable `name`; users get one at `url`. Raises UserError, without the key, if it is invalid."""
     # Files with Windows line ends leave a carriage return at the end.
     key = environment.get(name, "").strip()

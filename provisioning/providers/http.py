@@ -21,7 +21,7 @@ from provisioning.errors import (
     UserError,
 )
 from provisioning.pods.pod import Pod
-from provisioning.providers.cloud import Cloud, api_key
+from provisioning.providers.cloud import Cloud
 
 if TYPE_CHECKING:
     import httpx
@@ -51,12 +51,6 @@ class HttpCloud(Cloud):
 
     title: str
     """Its name in messages."""
-    url: str
-    """URL of its API. An environment variable overrides it: `key_env` with BASE_URL in place of API_KEY."""
-    key_env: str
-    """Environment variable of the API key."""
-    keys_at: str
-    """Web page where users create API keys."""
     pod_path: str
     """Path of one pod in the API, with {} for its id."""
     interval_s = 0.0
@@ -65,10 +59,7 @@ class HttpCloud(Cloud):
     """Minimum time between two orders, in seconds."""
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
-        """Raises UserError if the API key is missing or invalid."""
-        super().__init__(ssh_key)
-        self._key = api_key(environment, self.key_env, self.keys_at)
-        self._url = environment.get(self.key_env.replace("API_KEY", "BASE_URL"), self.url).rstrip("/")
+        super().__init__(environment, ssh_key)
         self._client: httpx.AsyncClient | None = None
         self._lock, self._next_at, self._next_order_at = asyncio.Lock(), 0.0, 0.0
 
@@ -77,12 +68,13 @@ class HttpCloud(Cloud):
     def refusal(status: int, body: Any) -> tuple[str, type[ProvisioningError] | None]:
         """The message in an error answer, and its meaning in this API; None: the HTTP status decides.
 
-        Meanings: UserError (key, balance, quota), NoCapacity (for orders), NotFound. May raise any exception if the
-        body's form is unknown.
+        Return an empty message unless the body is of the API's own form, or raise any exception: a 404 without a
+        message is taken for a gateway's, which proves nothing about a pod. Meanings: UserError (key, balance, quota),
+        NoCapacity (for orders), NotFound.
         """
 
     @abstractmethod
-    def pod_in(self, answer: Any) -> Pod | None:
+    def pod_in(self, found: Any) -> Pod | None:
         """The pod in an answer; None if it has been deleted."""
 
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:

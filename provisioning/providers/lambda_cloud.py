@@ -43,8 +43,23 @@ class LambdaProvider(HttpCloud):
         message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
         return message or code, next((kind for part, kind in _KINDS.items() if part in code), None)
 
-    def pod_in(self, answer: Any) -> Pod | None:
-        return _pod(answer, self.user)
+    def pod_in(self, found: Any) -> Pod | None:
+        if found.get("status") in _GONE:
+            return None
+        status, kind = str(found.get("status", "")), found.get("instance_type") or {}
+        price = kind.get("price_cents_per_hour")
+        return Pod(
+            id=id_in(found["id"]),
+            label=str(found.get("name") or ""),
+            is_ready=status == "active" and bool(found.get("ip")),
+            failure=f"Lambda says that it is {status}" if status in {"unhealthy", *_LEAVING} else "",
+            gpu_count=(kind.get("specs") or {}).get("gpus"),
+            price_per_hour=None if price is None else price / 100,
+            host=str(found.get("ip") or ""),
+            user=self.user,
+            # The user has to open them in the account's firewall, which by default allows SSH only.
+            ports=tuple((port, port) for port in PORTS),
+        )
 
     async def offers(self) -> list[Offer]:
         return _offers(await self.request("GET", "/instance-types"))
@@ -63,7 +78,7 @@ class LambdaProvider(HttpCloud):
 
     async def pods(self) -> Listing:
         data = await self.request("GET", "/instances")
-        return Listing(pods=[pod for one in data if (pod := _pod(one, self.user)) is not None])
+        return Listing(pods=[pod for one in data if (pod := self.pod_in(one)) is not None])
 
     async def delete(self, pod_id: str) -> None:
         await self.request("POST", "/instance-operations/terminate", {"instance_ids": [pod_id]})
@@ -99,26 +114,6 @@ def _offers(data: Mapping[str, Any]) -> list[Offer]:
         for name, found in data.items()
         for region in found.get("regions_with_capacity_available", ())
     ]
-
-
-def _pod(found: Mapping[str, Any], user: str) -> Pod | None:
-    if found.get("status") in _GONE:
-        return None
-    status, kind = str(found.get("status", "")), found.get("instance_type") or {}
-    price = kind.get("price_cents_per_hour")
-    return Pod(
-        id=id_in(found["id"]),
-        label=str(found.get("name") or ""),
-        is_ready=status == "active" and bool(found.get("ip")),
-        failure=f"Lambda says that it is {status}" if status in {"unhealthy", *_LEAVING} else "",
-        gpu_count=(kind.get("specs") or {}).get("gpus"),
-        price_per_hour=None if price is None else price / 100,
-        host=str(found.get("ip") or ""),
-        ssh_port=int(found.get("ssh_port") or 22),
-        user=user,
-        # The user has to open them in the account's firewall, which by default allows SSH only.
-        ports=tuple((port, port) for port in PORTS),
-    )
 
 
 def _country(region: str) -> str | None:

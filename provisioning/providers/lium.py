@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
 from provisioning.pods.pod import PORTS, Listing, Offer, Pod, id_in
 from provisioning.pods.row import Row
-from provisioning.providers.cloud import Cloud, api_key
+from provisioning.providers.cloud import Cloud
 
 if TYPE_CHECKING:
     from lium import Lium
 
 T = TypeVar("T")
 
-KEY_ENV = "LIUM_API_KEY"
 _SSH_PORT = 22
 _MAX_HOURS = 720
 _GONE = {"DELETED", "TERMINATED"}
@@ -32,6 +31,10 @@ _FAILED = {"FAILED", "STOPPED", "DELETED", "TERMINATED", "ERROR", "BROKEN"}
 
 class LiumProvider(Cloud):
     name = "lium"
+    key_env = "LIUM_API_KEY"
+    keys_at = "https://lium.io"
+    url = ""
+    """The client knows it."""
     repeatable = True
     settle_s = 30.0
     doubt_s = 600.0
@@ -39,8 +42,7 @@ class LiumProvider(Cloud):
     takes = ("image", "volume_id")
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
-        super().__init__(ssh_key)
-        key = api_key(environment, KEY_ENV, "https://lium.io")
+        super().__init__(environment, ssh_key)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -49,8 +51,8 @@ class LiumProvider(Cloud):
             raise UserError(
                 "--provider lium needs the package lium.io: pip install 'diloco[pods]'."
             ) from error
-        base_url = environment.get("LIUM_BASE_URL")
-        config = Config(api_key=key, ssh_key_path=ssh_key, **({"base_url": base_url} if base_url else {}))
+        more = {"base_url": self._url} if self._url else {}
+        config = Config(api_key=self._key, ssh_key_path=ssh_key, **more)
         self._client: Lium = Lium(config)
         # The client is not documented to be thread-safe.
         self._lock = asyncio.Lock()
@@ -167,7 +169,8 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
 
 def _refused(error: Exception) -> UserError:
     return UserError(
-        f"Lium: {error}. Nothing was rented; check the key in {KEY_ENV}, its budget, and the account's balance."
+        f"Lium: {error}. Nothing was rented; check the key in {LiumProvider.key_env}, its budget, and the "
+        "account's balance."
     )
 
 

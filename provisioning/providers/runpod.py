@@ -14,7 +14,7 @@ from provisioning.providers.http import HttpCloud
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
 _DISK_GB = 100
 _COUNTS = (1, 2, 4, 8)
-_CLOUDS = ("SECURE", "COMMUNITY")
+_POOLS = ("SECURE", "COMMUNITY")
 _SSH_PORT = 22
 _GONE = {"TERMINATED"}
 # A stopped pod still costs money for its disk.
@@ -37,19 +37,38 @@ class RunPodProvider(HttpCloud):
         # By its documentation, 400 also means no capacity, and 403 a pool that this account may not use.
         return message, NoCapacity if status in (400, 403) else None
 
-    def pod_in(self, answer: Any) -> Pod | None:
-        return _pod(answer)
+    def pod_in(self, found: Any) -> Pod | None:
+        if found.get("status") in _GONE:
+            return None
+        status, direct = str(found.get("status", "")), (found.get("ssh") or {}).get("direct") or {}
+        opened = {
+            int(port["private"]): int(port["public"])
+            for port in (found.get("runtime") or {}).get("ports") or ()
+            if port.get("type") == "tcp" and port.get("public")
+        }
+        return Pod(
+            id=id_in(found["id"]),
+            label=str(found.get("name") or ""),
+            is_ready=status == "RUNNING" and bool(direct) and all(port in opened for port in PORTS),
+            failure=f"RunPod says that it is {status}" if status in _FAILED else "",
+            gpu_count=(found.get("gpu") or {}).get("count"),
+            price_per_hour=None if found.get("cost") is None else float(found["cost"]),
+            host=str(direct.get("host") or ""),
+            ssh_port=int(direct.get("port") or _SSH_PORT),
+            user=str(direct.get("username") or "root"),
+            ports=tuple((port, opened[port]) for port in PORTS if port in opened),
+        )
 
     async def offers(self) -> list[Offer]:
         """Asks for each number of GPUs: the price per GPU is the same, but the availability differs."""
         found: list[Offer] = []
-        for cloud in _CLOUDS:
+        for pool in _POOLS:
             for count in _COUNTS:
                 query = urlencode(
-                    {"include": "AVAILABILITY", "product": "POD", "cloud": cloud, "count": count}
+                    {"include": "AVAILABILITY", "product": "POD", "cloud": pool, "count": count}
                 )
                 answer = await self.request("GET", f"/catalog/gpus?{query}")
-                found += [offer for kind in answer["gpus"] for offer in _offers(kind, cloud, count)]
+                found += [offer for kind in answer["gpus"] for offer in _offers(kind, pool, count)]
         return found
 
     async def create(self, row: Row) -> str:
@@ -72,12 +91,12 @@ class RunPodProvider(HttpCloud):
 
     async def pods(self) -> Listing:
         answer = await self.request("GET", "/pods")
-        return Listing(pods=[pod for one in answer["pods"] if (pod := _pod(one)) is not None])
+        return Listing(pods=[pod for one in answer["pods"] if (pod := self.pod_in(one)) is not None])
 
 
-def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
-    """One offer per data centre with `count` GPUs of this kind; without data centres, one for the whole cloud."""
-    which = cloud.lower()
+def _offers(kind: Mapping[str, Any], pool: str, count: int) -> list[Offer]:
+    """One offer per data centre with `count` GPUs of this kind; without data centres, one for the whole pool."""
+    which = pool.lower()
     if not kind[which] or count > kind["maxCount"][which] or kind.get("availability", "NONE") == "NONE":
         return []
     listed = kind.get("dataCenters") or [{"id": "", "name": None, "availability": kind["availability"]}]
@@ -91,7 +110,7 @@ def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
             country=_country(place["id"]),
             city=place.get("name"),
             num_available=MANY,
-            details={"gpu": kind["id"], "cloud": cloud, "data_center": place["id"]},
+            details={"gpu": kind["id"], "cloud": pool, "data_center": place["id"]},
         )
         for place in listed
         if place.get("availability", "NONE") != "NONE"
@@ -103,26 +122,3 @@ def _country(data_center: str) -> str | None:
     parts = data_center.split("-")
     word = parts[0] if parts[0] in ("US", "CA") else (parts[1] if len(parts) > 1 else "")
     return word if len(word) == 2 else None
-
-
-def _pod(found: Mapping[str, Any]) -> Pod | None:
-    if found.get("status") in _GONE:
-        return None
-    status, direct = str(found.get("status", "")), (found.get("ssh") or {}).get("direct") or {}
-    opened = {
-        int(port["private"]): int(port["public"])
-        for port in (found.get("runtime") or {}).get("ports") or ()
-        if port.get("type") == "tcp" and port.get("public")
-    }
-    return Pod(
-        id=id_in(found["id"]),
-        label=str(found.get("name") or ""),
-        is_ready=status == "RUNNING" and bool(direct) and all(port in opened for port in PORTS),
-        failure=f"RunPod says that it is {status}" if status in _FAILED else "",
-        gpu_count=(found.get("gpu") or {}).get("count"),
-        price_per_hour=None if found.get("cost") is None else float(found["cost"]),
-        host=str(direct.get("host") or ""),
-        ssh_port=int(direct.get("port") or _SSH_PORT),
-        user=str(direct.get("username") or "root"),
-        ports=tuple((port, opened[port]) for port in PORTS if port in opened),
-    )

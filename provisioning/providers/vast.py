@@ -40,8 +40,8 @@ class VastProvider(HttpCloud):
             return message, NoCapacity
         return message, UserError if "credit" in code else None
 
-    def pod_in(self, answer: Any) -> Pod | None:
-        return None if answer["instances"] is None else _pod(answer["instances"], self.user)
+    def pod_in(self, found: Any) -> Pod | None:
+        return None if found["instances"] is None else _pod(found["instances"], self.user)
 
     async def offers(self) -> list[Offer]:
         """On-demand offers of verified hosts with enough open ports for a peer and a DHT."""

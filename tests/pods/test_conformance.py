@@ -106,7 +106,7 @@ def _of_cloud(name: str, stack: ExitStack, directory: Path) -> Kind:
     api: Any = stack.enter_context(known.make_api([host]))
 
     def opened(**changes: str) -> Provider:
-        return known.make_provider({**api.environment, **changes}, key)
+        return known.provider({**api.environment, **changes}, key)
 
     return Kind(name, opened, api)
 
@@ -155,15 +155,8 @@ def test_a_404_that_is_not_of_the_api_is_no_word_on_a_pod(cloud):
     """As of a gateway whose routes are being changed."""
     order = cloud.order()
     pod_id = cloud.run(lambda provider: provider.create(order))
-    one = {
-        "lium": "GET /pods/",
-        "lambda": "GET /instances/",
-        "runpod": "GET /pods/",
-        "vast": "GET /v0/instances/",
-    }
-    cloud.api.faults.append(
-        Fault(one[cloud.name], 404, error={"message": "no Route matched with those values"})
-    )
+    error = {"message": "no Route matched with those values"}
+    cloud.api.faults.append(Fault(CLOUDS[cloud.name].shows, 404, error=error))
     with pytest.raises(Unavailable):
         cloud.run(lambda provider: provider.find(pod_id))
     assert cloud.run(lambda provider: provider.find(pod_id)) is not None
@@ -185,6 +178,18 @@ async def _is_repeatable(provider: Provider) -> bool:
     return provider.repeatable
 
 
+def test_every_page_of_a_list_of_pods_is_read(cloud):
+    # Two pods on the one machine that there is.
+    cloud.api.free_hosts *= 2
+    ids = set()
+    for _ in range(2):
+        order = cloud.order()
+        ids.add(cloud.run(lambda provider, order=order: provider.create(order)))
+    assert {pod.id for pod in cloud.run(lambda provider: provider.pods()).pods} == ids and len(ids) == 2
+    for pod_id in ids:
+        cloud.run(lambda provider, pod_id=pod_id: provider.destroy(pod_id))
+
+
 def test_an_end_is_kept_where_the_provider_says_that_it_keeps_time(kind):
     order = kind.order()
     pod_id = kind.run(lambda provider: provider.create(order))
@@ -202,7 +207,7 @@ def test_an_end_is_kept_where_the_provider_says_that_it_keeps_time(kind):
 
 def test_what_was_offered_and_is_not_there_any_more_is_no_capacity_and_makes_nothing(cloud):
     order = cloud.order()
-    CLOUDS[cloud.name].take_all(cloud.api)
+    cloud.api.free_hosts.clear()
     with pytest.raises(NoCapacity):
         cloud.run(lambda provider: provider.create(order))
     assert cloud.run(lambda provider: provider.pods()).pods == []
@@ -245,18 +250,20 @@ def test_a_provider_that_is_busy_or_broken_is_asked_again_later(cloud, code):
 
 
 def test_a_wrong_key_is_said_and_not_shown_and_rents_nothing(cloud):
-    key = {CLOUDS[cloud.name].key: "a-wrong-key"}
+    key_env = CLOUDS[cloud.name].provider.key_env
     order = cloud.order()
     for work in (lambda provider: provider.pods(), lambda provider: provider.create(order)):
-        with pytest.raises(UserError, match=CLOUDS[cloud.name].key) as caught:
-            cloud.run(work, **key)
+        with pytest.raises(UserError, match=key_env) as caught:
+            cloud.run(work, **{key_env: "a-wrong-key"})
         assert "a-wrong-key" not in str(caught.value)
     assert cloud.run(lambda provider: provider.pods()).pods == []
 
 
 def test_where_nobody_listens_nothing_was_tried_or_nobody_knows(cloud):
     order = cloud.order()
-    away = {CLOUDS[cloud.name].url: f"http://127.0.0.1:{free_ports(1)[0]}{cloud.api.prefix}"}
+    away = {
+        CLOUDS[cloud.name].provider.base_url_env(): f"http://127.0.0.1:{free_ports(1)[0]}{cloud.api.prefix}"
+    }
     with pytest.raises(Unavailable):
         cloud.run(lambda provider: provider.pods(), **away)
     with pytest.raises((Unavailable, OutcomeUnknown)):

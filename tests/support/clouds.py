@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from provisioning.pods.pod import Pod
+from provisioning.providers.cloud import Cloud
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.lium import LiumProvider
-from provisioning.providers.protocol import Provider
 from provisioning.providers.runpod import RunPodProvider
 from provisioning.providers.vast import VastProvider
 from tests.support.http_api import HttpApi
@@ -20,22 +20,16 @@ from tests.support.runpod_api import RunPodApi
 from tests.support.vast_api import VastApi
 
 
-@dataclass(frozen=True)
-class Cloud:
-    """One of them, and the requests that tests spoil."""
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """One of them, and the beginnings of the requests that tests spoil."""
 
     make_api: Callable[..., HttpApi]
-    make_provider: Callable[[dict[str, str], Path], Provider]
-    key: str
-    url: str
+    provider: type[Cloud]
     orders: str
     lists: str
-    take_all: Callable[[Any], None]
-    """Nothing of what was offered can be had any more."""
-
-
-def _take_hosts(api: Any) -> None:
-    api.free_hosts.clear()
+    shows: str
+    """The request for one pod, without its id."""
 
 
 def _lium(hosts: Any) -> HttpApi:
@@ -43,10 +37,14 @@ def _lium(hosts: Any) -> HttpApi:
 
 
 class LoopbackLambda(LambdaProvider):
-    """As fast as loopback allows; the API's own limits are tested apart."""
+    """As fast as loopback allows; the API's own limits are tested apart. Machines on loopback differ by their ports."""
 
     interval_s = order_interval_s = 0.0
     user = getpass.getuser()
+
+    def pod_in(self, found: Any) -> Pod | None:
+        pod = super().pod_in(found)
+        return pod and replace(pod, ssh_port=found.get("ssh_port", 22))
 
 
 class LoopbackVast(VastProvider):
@@ -54,19 +52,32 @@ class LoopbackVast(VastProvider):
 
 
 CLOUDS = {
-    "lium": Cloud(
-        _lium, LiumProvider, "LIUM_API_KEY", "LIUM_BASE_URL", "POST /executors/", "GET /pods", _take_hosts
+    "lium": Emulated(
+        make_api=_lium,
+        provider=LiumProvider,
+        orders="POST /executors/",
+        lists="GET /pods",
+        shows="GET /pods/",
     ),
-    "lambda": Cloud(
-        *(LambdaApi, LoopbackLambda, "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"),
-        *("POST /instance-operations/launch", "GET /instances", _take_hosts),
+    "lambda": Emulated(
+        make_api=LambdaApi,
+        provider=LoopbackLambda,
+        orders="POST /instance-operations/launch",
+        lists="GET /instances",
+        shows="GET /instances/",
     ),
-    "runpod": Cloud(
-        *(RunPodApi, RunPodProvider, "RUNPOD_API_KEY", "RUNPOD_BASE_URL"),
-        *("POST /pods", "GET /pods", _take_hosts),
+    "runpod": Emulated(
+        make_api=RunPodApi,
+        provider=RunPodProvider,
+        orders="POST /pods",
+        lists="GET /pods",
+        shows="GET /pods/",
     ),
-    "vast": Cloud(
-        *(VastApi, LoopbackVast),
-        *("VAST_API_KEY", "VAST_BASE_URL", "PUT /v0/asks/", "GET /v1/instances/", _take_hosts),
+    "vast": Emulated(
+        make_api=VastApi,
+        provider=LoopbackVast,
+        orders="PUT /v0/asks/",
+        lists="GET /v1/instances/",
+        shows="GET /v0/instances/",
     ),
 }

@@ -82,6 +82,8 @@ class LambdaApi(HttpApi):
         return {"data": data}
 
     def _add_key(self, body: dict[str, Any]) -> dict[str, Any]:
+        if any(key["name"] == body["name"] for key in self.keys):
+            raise Refusal(400, "global/duplicate", "SSH key name already in use.")
         made = {**body, "id": uuid.uuid4().hex}
         self.keys.append(made)
         return made
@@ -134,4 +136,5 @@ class LambdaApi(HttpApi):
             return {**shown, "status": "booting"}
         shown |= {"status": "active", "ip": host.address}
         # Machines on loopback share one address; the real ones have their own, and answer on port 22.
-        return shown if host.port == 22 else {**shown, "ssh_port": host.port}
+        # Only LoopbackLambda reads it.
+        return {**shown, "ssh_port": host.port}
