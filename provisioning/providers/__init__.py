@@ -13,9 +13,9 @@ To add a cloud:
    price, so that a pod other than the ordered one is noticed. Lists that come in pages are read to the end.
 2. Add its line to `_CLOUDS` in registry.py, and update the help texts with `python -m diloco.cli.reference`.
 3. Add an emulator of its API to tests/support, based on http_api.py, and its entry to CLOUDS in
-   tests/support/clouds.py. It has to pass `pytest tests/pods/test_conformance.py --exhaustive -k NAME`. Add the API's error answers to CASES in
-   tests/unit/provisioning/providers/test_http.py. What no other cloud does, such as Lium's rental ends, needs tests of
-   its own in tests/pods/test_NAME.py.
+   tests/support/clouds.py. It has to pass `pytest tests/pods/test_conformance.py --exhaustive -k NAME`. Add the API's
+   error answers to CASES in tests/unit/provisioning/providers/test_http.py. What no other cloud does, such as Lium's
+   rental ends, needs tests of its own in tests/pods/test_NAME.py.
 4. Add a row to the table in docs/tutorials/gpu-pods.md, its name to README.md, and a line to CHANGELOG.md.
 
 tests/unit/provisioning/providers/test_registry.py fails while the entry of step 3, or the guide or README of step 4, is
