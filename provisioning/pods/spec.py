@@ -43,7 +43,7 @@ class PodSpec:
     """Hours after which the pod is given back automatically; None: never."""
     min_upload_mbps: Figure | None = None
     min_download_mbps: Figure | None = None
-    provider: Annotated[str, Meta(min_length=1)] = "lium"
+    provider: Annotated[str, Meta(min_length=1)]
     """One name, or several separated by commas: then the cheapest fitting offer of all is taken."""
     max_price: Figure | None = None
     """Dollars per hour for the whole pod."""

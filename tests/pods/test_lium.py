@@ -57,7 +57,7 @@ def fleet(tmp_path: Path, api: LiumApi) -> TestFleet:
 
 
 def one(name: str = "pod-0", **changes) -> PodSpec:
-    return PodSpec(name=name, **{"gpu_type": "A100", "gpu_count": 1, **changes})
+    return PodSpec(provider="lium", name=name, **{"gpu_type": "A100", "gpu_count": 1, **changes})
 
 
 def rents(api: LiumApi) -> list[dict]:

@@ -18,7 +18,7 @@ from provisioning.swarm.status import Overview, Status
 OFFER = Offer(id="o", provider="vast", gpu_type="A100", gpu_count=1, price_per_hour=1.0)
 ROW = Row(
     **{"name": "pod-0", "label": "l", "state": State.RUNNING, "provider_id": "id", "offer": OFFER},
-    **{"spec": PodSpec(name="pod-0"), "asked_at": 0.0, "ends_at": None},
+    **{"spec": PodSpec(provider="lium", name="pod-0"), "asked_at": 0.0, "ends_at": None},
 )
 
 
@@ -28,7 +28,7 @@ def test_brackets_in_untrusted_text_are_no_markup(text, monkeypatch, capsys):
     offer = replace(OFFER, gpu_type=text)
     print_offers([offer])
     print_offers([replace(OFFER, city=text)])
-    spec = PodSpec(name="pod-0")
+    spec = PodSpec(provider="lium", name="pod-0")
     print_plan(Plan(create=(Creation(spec, offer),), keep=(), destroy=()), to_stderr=False)
     print_plan(Plan(create=(), keep=(), destroy=(Removal(ROW, text),)), to_stderr=False)
     print_status(Overview([Status(ROW, True, text)], {}))

@@ -30,7 +30,7 @@ OFFER = Offer(
 
 def test_prices_are_whole_on_a_terminal_of_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    spec = PodSpec(name="multi-dataset-0", ttl_hours=8)
+    spec = PodSpec(provider="lium", name="multi-dataset-0", ttl_hours=8)
     print_plan(Plan(create=(Creation(spec, OFFER),), keep=(), destroy=()), to_stderr=False)
     shown = capsys.readouterr().out
     assert "1234.56" in shown and "9876.48" in shown
@@ -50,7 +50,7 @@ def kept(tmp_path, *, hours):
     """A plan that keeps one pod for 2 $/h, ordered an hour ago."""
     now = time.time()
     ends_at = None if hours is None else now + (hours - 1) * 3600
-    spec = PodSpec(name="pod-0", ttl_hours=hours)
+    spec = PodSpec(provider="lium", name="pod-0", ttl_hours=hours)
     offer = replace(OFFER, price_per_hour=2.0)
     row = Ledger(tmp_path / "pods.sqlite").add(spec, offer, now=now - 3600, ends_at=ends_at)
     return Plan(create=(), keep=(row,), destroy=())
@@ -59,7 +59,7 @@ def kept(tmp_path, *, hours):
 def test_pods_that_are_kept_cost_until_their_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     agreed = kept(tmp_path, hours=6)
-    new = replace(agreed, create=(Creation(PodSpec(name="new", ttl_hours=1), OFFER),))
+    new = replace(agreed, create=(Creation(PodSpec(provider="lium", name="new", ttl_hours=1), OFFER),))
     print_plan(new, to_stderr=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[2][-3:] == ["2.00", "5.0", "10.00"]
@@ -74,7 +74,7 @@ def test_the_status_has_its_figures_whole_on_a_terminal_of_80_columns(monkeypatc
     offer = replace(OFFER, price_per_hour=12.34)
     row = Row(
         **{"name": "pod-0", "label": "l", "state": State.RUNNING, "provider_id": "id", "offer": offer},
-        **{"spec": PodSpec(name="pod-0"), "asked_at": 0.0, "ends_at": None},
+        **{"spec": PodSpec(provider="lium", name="pod-0"), "asked_at": 0.0, "ends_at": None},
     )
     look = PeerProgress(JobState(False, 0), epoch=120, step=12_345, tokens=84_992)
     pod = Status(row, True, "finished", look, dollars=123.45)

@@ -20,7 +20,7 @@ from provisioning.pods.pod import Offer
 from provisioning.pods.spec import PodSpec
 
 offer = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=9.0)
-agreed = Plan(create=(Creation(PodSpec(name="pod-0"), offer),), keep=(), destroy=())
+agreed = Plan(create=(Creation(PodSpec(provider="lium", name="pod-0"), offer),), keep=(), destroy=())
 
 async def main():
     try:

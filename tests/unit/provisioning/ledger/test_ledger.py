@@ -11,7 +11,7 @@ from provisioning.pods.pod import Offer, Pod
 from provisioning.pods.row import State, may_follow
 from provisioning.pods.spec import PodSpec
 
-SPEC = PodSpec(name="pod-0", gpu_count=1, ttl_hours=2)
+SPEC = PodSpec(provider="lium", name="pod-0", gpu_count=1, ttl_hours=2)
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=1, price_per_hour=3.0, details={"a": [1]})
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_has_lost_its_end_is_named(tmp_path, num_lost):
     path = tmp_path / "pods.sqlite"
     ledger = Ledger(path)
     for index in range(60):
-        ledger.add(PodSpec(name=f"pod-{index}"), OFFER, now=0.0, ends_at=None)
+        ledger.add(PodSpec(provider="lium", name=f"pod-{index}"), OFFER, now=0.0, ends_at=None)
     ledger.close()
     content = path.read_bytes()
     assert len(content) > 51000

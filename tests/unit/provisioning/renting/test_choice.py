@@ -43,7 +43,11 @@ specs = st.lists(
         }
     ),
     max_size=4,
-).map(lambda found: [PodSpec(name=f"pod-{index}", **values) for index, values in enumerate(found)])
+).map(
+    lambda found: [
+        PodSpec(provider="lium", name=f"pod-{index}", **values) for index, values in enumerate(found)
+    ]
+)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_a_gpu_goes_by_its_usual_name(wanted, offered, answer):
 
 
 def test_asked_for_one_gpu_eight_are_no_answer():
-    spec = PodSpec(name="pod-0", gpu_count=1)
+    spec = PodSpec(provider="lium", name="pod-0", gpu_count=1)
     assert objections(spec, offer()) == ["8 GPUs, not 1"]
     with pytest.raises(UserError, match=r"8 GPUs, not 1.*Nothing was rented"):
         assign([spec], [offer()])
@@ -74,16 +78,19 @@ def test_asked_for_one_gpu_eight_are_no_answer():
 
 def test_over_the_price_limit_there_is_nothing():
     with pytest.raises(UserError, match=r"dearer than 5 \$/h"):
-        assign([PodSpec(name="pod-0", max_price=5)], [offer()])
+        assign([PodSpec(provider="lium", name="pod-0", max_price=5)], [offer()])
 
 
 def test_an_unknown_bandwidth_is_not_enough():
-    assert objections(PodSpec(name="p", min_upload_mbps=500), offer()) == ["upload unknown"]
+    assert objections(PodSpec(provider="lium", name="p", min_upload_mbps=500), offer()) == ["upload unknown"]
 
 
 def test_who_is_less_choosy_leaves_the_only_fitting_offer_to_the_other():
     cheap, dear = offer("cheap", country="NL", price_per_hour=1), offer("dear", price_per_hour=2)
-    found = assign([PodSpec(name="any"), PodSpec(name="dutch", country="NL")], [cheap, dear])
+    found = assign(
+        [PodSpec(provider="lium", name="any"), PodSpec(provider="lium", name="dutch", country="NL")],
+        [cheap, dear],
+    )
     assert {name: offer.id for name, offer in found.items()} == {"any": "dear", "dutch": "cheap"}
 
 

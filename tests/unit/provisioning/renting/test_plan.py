@@ -14,7 +14,7 @@ OFFERS = [
     Offer(id=f"o{number}", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=number + 1.0)
     for number in range(4)
 ]
-SPECS = [PodSpec(name=f"pod-{index}", ttl_hours=2) for index in range(3)]
+SPECS = [PodSpec(provider="lium", name=f"pod-{index}", ttl_hours=2) for index in range(3)]
 
 
 def row(spec: PodSpec, state: State = State.RUNNING, price: float = 5.0) -> Row:
@@ -77,4 +77,4 @@ def test_what_was_only_planned_is_chosen_anew():
 
 def test_if_one_pod_cannot_be_had_there_is_no_plan_at_all():
     with pytest.raises(UserError, match="pod-3"):
-        plan([*SPECS, PodSpec(name="pod-3", gpu_type="H100")], [], OFFERS)
+        plan([*SPECS, PodSpec(provider="lium", name="pod-3", gpu_type="H100")], [], OFFERS)

@@ -16,7 +16,7 @@ OFFER = Offer(id="o", provider="p", gpu_type="A100", gpu_count=1, price_per_hour
 def row(name: str = "pod-0", state: State = State.RUNNING, pod_id: str | None = "id", **values) -> Row:
     common = {
         "label": f"diloco-{OWNER}-{name}-1",
-        "spec": PodSpec(name=name),
+        "spec": PodSpec(provider="lium", name=name),
         "offer": OFFER,
         "asked_at": 0.0,
         "ends_at": None,

@@ -367,11 +367,16 @@ def test_what_was_agreed_on_is_kept_where_it_costs_money_and_replaced_for_half_m
         keep(ledger, agreed, setup, options, **{"replaces": False, "stops": None, **care})
         return Wanted.read(ledger)
 
-    found = kept(PodSpec(name="any"), PodSpec(name="cheap", max_price=2.5), price=2.0, replaces=True)
+    found = kept(
+        PodSpec(provider="lium", name="any"),
+        PodSpec(provider="lium", name="cheap", max_price=2.5),
+        price=2.0,
+        replaces=True,
+    )
     assert found is not None and [spec.max_price for spec in found.specs] == [3.0, 2.5]
     assert found.replaces and found.stops_when_idle
-    assert kept(PodSpec(name="any"), price=2.0, stops=False) is None
-    assert kept(PodSpec(name="free"), price=0.0) is None
+    assert kept(PodSpec(provider="lium", name="any"), price=2.0, stops=False) is None
+    assert kept(PodSpec(provider="lium", name="free"), price=0.0) is None
     ledger.close()
 
 
