@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from diloco.rl import rollout_checks
 from diloco.rl.rollout_checks import RolloutChecks
 
 
@@ -38,12 +39,16 @@ def test_nobody_is_left_out_for_old_policies_where_weights_change_fast(checks):
 def test_a_few_odd_completions_prove_nothing(checks):
     differ(checks, "x", *[5.0] * 7)
     assert not checks.cheats()
+    # Nor do they excuse anybody else.
+    differ(checks, "y", *[3.0] * 8)
+    assert list(checks.cheats()) == ["y"]
 
 
+@pytest.mark.parametrize("forged", [(0.0, 0.0), (1.0, 1.0)], ids=["the first score", "the second"])
 @pytest.mark.parametrize(("num_false", "is_cheat"), [(0, False), (2, False), (4, True), (10, True)])
-def test_forged_rewards_are_found_where_they_are_more_than_some(checks, num_false, is_cheat):
+def test_forged_rewards_are_found_where_they_are_more_than_some(checks, num_false, is_cheat, forged):
     for number in range(10):
-        checks.judged_again("x", [1.0, 0.0], [0.0 if number < num_false else 1.0, 0.0])
+        checks.judged_again("x", [1.0, 0.0], forged if number < num_false else [1.0, 0.0])
     assert bool(checks.cheats()) is is_cheat
 
 
@@ -64,3 +69,12 @@ def test_who_was_left_out_is_judged_anew(checks):
     assert checks.cheats()
     checks.forget("x")
     assert not checks.cheats()
+
+
+def test_a_completion_that_keeps_coming_is_not_forgotten_for_those_that_came_since(checks):
+    logprobs = [-40.0]
+    for first in (0, rollout_checks._NUM_REMEMBERED, 2 * rollout_checks._NUM_REMEMBERED):
+        checks.came("copies", [0], logprobs)
+        for token in range(1, rollout_checks._NUM_REMEMBERED * 2 // 3):
+            checks.came("author", [first + token], logprobs)
+    assert list(checks.cheats()) == ["copies"]

@@ -73,9 +73,11 @@ def test_where_more_come_than_are_trained_on_the_oldest_make_room(queue):
         {"run_id": "other"},
         {"learner": "other"},
         {"completions": (completion(),)},
+        {"completions": (completion(),) * 3},
         {"completions": (completion(tokens=(7, 50)),) * 2},
         {"completions": (completion(tokens=(7,) * 5, logprobs=(-1.0,) * 5),) * 2},
         {"completions": (completion(scores=(1.0,)),) * 2},
+        {"completions": (completion(scores=(1.0, 0.0, 0.0)),) * 2},
     ],
 )
 def test_what_is_not_as_the_trainer_needs_it_is_refused(queue, changes):
@@ -117,6 +119,10 @@ def test_rollouts_whose_completions_all_earn_the_same_are_left_out_and_only_show
     assert (numbers(taken.rollouts), numbers(taken.uniform)) == ([0, 3], [1, 2])
     assert queue.senders["x"].num_taken == 2 and not queue.senders["x"].dropped
     assert queue.take(1) is None
+    nearly = (completion(scores=(0.5, 0.0)), completion(scores=(0.5, 0.1)))
+    assert queue.offer("x", rollout(FIRST + 4, completions=nearly), 2.0) == ""
+    taken = queue.take(1)
+    assert (numbers(taken.rollouts), numbers(taken.uniform)) == ([4], [])
 
 
 def test_where_everything_earns_the_same_the_newest_of_it_are_trained_on_rather_than_waited_for_ever(queue):

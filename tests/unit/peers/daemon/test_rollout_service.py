@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from peers.admission.secrets import AdmissionKey
 from peers.core.admission import Admission
+from peers.daemon import rollout_service
 from peers.daemon.rollout_queue import Taken
 from peers.daemon.rollout_service import RolloutService, WeightsFile, way_to
 from peers.errors import PeerUnreachable, ProtocolError
@@ -22,6 +25,7 @@ from peers.net.identity import Identity, load_or_create
 from peers.net.rollouts import LearnerStream
 from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import BlobName, signed
+from peers.protocol.tokens import BanList, Token
 from tests.support.rollout_messages import ME, RUN, rollout, terms
 
 CONTENT = bytes(range(256)) * 5000
@@ -70,10 +74,12 @@ def publish(service: RolloutService, directory: Path, step: int = 3, content: by
 
 
 @asynccontextmanager
-async def stream_to(service: RolloutService, identity: Identity) -> AsyncIterator[LearnerStream]:
+async def stream_to(
+    service: RolloutService, identity: Identity, token: bytes = b""
+) -> AsyncIterator[LearnerStream]:
     transport = Loopback(service, identity.peer_id)
     try:
-        with await LearnerStream.open(transport, RUN, LEARNER, b"") as stream:
+        with await LearnerStream.open(transport, RUN, LEARNER, token) as stream:
             yield stream
     finally:
         await asyncio.gather(*transport.serving)
@@ -139,6 +145,10 @@ async def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
     publish(service, tmp_path)
     assert await service._take(1, 0.0) == Taken()
     assert await service._take(1, 0.01) == Taken()
+    # Its patience begins anew with every rollout, also one that alone is too few.
+    service._arrived_at = time.monotonic() + 0.1
+    assert await service._take(1, 0.0) == Taken()
+    assert time.monotonic() >= service._arrived_at
 
 
 async def test_a_false_rollout_ends_the_stream(identity, tmp_path):
@@ -171,6 +181,31 @@ async def test_who_is_not_admitted_hears_why(identity, tmp_path):
     with pytest.raises(Refused, match="no token"):
         async with stream_to(service, identity):
             pass
+
+
+async def test_a_peer_that_is_banned_while_its_stream_stands_hands_nothing_more_over(identity, tmp_path):
+    key = AdmissionKey.new()
+    service = service_with(Gate(Admission(RUN, key.secret.public_key)))
+    publish(service, tmp_path)
+    token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=0.0, expires=1e12, serial=1)
+    async with stream_to(service, identity, token.encode(key.private_key)) as stream:
+        first = stream.welcome.next_number
+        assert await stream.hand_over(signed(rollout(first, POLICY), identity)) == ""
+        bans = BanList(run_id=RUN, version=1, peer_ids=frozenset({identity.peer_id}))
+        service._gate.learn(bans.encode(key.private_key))
+        with pytest.raises(PeerUnreachable):
+            await stream.hand_over(signed(rollout(first + 1, POLICY), identity))
+    assert len(service.queue) == 1
+
+
+async def test_of_more_streams_than_may_be_the_next_is_turned_away(identity, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_service, "MAX_STREAMS", 1)
+    service = service_with()
+    publish(service, tmp_path)
+    async with stream_to(service, identity):
+        with pytest.raises(PeerUnreachable, match="takes no rollouts"):
+            async with stream_to(service, identity):
+                pass
 
 
 WHOLE, PATCH = 100, 10

@@ -9,7 +9,8 @@ import pytest
 
 from peers.errors import ProtocolError
 from peers.net.identity import load_or_create
-from peers.protocol.rollouts import learner_for, prompt_of, signed, verified
+from peers.protocol.rollouts import Signed, learner_for, prompt_of, signed, verified
+from peers.protocol.wire import encode
 from tests.support.rollout_messages import completion, rollout
 
 LEARNERS = [f"learner{index}" for index in range(4)]
@@ -30,6 +31,13 @@ def test_a_rollout_of_another_peer_is_refused(keys):
     own, other = keys
     with pytest.raises(ProtocolError, match="not signed by it"):
         verified(own.peer_id, signed(rollout(), other))
+
+
+def test_a_signature_under_the_same_bytes_for_another_purpose_signs_no_rollout(keys):
+    own, _ = keys
+    payload = encode(rollout())
+    with pytest.raises(ProtocolError, match="not signed by it"):
+        verified(own.peer_id, Signed(payload=payload, signature=own.sign(payload)))
 
 
 @pytest.mark.parametrize(
