@@ -12,8 +12,9 @@ import pytest
 from diloco.launch.swarm_config import adopt_manifest, daemon_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from peers.core.joining import manifest_digest
+from peers.daemon import agreement
 from peers.daemon.agreement import Agreement
-from peers.errors import UserError
+from peers.errors import ProtocolError, UserError
 from peers.protocol.mesh import Manifest, WantManifest
 
 
@@ -41,6 +42,56 @@ class Swarm:
 
     def publish(self):
         pass
+
+
+def test_only_the_manifest_that_was_announced_is_taken_from_whoever_sends_it(monkeypatch):
+    """The other peer announces one manifest and sends another, so long as it is asked at all."""
+    monkeypatch.setattr(agreement, "FETCH_TIMEOUT_S", 0.01)
+    swarm = Swarm(announced := {"hv.local_steps": 7}, galaxy_size=2)
+    asked = []
+
+    def send_to(peer_id, _):
+        asked.append(peer_id)
+        swarm.agreement.received(swarm.view[peer_id], Manifest(fields=announced | {"hv.local_steps": 8}))
+
+    swarm.send_to, swarm.wait_for_change = send_to, swarm_is_quiet
+    with pytest.raises(Quiet):
+        asyncio.run(swarm.agreement.reach({"hv.local_steps": 1}, (), deadline=math.inf))
+    assert asked == ["other"] * agreement.MAX_FAILURES
+    assert not swarm.agreement.manifest
+
+
+def test_a_peer_whose_manifest_cannot_be_one_is_asked_once():
+    swarm, asked = Swarm({"seed": "many"}, galaxy_size=2), []
+    send_to = swarm.send_to
+    swarm.send_to = lambda *told: (asked.append(told), send_to(*told))
+    swarm.wait_for_change = swarm_is_quiet
+    with pytest.raises(Quiet):
+        asyncio.run(swarm.agreement.reach({"seed": 1}, (), deadline=math.inf))
+    assert len(asked) == 1
+
+
+def test_a_manifest_that_no_peer_can_run_by_is_an_error_of_its_sender():
+    swarm = Swarm({})
+    with pytest.raises(ProtocolError, match="not a manifest"):
+        swarm.agreement.received(swarm.view["other"], Manifest(fields={"hv.local_steps": 0}))
+
+
+class Quiet(Exception):
+    """This peer waits for others to come."""
+
+
+async def swarm_is_quiet():
+    raise Quiet
+
+
+def test_a_setting_that_the_user_has_named_and_the_swarm_contradicts_is_refused():
+    with pytest.raises(UserError, match=r"hv.local_steps: here 1, in the swarm 7"):
+        asyncio.run(
+            Swarm({"hv.local_steps": 7}).agreement.reach(
+                {"hv.local_steps": 1}, {"hv.local_steps"}, deadline=math.inf
+            )
+        )
 
 
 def proposed(*argv, has_own_worker):
