@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from peers.admission import own_token
 from peers.admission.issuer import Issuer
-from peers.admission.own_token import Applicant, request_token
-from peers.admission.secrets import AdmissionKey, AdmissionSettings
+from peers.admission.own_token import Applicant, NoIssuer, OwnToken, request_token
+from peers.admission.secrets import AdmissionKey, AdmissionSettings, SwarmSecret
 from peers.errors import PeerUnreachable
 from peers.net.identity import load_or_create
 from peers.net.private_files import write_private
@@ -37,6 +38,7 @@ class Issuers:
         self.real = Issuer(RUN_ID, real, settings, lambda: self.ban_list, lambda *_: None)
         self.ban_list = BanList(run_id=RUN_ID)
         self.records = {}
+        self.secret = self.key.secret
         for age_s, name in enumerate(announced):
             identity, now = self.identities[name], time.time()
             record = CoordinatorRecord(
@@ -64,9 +66,9 @@ class Issuers:
         )
         return ours
 
-    def ask(self):
-        applicant = Applicant(RUN_ID, self.peer_id, self.key.secret)
-        return asyncio.run(request_token(self, applicant, timeout_s=60.0))
+    def ask(self, timeout_s=60.0):
+        applicant = Applicant(RUN_ID, self.peer_id, self.secret)
+        return asyncio.run(request_token(self, applicant, timeout_s=timeout_s))
 
 
 @pytest.mark.parametrize("announced", [[SILENT, BROKEN, "real"], ["real", SILENT], ["real"]])
@@ -84,3 +86,32 @@ def test_a_refusal_is_the_answer_where_nobody_does_better(tmp_path):
     issuers.ban_list = BanList(run_id=RUN_ID, version=1, peer_ids=frozenset({issuers.peer_id}))
     with pytest.raises(Refused, match="banned"):
         issuers.ask()
+
+
+def test_who_has_the_public_half_of_the_key_alone_proves_nothing(tmp_path):
+    issuers = Issuers(tmp_path, ["real"])
+    issuers.secret = SwarmSecret(issuers.key.secret.public_key, b"g" * 32)
+    with pytest.raises(Refused, match="secret"):
+        issuers.ask()
+
+
+def test_a_token_for_another_peer_is_not_taken(tmp_path, monkeypatch):
+    issuers = Issuers(tmp_path, ["real"])
+    issue, other = issuers.real.issue, issuers.identities["real"].peer_id
+    monkeypatch.setattr(issuers.real, "issue", lambda _, now: issue(other, now))
+    monkeypatch.setattr(own_token, "RETRY_S", 0.01)
+    with pytest.raises(NoIssuer):
+        issuers.ask(timeout_s=0.5)
+
+
+def test_a_token_is_renewed_once_half_its_time_is_over_and_not_before(tmp_path, monkeypatch):
+    issuers, now = Issuers(tmp_path, ["real"]), time.time()
+    applicant = Applicant(RUN_ID, issuers.peer_id, issuers.secret)
+    own = OwnToken(issuers, applicant, tmp_path / "own.token", issuers.real)
+    asyncio.run(own.obtain())
+    given = own.blob
+    for share, is_kept in ((0.4, True), (0.6, False)):
+        clock = SimpleNamespace(time=lambda at=now + share * own.lifetime_s: at, monotonic=time.monotonic)
+        monkeypatch.setattr(own_token, "time", clock)
+        asyncio.run(own.renew())
+        assert (own.blob == given) is is_kept
