@@ -69,6 +69,16 @@ def test_verify_refuses_garbage_without_an_error(public_key, payload, signature,
     assert verify_signature(peer_id, payload, claimed) is False
 
 
+@pytest.mark.parametrize(
+    "other_form", [lambda key: b"\x09" + key[1:], lambda key: key[:3] + b"\xa0\x00" + key[4:]]
+)
+def test_one_key_has_one_peer_id_and_in_any_other_form_it_signs_for_nobody(tmp_path, other_form):
+    peer = claim_slot(tmp_path, "run", 0)
+    signature = peer.sign(b"payload")
+    claimed = replace(signature, public_key=other_form(peer.public_key))
+    assert not verify_signature(libp2p_keys.peer_id_of(claimed.public_key), b"payload", claimed)
+
+
 @given(st.binary(max_size=60))
 def test_base58_gives_back_the_bytes(data):
     assert libp2p_keys.base58_decode(libp2p_keys.base58_encode(data)) == data

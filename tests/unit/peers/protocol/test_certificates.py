@@ -152,6 +152,9 @@ def test_the_head_of_a_body_is_what_it_always_was():
 
 def test_contributors_sign_and_of_a_genesis_the_roster_does():
     assert BODY.plan.signers == tuple(NAMES)
+    late = replace(BODY.plan, contributors=BODY.plan.contributors[:2])
+    assert late.signers == tuple(NAMES[:2])
+    assert late.signer_set == set(NAMES[:2]) and late.roster_set == set(NAMES)
     genesis = body_of(NAMES, is_genesis=True)
     assert genesis.plan.signers == tuple(NAMES)
     assert certificate_of(genesis).is_genesis

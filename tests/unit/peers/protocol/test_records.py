@@ -154,6 +154,7 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_refused(peer, field, value)
     [
         {"endpoints": ("/ip4/10.0.0.1/tcp/0",)},
         {"endpoints": ("10.0.0.1:7",)},
+        {"endpoints": ("/ip4/10.0.0.1/tcp/7/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA",)},
         {"paths": ((1, "carrier pigeon"),)},
         {"paths": ((-1, "direct"),)},
         {"paths": ((1, "direct", 2),)},
