@@ -6,11 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 from peers.errors import ProtocolError, RoundFailed
 from peers.protocol.codecs import CODEC_NAMES
+from peers.reduce.arithmetic import Arithmetic, Scratch
 from peers.reduce.codecs import codec_named
 from peers.reduce.frames import HEADER, NOBODY, Kind
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
@@ -326,6 +328,29 @@ def test_a_member_that_lies_about_its_norm_is_named_also_by_those_that_only_hear
     assert RANKS[2] in failures[1].suspects | failures[1].told_by and not failures[1].offenders
 
 
+def test_a_member_cannot_send_as_much_as_it_has_announced_in_every_chunk_anew():
+    plan = ReducePlan(
+        attempt=bytes(16),
+        members=(2, 5),
+        me=0,
+        weights=(0.5, 0.5),
+        norms=(1.0, 1.0),
+        bounds=(0, 2 * CHUNK_NUMEL, 4 * CHUNK_NUMEL),
+        codec="fp32",
+    )
+    zeros = torch.zeros(plan.bounds[-1])
+    arithmetic, scratch = Arithmetic(plan, zeros, zeros, zeros.clone()), Scratch(plan)
+    values = np.zeros(CHUNK_NUMEL, np.float32)
+    values[0] = 0.8
+    payload = values.view(np.uint8)
+    arithmetic.add(1, 0, payload, scratch)
+    with pytest.raises(ProtocolError, match="larger than announced"):
+        arithmetic.add(1, 1, payload, scratch)
+    arithmetic.take_result(1, 0, payload)
+    with pytest.raises(ProtocolError, match="larger than announced"):
+        arithmetic.take_result(1, 1, payload)
+
+
 def test_own_values_that_are_not_finite_are_this_peers_own_fault(swarm):
     group = swarm(1, 10)
     group.locals[0] = torch.full((10,), math.nan)
@@ -364,9 +389,13 @@ def test_a_failed_reduction_leaves_no_thread_and_shuts_its_sockets_down(swarm):
     ("changes", "message"),
     [
         ({"weights": (math.nan, 1.0)}, "finite"),
+        ({"weights": (1.5, -0.5)}, "not negative"),
         ({"norms": (-1.0, 1.0)}, "not negative"),
         ({"members": (5, 2)}, "order"),
+        ({"members": (2, 2)}, "order"),
+        ({"me": 2}, "order"),
         ({"bounds": (0, 7, 5)}, "ascend"),
+        ({"bounds": (1, 5, 7)}, "ascend from 0"),
         ({"bounds": (0, 5)}, "fit"),
         ({"codec": "int3"}, "no codec"),
         ({"attempt": b"x"}, "16 bytes"),
