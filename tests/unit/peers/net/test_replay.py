@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from peers.errors import StateUnavailable
 from peers.net.states.replay import can_be_repeated, replay_commits
@@ -117,8 +118,17 @@ def test_only_certificates_that_follow_one_by_one_on_the_state_that_is_here_are_
         assert can_be_repeated(snapshot, path)
         for others in ([], path[1:], [path[0], path[2]], [state.header.certificate] * 2):
             assert not can_be_repeated(snapshot, others)
-    with OuterState.initial([torch.ones(3)]).snapshot() as uncertified:
+        # A fork's genesis averages nothing, and this state may have fewer fragments.
+        for changes in ({"contributors": ()}, {"fragment": len(SIZES)}):
+            assert not can_be_repeated(snapshot, [with_plan(path[0], **changes)])
+    with OuterState.initial([torch.ones(size) for size in SIZES]).snapshot() as uncertified:
         assert not can_be_repeated(uncertified, path)
+        assert not can_be_repeated(uncertified, [with_plan(path[0], parent="")])
+
+
+def with_plan(certificate: Certificate, **changes) -> Certificate:
+    body = certificate.body
+    return replace(certificate, body=replace(body, plan=replace(body.plan, **changes)))
 
 
 def test_a_log_takes_no_more_memory_than_the_state():
