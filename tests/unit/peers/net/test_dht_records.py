@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import msgpack
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +47,33 @@ def test_under_other_keys_little_is_kept_and_not_for_long(monkeypatch):
     taken = sum(records.validate(record(f"other {n}", "a", b"x")) for n in range(2 * MAX_OTHER_AT_ONCE))
     assert taken == MAX_OTHER_AT_ONCE
     assert records.validate(record("run", "a", b"of a"))
+
+
+async def found_at_another_node(value):
+    """What `kept` lets through of what another node returns for the known key."""
+    key = DHTID.generate(source="run")
+    protocol = SimpleNamespace(call_find=None)
+
+    async def call_find(peer, keys):
+        return {key: (ValueWithExpiration(value, time.time() + 90), {"nearest": "nodes"}) for key in keys}
+
+    protocol.call_find = call_find
+    kept().guard(protocol)
+    return (await protocol.call_find("peer", [key]))[key]
+
+
+async def test_of_what_another_node_returns_each_false_value_is_dropped_alone():
+    values, soon, later = DictionaryDHTValue(), time.time() + 60, time.time() + 90
+    values.store("a", msgpack.packb(b"of a"), soon)
+    values.store("b", msgpack.packb(b"of a"), later)
+    values.store("c", b"\xff", later)
+    found, nearest = await found_at_another_node(values)
+    assert nearest == {"nearest": "nodes"}
+    assert {subkey: tuple(item) for subkey, item in found.value.items()} == {
+        "a": (msgpack.packb(b"of a"), soon)
+    }
+    assert found.expiration_time == soon
+
+
+async def test_a_value_without_subkeys_does_not_replace_those_with_them():
+    assert await found_at_another_node(msgpack.packb(b"of a")) == (None, {"nearest": "nodes"})
