@@ -52,10 +52,21 @@ def test_everybody_who_asked_hears_of_a_newer_list_and_of_no_older_one():
     assert heard == [1, 3, 4]
 
 
+def test_of_two_lists_that_were_made_apart_as_one_version_everybody_keeps_the_same():
+    lists = signed(2, PEERS[0]), signed(2, PEERS[1])
+    doors = gate(), gate()
+    for door, heard in zip(doors, (lists, lists[::-1]), strict=True):
+        for blob in heard:
+            door.learn(blob)
+    assert doors[0].bans == doors[1].bans
+
+
 def test_a_peer_is_meant_by_its_id_or_by_an_ending_that_is_its_alone():
     assert resolved(PEERS[0], []) == PEERS[0]
     assert resolved(PEERS[1][-8:], PEERS) == PEERS[1]
-    for text, known in ((PEERS[0][-8:], PEERS[1:]), (PEERS[0][-3:], PEERS), ("x" * 6, [])):
+    ending = PEERS[0][-8:]
+    several = [PEERS[0], f"another{ending}"]
+    for text, known in ((ending, PEERS[1:]), (ending, several), (PEERS[0][-3:], PEERS), ("x" * 6, [])):
         with pytest.raises(UserError, match="give the whole peer id"):
             resolved(text, known)
 

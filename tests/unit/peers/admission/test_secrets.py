@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from peers.admission.secrets import (
     SECRET_ENV,
     AdmissionKey,
+    AdmissionSettings,
     SwarmSecret,
     load_key,
     load_or_create_key,
@@ -68,6 +69,17 @@ def test_the_file_beats_the_environment_and_neither_means_none(tmp_path):
     assert load_secret(None, {SECRET_ENV: other.to_text()}) == other
     assert load_secret(None, {SECRET_ENV: ""}) is None
     assert load_secret(None, {}) is None
+
+
+def test_a_secret_and_a_key_of_different_runs_are_refused(tmp_path):
+    secret, key, other = (tmp_path / name for name in ("secret", "key", "other"))
+    secret.write_text(SECRET.to_text())
+    key.write_text(KEY.to_text())
+    other.write_text(AdmissionKey.new().to_text())
+    both = AdmissionSettings(swarm_secret_file=str(secret), admission_key_file=str(key))
+    assert both.secret() == SECRET
+    with pytest.raises(UserError, match="different runs"):
+        AdmissionSettings(swarm_secret_file=str(secret), admission_key_file=str(other)).secret()
 
 
 @pytest.mark.parametrize(
