@@ -69,6 +69,15 @@ def test_a_commit_moves_everything_together():
     assert state.anchor_digest == certificate.body.anchor and state.is_intact()
 
 
+@pytest.mark.parametrize("other", ["anchor", "momentum"])
+def test_a_certificate_of_another_anchor_or_of_another_momentum_alone_certifies_nothing(other):
+    state = begun([torch.ones(3)])
+    digests = {"anchor": state.anchor_digest, "momentum": state.header.momentum_digest}
+    state.certify(certified.certificate_after(state, **digests))
+    with pytest.raises(ProtocolError, match="not the one of the commit"):
+        state.certify(certified.certificate_after(state, **digests | {other: "a" * 64}))
+
+
 def test_two_peers_that_commit_the_same_have_one_head_and_others_do_not():
     states = [some_state() for _ in range(4)]
     commit(states[0])
