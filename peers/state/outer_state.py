@@ -68,7 +68,7 @@ class OuterState:
             self.header = self.header.certified_by(certificate)
 
     def is_intact(self) -> bool:
-        """Whether the values have the digests that the header names, which others have signed."""
+        """Whether the values have the digests that the header names."""
         found = [
             hashlib.sha256(_hash_all(values, self.sizes)).hexdigest()
             for values in (self.anchor, self.momentum)

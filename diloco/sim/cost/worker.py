@@ -75,9 +75,9 @@ class CostWorker(Worker):
     def begin(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
         """Train in this epoch from this local step on. `goes_on`: it is in that epoch already."""
         self.enter(epoch, local_step, epoch_s, goes_on=goes_on)
-        leaves_at = self.schedule.leaves_at(epoch, None)
-        # It looks at the time after each step; one that goes on has just made one.
-        num_steps = max(0 if goes_on or local_step >= leaves_at else 1, self._steps_to(leaves_at))
+        # It looks at the time after each step; one that goes on has just made one, and at the end none is left.
+        least = 0 if goes_on or local_step >= self.schedule.steps_per_epoch else 1
+        num_steps = max(least, self._steps_to(self.schedule.leaves_at(epoch, None)))
         self.after(num_steps * self._pace, lambda: self._leave(num_steps))
 
     def answered(self, answer: Answer) -> None:
