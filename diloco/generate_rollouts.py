@@ -14,6 +14,7 @@ import torch
 from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.worker import exit_code, exit_process
 from diloco.options.trainer import TrainConfig, parse_train_config
+from diloco.rl.adapters import merged, with_adapters
 from diloco.rl.generator import Generator, of_model, of_servers, prompts_at_once
 from diloco.rl.rollouts import opened_servers
 from diloco.rl.task_choice import open_task
@@ -54,6 +55,7 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
     model = load_model(
         config.path_model, seed=config.seed, device=device, attn_implementation=config.attn_implementation
     )
+    model = with_adapters(model, config.grpo.lora_rank, seed=config.seed)
     if not uses_server:
         yield of_model(config, task, tokenizer, model, dtype)
         return
@@ -61,7 +63,7 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
     servers = opened_servers(
         config,
         Path(config.run_dir),
-        full_state(model),
+        dict(merged(model, full_state(model).items())),
         tokenizer,
         dtype=dtype,
         gpu=config.grpo.vllm_gpu or (gpus[-1] if gpus else None),

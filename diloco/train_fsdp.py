@@ -39,7 +39,7 @@ from diloco.train.metrics_file import line_of
 from diloco.train.model import load_model, num_parameters
 from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.progress import Progress
-from diloco.train.sharding import Precision, compiles, discard_partial_model, prepare, save_model
+from diloco.train.sharding import Precision, compiles, discard_partial_model, full_state, prepare, save_model
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 
 LONGEST_FIRST_EVALUATION_S = 60.0
@@ -156,7 +156,7 @@ class Trainer:
         if outer.evaluates:
             self.evaluate()
         with self.progress.phase("saving", "the model and the last checkpoint"):
-            save_model(self.inner.model, self.run_dir, self.config.path_model, self.tokenizer)
+            save_model(full_state(self.inner.model), self.run_dir, self.config.path_model, self.tokenizer)
             self.checkpoints.close()
         self.record_checkpoints()
         outer.finish()

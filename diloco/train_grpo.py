@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ if not __package__:
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PrinterCallback
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
@@ -36,6 +37,7 @@ from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
+from diloco.rl.adapters import merged, trained, with_adapters
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
 from diloco.rl.evaluation import evaluated
@@ -130,12 +132,13 @@ class Training:
         self.tokenizer = load_tokenizer(config.path_model)
         seed_everything(self.seed + world.rank)
         with progress.phase("starting", "loading the model"):
-            self.model = load_model(
+            model = load_model(
                 config.path_model,
                 seed=config.seed,
                 device=device,
                 attn_implementation=config.attn_implementation,
             )
+            self.model = with_adapters(model, config.grpo.lora_rank, seed=config.seed)
         self.metrics = opened_metrics(config, self.run_dir, world, on_trouble=progress.is_in_trouble)
         self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
         clean_ups.append(self.fetched.close)
@@ -225,7 +228,7 @@ class Training:
 
     def open_servers(self, clean_ups: CleanUps, gpu: str | None) -> None:
         """Start or find the servers on rank 0. A collective: if rank 0 fails, all ranks raise."""
-        weights = full_state(self.model)
+        weights = self.whole_weights()
 
         def opened() -> None:
             self.servers = opened_servers(
@@ -288,7 +291,7 @@ class Training:
             self.tokenizer.save_pretrained(directory)
 
         on_rank_zero(describe)
-        return [KeepDeltas(directory, interval=ckpt.delta_interval, weights=lambda: full_state(self.model))]
+        return [KeepDeltas(directory, interval=ckpt.delta_interval, weights=self.whole_weights)]
 
     def train(self) -> None:
         """Train from this peer's position to the end of the run."""
@@ -327,11 +330,21 @@ class Training:
 
         def pushed() -> None:
             if takers:
-                takers.publisher.take(self.model.named_parameters())
+                takers.publisher.take(self.taken_weights())
                 takers.push()
 
         on_rank_zero(pushed)
         self.pushed_at = self.trainer.state.global_step
+
+    def taken_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Rollout peers have the weights beside the adapters already, while servers take no adapters."""
+        if self.servers:
+            return merged(self.model, self.model.named_parameters())
+        return trained(self.model).items()
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """On the CPU, adapters merged in; empty on ranks other than 0. A collective."""
+        return dict(merged(self.model, full_state(self.model).items()))
 
     def groups_of_peers(self) -> list[Group]:
         assert self.peer_rollouts is not None
@@ -446,7 +459,7 @@ class Training:
         self.recorder.write_commits()
         if self.outer.evaluates and self.held_out:
             self.evaluate()
-        save_model(self.model, self.run_dir, self.config.path_model, self.tokenizer)
+        save_model(self.whole_weights(), self.run_dir, self.config.path_model, self.tokenizer)
 
     def position(self) -> dict[str, int]:
         return {"step": self.trainer.state.global_step, "epoch": self.outer.epoch}

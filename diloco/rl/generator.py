@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from diloco.errors import DilocoError
 from diloco.options.flags import GrpoConfig
 from diloco.options.trainer import TrainConfig
+from diloco.rl.adapters import merged, trained
 from diloco.rl.dialogues import Complete, judged
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.sampling import sampled
@@ -95,16 +97,11 @@ def of_model(
 ) -> Generator:
     """Generates by transformers, in this dtype."""
     torch.nn.Module.to(model, dtype)
-    own = dict(model.named_parameters())
-
-    def use(state: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in state.items():
-                own[name].copy_(tensor)
 
     def complete(prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int) -> list[Written]:
         return sampled(model, tokenizer, prompts, count, sampling, seed=seed)
 
+    use = partial(_load, model)
     return Generator(config, task, tokenizer, expected_of(model), use=use, complete=complete)
 
 
@@ -118,7 +115,8 @@ def of_servers(
     """Generates by vLLM servers, to which each policy is pushed before its first rollout."""
 
     def use(state: dict[str, Tensor]) -> None:
-        servers.publisher.take(state.items())
+        _load(model, state)
+        servers.publisher.take(merged(model, model.named_parameters()))
 
     def complete(prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int) -> list[Written]:
         return servers.complete(prompts, count, sampling, seed=seed)
@@ -128,7 +126,14 @@ def of_servers(
 
 def expected_of(model: PreTrainedModel) -> Expected:
     """The learner may compute in another type than this peer."""
-    return {name: (ANY_FLOAT, tuple(tensor.shape)) for name, tensor in model.named_parameters()}
+    return {name: (ANY_FLOAT, tuple(tensor.shape)) for name, tensor in trained(model).items()}
+
+
+@torch.no_grad()
+def _load(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    own = trained(model)
+    for name, tensor in state.items():
+        own[name].copy_(tensor)
 
 
 def prompts_at_once(config: TrainConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +93,11 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(get_model_state_dict(model, options=options))  # type: ignore[arg-type]
 
 
-def save_model(model: nn.Module, run_dir: Path, path_model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write <run_dir>/model/ in the format of transformers. A collective."""
-    state, config = full_state(model), load_model_config(path_model)
+def save_model(
+    state: Mapping[str, Tensor], run_dir: Path, path_model: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write <run_dir>/model/ in the format of transformers; `state` is as `full_state` returns it. A collective."""
+    config = load_model_config(path_model)
     on_rank_zero(lambda: save_pretrained_dir(run_dir / "model", state, config, tokenizer))
 
 

@@ -80,6 +80,7 @@ GRPO = (
     "--lr 2e-3 --warmup-steps 0 --total-steps 60 --hv.local-steps 5 --hv.outer-lr 0.9 --hv.outer-momentum 0.3 "
     "--grpo.max-completion-length 32"
 )
+ADAPTERS = GRPO.replace("--lr 2e-3", "--lr 1e-2") + " --grpo.lora-rank 8"
 ROLLOUT_LEARNER = "diloco peer --initial-peers <maddr> --mode grpo --path-model tiny-grpo --rollout peers"
 ROLLOUT_PEER = "diloco peer --initial-peers <maddr> --role rollout --rollout hf"
 IN_CONTRIBUTING = {
@@ -222,7 +223,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
-    known |= {GRPO_MODEL, GRPO, SLURM, PBS, RUN, SIMULATE}
+    known |= {GRPO_MODEL, GRPO, ADAPTERS, SLURM, PBS, RUN, SIMULATE}
     known |= {WATCH, DASHBOARD}
     # These are run by test_admission.py, test_doctor.py, test_recipes.py, test_rollout_peers.py, and
     # those about pods by tests/pods.
@@ -479,9 +480,17 @@ def test_reinforcement_runs_as_written(run: Start) -> None:
     made = run(typed(GRPO_MODEL, "--steps", 2), "grpo")
     assert made.wait() == 0, made.stderr
     short = ("--total-batch-size", 8, "--grpo.eval-prompts", 2, "--device", "cpu")
-    learnt = run(typed(GRPO, *short, total_steps=4, hv__local_steps=2), "grpo")
-    assert learnt.wait() == 0, learnt.stderr
-    assert "all peers held bit-identical anchors after every epoch" in learnt.stdout
+    for words in (GRPO, ADAPTERS):
+        learnt = run(typed(words, *short, total_steps=4, hv__local_steps=2), "grpo")
+        assert learnt.wait() == 0, learnt.stderr
+        assert "all peers held bit-identical anchors after every epoch" in learnt.stdout
+    # The first run's commits are whole models, those of the second adapters.
+    sent = [
+        record["sent_bytes"]
+        for kept in sorted(learnt.directory.glob("runs/*/peer-0"))
+        for record in records_of(kept, "epoch")[:1]
+    ]
+    assert sent[1] < sent[0] / 3
 
 
 @pytest.mark.parametrize(("command", "says"), [(SLURM, "#SBATCH --nodes=2"), (PBS, "#PBS -l select=2")])

@@ -84,7 +84,10 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(start, tmp_path, reward):
+@pytest.mark.parametrize("trained", [(), ("--grpo.lora-rank", 2)], ids=["weights", "adapters"])
+def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(
+    start, tmp_path, reward, trained
+):
     coordinator = start(*typed(CLOSED_DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), name="dht")
     wait_until(lambda: "swarm secret in" in coordinator.stdout, "where the secret is", command=coordinator)
     maddr = coordinator.stdout.splitlines()[0].split()[1]
@@ -95,7 +98,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(st
     for rank, run_dir in enumerate(run_dirs):
         more = ("--total-steps", 100_000, "--grpo.eval-prompts", 0, "--run-dir", run_dir, "--galaxy-size", 2)
         words = typed(
-            ROLLOUT_LEARNER, *common, *secret, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model
+            ROLLOUT_LEARNER, *common, *secret, *trained, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model
         )
         learners.append(start(*words, "--world-rank", rank, name=f"learner-{rank}"))
     stranger = start(*typed(ROLLOUT_PEER, *common, maddr=maddr), name="stranger")
