@@ -41,6 +41,10 @@ def with_adapters(model: PreTrainedModel, rank: int | None, *, seed: int) -> Pre
     return adapted
 
 
+def has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is trained: the adapters where there are any, else all parameters."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -48,11 +52,14 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """These weights of the model by the names that they have without adapters, the adapters added to them."""
+    if not has_adapters(model):
+        yield from weights
+        return
     from peft.tuners.lora import LoraLayer
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in weights:
-        if layers and ".lora_" in name:
+        if ".lora_" in name:
             continue
         layer, _, kind = name.rpartition(".base_layer.")
         if layer in layers and kind == "weight":

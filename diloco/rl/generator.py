@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from diloco.errors import DilocoError
 from diloco.options.flags import GrpoConfig
 from diloco.options.trainer import TrainConfig
-from diloco.rl.adapters import merged, trained
+from diloco.rl.adapters import has_adapters, merged, trained
 from diloco.rl.dialogues import Complete, judged
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.sampling import sampled
@@ -115,6 +115,9 @@ def of_servers(
     """Generates by vLLM servers, to which each policy is pushed before its first rollout."""
 
     def use(state: dict[str, Tensor]) -> None:
+        if not has_adapters(model):
+            servers.publisher.take(state.items())
+            return
         _load(model, state)
         servers.publisher.take(merged(model, model.named_parameters()))
 
