@@ -98,7 +98,15 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(
     for rank, run_dir in enumerate(run_dirs):
         more = ("--total-steps", 100_000, "--grpo.eval-prompts", 0, "--run-dir", run_dir, "--galaxy-size", 2)
         words = typed(
-            ROLLOUT_LEARNER, *common, *secret, *trained, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model
+            ROLLOUT_LEARNER,
+            *common,
+            *secret,
+            *trained,
+            *LEARNER,
+            *SHORT,
+            *more,
+            maddr=maddr,
+            path_model=model,
         )
         learners.append(start(*words, "--world-rank", rank, name=f"learner-{rank}"))
     stranger = start(*typed(ROLLOUT_PEER, *common, maddr=maddr), name="stranger")

@@ -83,7 +83,9 @@ def test_merged_weights_are_a_plain_model_with_the_same_outputs(directory, model
     plain.load_state_dict(state)
     assert torch.allclose(logits(plain), logits(adapted), atol=CLOSE)
     # Merging leaves the model that is trained as it was.
-    assert dict(merged(adapted, adapted.named_parameters())).keys() == {n for n, _ in plain.named_parameters()}
+    assert dict(merged(adapted, adapted.named_parameters())).keys() == {
+        n for n, _ in plain.named_parameters()
+    }
     assert torch.allclose(logits(plain), logits(adapted), atol=CLOSE)
 
 
@@ -95,7 +97,9 @@ def config():
 def test_a_rollout_peer_takes_the_adapters_alone(directory, model, config):
     learner, publisher = adapted_and_moved(model), Publisher(torch.float32)
     own = with_adapters(load_model(directory, seed=0), RANK, seed=0)
-    generator = of_model(config, open_task(config.grpo, seed=0), load_tokenizer(directory), own, torch.float32)
+    generator = of_model(
+        config, open_task(config.grpo, seed=0), load_tokenizer(directory), own, torch.float32
+    )
     publisher.take(trained(learner).items())
     assert publisher.whole_bytes < sum(p.nbytes for p in model.parameters()) / 2
     generator.load(publisher.blob_for("", 0)[1])
