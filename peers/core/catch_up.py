@@ -294,7 +294,7 @@ class CatchUp:
         """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
-        still here. If the whole roster is gone, any two holders of the other head are enough, as for a newcomer.
+        still here. If all of them are gone, the side that more peers hold wins.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -312,10 +312,17 @@ class CatchUp:
             return tuple(path[-1:]) if may_go and wins else ()
         if any(not self.swarm.is_gone(p) for p in roster):
             return ()
-        # This peer is alone. If the other side is a single peer too, the same hashes decide.
+        # On a tie the same hashes decide.
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
         is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, self.chain.head)
-        return tuple(path[-1:]) if len(holders) > 1 or is_smaller else ()
+        lead = len(holders) - len(self._holders_of_own_chain())
+        return tuple(path[-1:]) if lead > 0 or (lead == 0 and is_smaller) else ()
+
+    def _holders_of_own_chain(self) -> set[str]:
+        """This peer, and those that hold a head of its chain or one that follows."""
+        own, chain = self.chain.head, self.chain
+        heads = (h for h in self.swarm.heads if chain.is_on_own_chain(h) or self._is_or_follows(h, own))
+        return {self.me}.union(*map(self.swarm.live_at, heads))
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)

@@ -179,7 +179,7 @@ def prefers_theirs(fork: Fork) -> bool:
         num_theirs += theirs > ours
     if num_ours != num_theirs:
         return num_theirs > num_ours
-    return bool(fork.ours) and fork.theirs[0].head < fork.ours[0].head
+    return fork.theirs[0].head < fork.ours[0].head
 
 
 def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:

@@ -198,6 +198,20 @@ def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
     assert sorted([len(fetched_heads(a)) > 0, len(fetched_heads(b)) > 0]) == [False, True]
 
 
+@pytest.mark.parametrize("founders", ["ab", "ba"])
+def test_of_two_founders_that_stand_alone_the_one_with_fewer_followers_gives_way(founders):
+    """Whichever genesis has the smaller hash: else they would change places."""
+    left, right = founders
+    mine, theirs = genesis(left), genesis(right, epoch=1)
+    one, other = Driven.at(mine, me=left), Driven.at(theirs, me=right)
+    one.announce(mine, "x")
+    one.announce(theirs, right)
+    other.announce(mine, [left, "x"])
+    one.run(30)
+    other.run(30)
+    assert (fetched_heads(one), fetched_heads(other)) == ([], [mine.head])
+
+
 def test_one_that_founded_a_run_anew_from_the_checkpoint_of_another_becomes_one_with_it():
     two = genesis("ab")
     shared = commit(two, "ab")
