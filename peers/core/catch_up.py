@@ -294,7 +294,8 @@ class CatchUp:
         """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
-        still here. If all of them are gone, the side that more peers hold wins.
+        still here. If all of them are gone, two members of the other roster that hold the other head are enough: they
+        would not come here. Where that side has one at most, too, the side that more peers hold wins.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -312,11 +313,13 @@ class CatchUp:
             return tuple(path[-1:]) if may_go and wins else ()
         if any(not self.swarm.is_gone(p) for p in roster):
             return ()
+        lead = len(holders) - len(self._holders_of_own_chain())
+        if len(holders & path[-1].plan.roster_set) > 1 or lead > 0:
+            return tuple(path[-1:])
         # On a tie the same hashes decide.
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
         is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, self.chain.head)
-        lead = len(holders) - len(self._holders_of_own_chain())
-        return tuple(path[-1:]) if lead > 0 or (lead == 0 and is_smaller) else ()
+        return tuple(path[-1:]) if lead == 0 and is_smaller else ()
 
     def _holders_of_own_chain(self) -> set[str]:
         """This peer, and those that hold a head of its chain or one that follows."""

@@ -212,6 +212,18 @@ def test_of_two_founders_that_stand_alone_the_one_with_fewer_followers_gives_way
     assert (fetched_heads(one), fetched_heads(other)) == ([], [mine.head])
 
 
+def test_a_founder_that_stands_alone_goes_to_two_members_of_another_run_whoever_follows_it():
+    """They would not come to it."""
+    mine, theirs = genesis("a"), genesis("bc", epoch=1)
+    a, b = Driven.at(mine, me="a"), Driven.at(theirs, "c", me="b")
+    a.announce(mine, "xyz")
+    a.announce(theirs, "bc")
+    b.announce(mine, "axyz")
+    a.run(30)
+    b.run(30)
+    assert (fetched_heads(a), fetched_heads(b)) == ([theirs.head], [])
+
+
 def test_one_that_founded_a_run_anew_from_the_checkpoint_of_another_becomes_one_with_it():
     two = genesis("ab")
     shared = commit(two, "ab")
