@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from provisioning.launchers.job import LaunchJob
     from provisioning.launchers.ray_cluster import RayJob
     from provisioning.ledger.ledger import Ledger
-    from provisioning.pods.pod import Pod
-    from provisioning.pods.row import Row
+    from provisioning.pods.pod import Pod, Row
     from provisioning.renting.renter import Renter
 
 _CONFIG = "launch.toml"
@@ -132,7 +131,7 @@ def ray_job(job: LaunchJob, storage: str | None, rows: Sequence[Row], ledger: Le
 
 
 def _rows(ledger: Ledger, num_nodes: int) -> list[Row]:
-    from provisioning.pods.row import State
+    from provisioning.pods.pod import State
 
     rows = [row for row in ledger.rows() if row.state in (State.SYNCED, State.RUNNING)]
     if len(rows) < num_nodes:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
-    from provisioning.pods.pod import Offer
-    from provisioning.pods.row import Row
+    from provisioning.pods.pod import Offer, Row
     from provisioning.renting.plan import Plan
     from provisioning.swarm.status import Overview
 

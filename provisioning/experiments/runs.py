@@ -23,7 +23,7 @@ from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.machines.results import record_in
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Row, State
 from provisioning.renting.renters import Renters
 
 _POLL_S = 2.0

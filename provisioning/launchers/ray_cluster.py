@@ -19,8 +19,7 @@ from provisioning.launchers.job import default_interface
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import CODE, JOBS, pod_directory, temporary_directory
-from provisioning.pods.pod import Pod
-from provisioning.pods.row import Row
+from provisioning.pods.pod import Pod, Row
 from provisioning.renting.renters import Renters
 
 RAY_JOB, SUBMIT_JOB = "ray", "ray-job"

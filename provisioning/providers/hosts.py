@@ -15,8 +15,7 @@ from provisioning.errors import MachineError, NoCapacity, ProviderError, Provisi
 from provisioning.machines.jobs import sweep_script
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
-from provisioning.pods.pod import PORTS, Listing, Offer, Pod
-from provisioning.pods.row import Row
+from provisioning.pods.pod import PORTS, Listing, Offer, Pod, Row
 from provisioning.pods.spec import Figure
 from provisioning.providers.protocol import Provider
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from provisioning.errors import NoCapacity, ProvisioningError, UserError
-from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Pod, id_in
-from provisioning.pods.row import Row
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Pod, Row, id_in
 from provisioning.providers.http import HttpCloud, NotFound
 
 _GONE = {"terminated"}

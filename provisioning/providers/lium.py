@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Pod, id_in
-from provisioning.pods.row import Row
+from provisioning.pods.pod import PORTS, Listing, Offer, Pod, Row, id_in
 from provisioning.providers.cloud import Cloud
 
 if TYPE_CHECKING:

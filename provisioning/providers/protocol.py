@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from provisioning.machines.machine import Machine
-from provisioning.pods.pod import Listing, Offer, Pod
-from provisioning.pods.row import Row
+from provisioning.pods.pod import Listing, Offer, Pod, Row
 
 
 class Provider(ABC):

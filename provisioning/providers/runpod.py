@@ -7,8 +7,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from provisioning.errors import NoCapacity, ProvisioningError
-from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Pod, id_in
-from provisioning.pods.row import Row
+from provisioning.pods.pod import MANY, PORTS, Listing, Offer, Pod, Row, id_in
 from provisioning.providers.http import HttpCloud
 
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"

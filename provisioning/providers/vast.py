@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from provisioning.errors import NoCapacity, ProvisioningError, UserError
-from provisioning.pods.pod import PORTS, Listing, Offer, Pod, id_in
-from provisioning.pods.row import Row
+from provisioning.pods.pod import PORTS, Listing, Offer, Pod, Row, id_in
 from provisioning.providers.http import HttpCloud
 
 IMAGE = "pytorch/pytorch:latest"

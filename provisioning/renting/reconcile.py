@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError
-from provisioning.pods.pod import Pod, label_prefix
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Pod, Row, State, label_prefix
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
 from provisioning.renting.each import Failures, each

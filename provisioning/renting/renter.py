@@ -24,8 +24,7 @@ from provisioning.ledger.keys import FETCH, RESULTS, RUN_DIR
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.machine import Machine
 from provisioning.machines.results import fetch_results
-from provisioning.pods.pod import Pod
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Pod, Row, State
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
 from provisioning.renting.clock import Clock

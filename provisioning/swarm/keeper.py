@@ -20,7 +20,7 @@ from provisioning.errors import Busy, ProviderError, ProvisioningError, UserErro
 from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, UNWATCHED, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import secrets_of
-from provisioning.pods.row import State
+from provisioning.pods.pod import State
 from provisioning.pods.spec import providers_of
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.clock import Clock

@@ -9,7 +9,7 @@ from provisioning.errors import MachineError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
-from provisioning.pods.row import Row
+from provisioning.pods.pod import Row
 from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.renters import renters

@@ -9,8 +9,7 @@ from typing import Any
 
 from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Pod
-from provisioning.pods.row import Row, State, stray
+from provisioning.pods.pod import Pod, Row, State, stray
 from provisioning.providers.registry import Access
 from provisioning.renting.reconcile import Observation, observe
 from provisioning.renting.renter import Renter

@@ -17,7 +17,7 @@ from provisioning.machines.keys import write_private
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.machines.setup import put_private
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Row, State
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import Renters

@@ -12,7 +12,7 @@ import pytest
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import MARK, PODS
-from provisioning.pods.row import State
+from provisioning.pods.pod import State
 from tests.support.commands import ROOT, Command
 from tests.support.exhaustive import exhaustive_but
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable
 from provisioning.machines.machine import Answer
-from provisioning.pods.pod import Listing, Offer, Pod
-from provisioning.pods.row import Row
+from provisioning.pods.pod import Listing, Offer, Pod, Row
 
 SETTLE_S, DOUBT_S = 60.0, 600.0
 DELAYS_S = (0.0, 5.0, 59.0, 100.0, 700.0, 3000.0)

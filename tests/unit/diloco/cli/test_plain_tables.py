@@ -9,8 +9,7 @@ import pytest
 from diloco.cli.experiments import print_results
 from diloco.cli.pod_tables import print_offers, print_plan, print_status
 from provisioning.experiments.runs import Result
-from provisioning.pods.pod import Offer
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Offer, Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import Creation, Plan, Removal
 from provisioning.swarm.status import Overview, Status

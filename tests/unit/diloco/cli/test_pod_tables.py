@@ -8,8 +8,7 @@ import pytest
 from diloco.cli.pod_tables import plan_json, print_offers, print_plan, print_status
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
-from provisioning.pods.pod import Offer
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Offer, Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import Creation, Plan
 from provisioning.swarm.peer import PeerProgress

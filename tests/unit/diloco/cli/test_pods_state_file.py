@@ -11,8 +11,7 @@ from diloco.cli.app import exit_code
 from diloco.errors import USER_ERROR
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
-from provisioning.pods.pod import Offer
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Offer, Row, State
 from provisioning.pods.spec import PodSpec
 
 WITHOUT = [

@@ -7,8 +7,7 @@ import pytest
 
 from provisioning.errors import Busy, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Offer, Pod
-from provisioning.pods.row import State, may_follow
+from provisioning.pods.pod import Offer, Pod, State, may_follow
 from provisioning.pods.spec import PodSpec
 
 SPEC = PodSpec(provider="lium", name="pod-0", gpu_count=1, ttl_hours=2)

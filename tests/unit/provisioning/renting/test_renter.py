@@ -10,8 +10,7 @@ import pytest
 
 from provisioning.errors import NoCapacity, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Listing, Offer, Pod
-from provisioning.pods.row import Row, State
+from provisioning.pods.pod import Listing, Offer, Pod, Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import plan
 from provisioning.renting.reconcile import settle
