@@ -117,8 +117,8 @@ class Ledger:
         """All providers that were ever used. A pod without a row may appear at any of them."""
         return list(dict.fromkeys(row.provider for row in self._rows("")))
 
-    def add(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
-        """Add a planned order with a new, unique label. Replaces a planned row of the same name.
+    def add(self, spec: PodSpec, offer: Offer, *, now: float) -> Row:
+        """Add a planned order with a new, unique label; its hours begin now. Replaces a planned row of the same name.
 
         The caller makes sure that there is no other row of that name.
         """
@@ -131,7 +131,7 @@ class Ledger:
             spec=spec,
             offer=offer,
             asked_at=now,
-            ends_at=ends_at,
+            ends_at=None if spec.ttl_hours is None else now + spec.ttl_hours * 3600,
         )
         with self._transaction():
             self._db.execute("DELETE FROM pods WHERE name = ? AND state = ?", (spec.name, State.PLANNED))

@@ -89,8 +89,8 @@ class Renters(dict[str, Renter]):
         first is sent, and again if the answer to one was lost, however this ends.
         """
         failures = await self.give_back([removal.row for removal in agreed.destroy], failed=self.say)
-        creations = [creation for creation in agreed.create if creation.spec.name not in failures]
-        rows = [self._write_down(creation.spec, creation.offer) for creation in creations]
+        new = [creation for creation in agreed.create if creation.spec.name not in failures]
+        rows = [self.ledger.add(one.spec, one.offer, now=self[one.offer.provider].clock()) for one in new]
         taken = Counter(row.offer.key for row in rows)
         watch()
         try:
@@ -193,11 +193,6 @@ class Renters(dict[str, Renter]):
 
         return await each(rows, one, failed)
 
-    def _write_down(self, spec: PodSpec, offer: Offer) -> Row:
-        now = self[offer.provider].clock()
-        ends_at = now + spec.ttl_hours * 3600 if spec.ttl_hours is not None else None
-        return self.ledger.add(spec, offer, now=now, ends_at=ends_at)
-
     async def _until_reachable(self, row: Row, offers: Sequence[Offer], taken: Counter[str]) -> None:
         """Try offers until a pod answers. `taken` counts the uses of each offer. Raises the last failure."""
         spec = row.spec
@@ -230,7 +225,7 @@ class Renters(dict[str, Renter]):
                 row.name, f"{reason}; the next offer is {left[0].key} for {left[0].price_per_hour:.2f} $/h"
             )
             taken[left[0].key] += 1
-            row = self._write_down(spec, left[0])
+            row = self.ledger.add(spec, left[0], now=self[left[0].provider].clock())
 
 
 def _is_repeatable(found: Mapping[str, Renter], row: Row) -> bool:

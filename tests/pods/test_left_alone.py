@@ -73,8 +73,8 @@ def rented(api: LambdaApi, state_file: Path, *, for_s: float) -> Ledger:
     async def rent() -> None:
         provider = LambdaProvider(api.environment, state_file.with_name("key"))
         offer = (await provider.offers())[0]
-        spec, now = PodSpec(name="pod-0", provider="lambda"), time.time()
-        row = ledger.advance(ledger.add(spec, offer, now=now, ends_at=now + for_s), State.CREATING)
+        spec = PodSpec(name="pod-0", provider="lambda", ttl_hours=for_s / 3600)
+        row = ledger.advance(ledger.add(spec, offer, now=time.time()), State.CREATING)
         row = ledger.set_pod(row, await provider.create(row), None)
         ledger.advance(row, State.REACHABLE)
         await provider.close()

@@ -47,11 +47,9 @@ def test_a_number_that_a_provider_does_not_say_is_not_shown(monkeypatch, capsys)
 
 def kept(tmp_path, *, hours):
     """A plan that keeps one pod for 2 $/h, ordered an hour ago."""
-    now = time.time()
-    ends_at = None if hours is None else now + (hours - 1) * 3600
     spec = PodSpec(provider="lium", name="pod-0", ttl_hours=hours)
     offer = replace(OFFER, price_per_hour=2.0)
-    row = Ledger(tmp_path / "pods.sqlite").add(spec, offer, now=now - 3600, ends_at=ends_at)
+    row = Ledger(tmp_path / "pods.sqlite").add(spec, offer, now=time.time() - 3600)
     return Plan(create=(), keep=(row,), destroy=())
 
 

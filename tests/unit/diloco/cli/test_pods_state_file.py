@@ -40,11 +40,11 @@ def test_that_there_are_no_pods_is_said(command, tmp_path, monkeypatch, capsys):
     assert f"there are no pods in {tmp_path}" in capsys.readouterr().err
 
 
-def planned(path, name: str, *, ends_at: float | None = None) -> tuple[Ledger, Row]:
+def planned(path, name: str, *, ttl_hours: float | None = None) -> tuple[Ledger, Row]:
     """A pod of this machine, in a state file that may be new."""
     ledger = Ledger(path)
     offer = Offer(id="cpu-1", provider="local", gpu_type="cpu-1", gpu_count=1, price_per_hour=2.5)
-    return ledger, ledger.add(PodSpec(name=name, provider="local"), offer, now=0.0, ends_at=ends_at)
+    return ledger, ledger.add(PodSpec(name=name, provider="local", ttl_hours=ttl_hours), offer, now=0.0)
 
 
 def test_other_state_files_with_pods_are_named_with_what_to_type(tmp_path, monkeypatch, capsys):
@@ -78,10 +78,10 @@ def test_a_pod_without_an_end_does_not_keep_others_from_being_extended(tmp_path,
     said = " ".join(capsys.readouterr().err.replace("│", "").split())
     give_back = f"diloco pods down endless --state-file {path}"
     assert f"no end to extend: endless. What has no end stays until `{give_back}`" in said
-    ledger, _ = planned(path, "ending", ends_at=4e9)
+    ledger, _ = planned(path, "ending", ttl_hours=1e6)
     monkeypatch.setattr("diloco.cli.pods.ensure_watcher", lambda _: None)
     assert exit_code(["pods", "extend", *words]) == 0
-    assert {row.name: row.ends_at for row in ledger.rows()} == {"endless": None, "ending": 4e9 + 3600}
+    assert {row.name: row.ends_at for row in ledger.rows()} == {"endless": None, "ending": 3.6e9 + 3600}
     assert "no end to extend: endless" in capsys.readouterr().err
     assert exit_code(["pods", "extend", "ending", "endless", *words]) == USER_ERROR
 

@@ -34,7 +34,7 @@ def _row(ledger: Ledger, index: int, num_gpus: int) -> Row:
         price_per_hour=0.0,
         is_cpu=num_gpus == 0,
     )
-    return ledger.add(PodSpec(name=f"pod-{index}", provider="ssh"), offer, now=0.0, ends_at=None)
+    return ledger.add(PodSpec(name=f"pod-{index}", provider="ssh"), offer, now=0.0)
 
 
 def test_ranks_are_numbered_node_by_node():

@@ -22,7 +22,7 @@ def ledger(tmp_path):
 
 
 def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(ledger):
-    row = ledger.add(SPEC, OFFER, now=100.0, ends_at=7300.0)
+    row = ledger.add(SPEC, OFFER, now=100.0)
     other = Ledger(ledger.path)
     assert other.rows() == [row]
     assert (row.state, row.spec, row.offer, row.ends_at) == (State.PLANNED, SPEC, OFFER, 7300.0)
@@ -32,20 +32,20 @@ def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(le
 
 
 def test_each_order_has_a_label_of_its_own(ledger):
-    first = ledger.add(SPEC, OFFER, now=0, ends_at=None)
-    second = ledger.add(SPEC, OFFER, now=0, ends_at=None)
+    first = ledger.add(SPEC, OFFER, now=0)
+    second = ledger.add(SPEC, OFFER, now=0)
     assert first.label != second.label
     assert ledger.rows() == [second]
 
 
 def test_a_pod_that_was_ordered_is_never_planned_over(ledger):
-    ledger.advance(ledger.add(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    ledger.advance(ledger.add(SPEC, OFFER, now=0), State.CREATING)
     with pytest.raises(sqlite3.IntegrityError):
-        ledger.add(SPEC, OFFER, now=0, ends_at=None)
+        ledger.add(SPEC, OFFER, now=0)
 
 
 def test_states_follow_each_other_only_as_they_may(ledger):
-    row = ledger.add(SPEC, OFFER, now=0, ends_at=None)
+    row = ledger.add(SPEC, OFFER, now=0)
     with pytest.raises(AssertionError):
         ledger.advance(row, State.RUNNING)
     assert all(may_follow(state, State.DELETING) for state in State if state not in ("planned", "gone"))
@@ -53,12 +53,12 @@ def test_states_follow_each_other_only_as_they_may(ledger):
 
 
 def test_a_provider_that_was_used_once_is_remembered(ledger):
-    ledger.forget(ledger.add(SPEC, OFFER, now=0, ends_at=None), now=1)
+    ledger.forget(ledger.add(SPEC, OFFER, now=0), now=1)
     assert (ledger.rows(), ledger.providers()) == ([], ["lium"])
 
 
 def test_what_a_pod_cost_stays_when_its_row_goes(ledger):
-    row = ledger.advance(ledger.add(SPEC, OFFER, now=3600.0, ends_at=None), State.CREATING)
+    row = ledger.advance(ledger.add(SPEC, OFFER, now=3600.0), State.CREATING)
     ledger.set_pod(row, "id-1", 3.0)
     ledger.set_pod(row, "id-1", 2.0)
     (bill,) = ledger.bills()
@@ -92,7 +92,7 @@ def test_a_file_that_has_lost_its_end_is_named(tmp_path, num_lost):
     path = tmp_path / "pods.sqlite"
     ledger = Ledger(path)
     for index in range(60):
-        ledger.add(PodSpec(provider="lium", name=f"pod-{index}"), OFFER, now=0.0, ends_at=None)
+        ledger.add(PodSpec(provider="lium", name=f"pod-{index}"), OFFER, now=0.0)
     ledger.close()
     content = path.read_bytes()
     assert len(content) > 51000
@@ -114,7 +114,7 @@ def test_a_file_of_another_version_is_refused_and_left_as_it_was(tmp_path):
 
 
 def test_a_pod_that_was_called_gone_and_is_there_is_to_be_given_back_again(ledger):
-    row = ledger.advance(ledger.add(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    row = ledger.advance(ledger.add(SPEC, OFFER, now=0), State.CREATING)
     row = ledger.set_pod(row, "id-1", 3.0)
     ledger.forget(row, now=3600.0)
     assert (ledger.rows(), ledger.bills()[0].dollars(now=9e9)) == ([], 3.0)
@@ -124,7 +124,7 @@ def test_a_pod_that_was_called_gone_and_is_there_is_to_be_given_back_again(ledge
 
 
 def test_a_pod_that_no_row_knows_of_is_written_down_beside_the_one_that_has_its_name(ledger):
-    row = ledger.advance(ledger.add(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    row = ledger.advance(ledger.add(SPEC, OFFER, now=0), State.CREATING)
     ledger.set_pod(row, "id-1", 3.0)
     twin = ledger.found(Pod(id="id-2", label=row.label, is_ready=True, price_per_hour=3.0), "lium", now=5.0)
     assert (twin.name, twin.state, twin.provider_id) == ("pod-0", State.DELETING, "id-2")

@@ -80,9 +80,10 @@ def one(tmp_path: Path, provider: ListProvider) -> Renter:
     return renter(tmp_path, provider)
 
 
-def rented(one: Renter, *, at: float, ends_at: float | None = None) -> Row:
+def rented(one: Renter, *, at: float, ttl_hours: float | None = None) -> Row:
     """A pod that is there, ordered at this time by this clock."""
-    row = one.ledger.add(PodSpec(name="pod-0", provider="list"), OFFERS[0], now=at, ends_at=ends_at)
+    spec = PodSpec(name="pod-0", provider="list", ttl_hours=ttl_hours)
+    row = one.ledger.add(spec, OFFERS[0], now=at)
     row = one.ledger.advance(row, State.CREATING, asked_at=at)
     one.provider.there.append(Pod(id="id", label=row.label, is_ready=True))
     return one.ledger.set_pod(row, "id", 1.0)
@@ -93,9 +94,7 @@ async def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_g
 ):
     """As when a command died that had just ordered them, and `down` is typed at once."""
     for index in range(4):
-        row = one.ledger.add(
-            PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None
-        )
+        row = one.ledger.add(PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock())
         row = one.ledger.advance(row, State.CREATING, asked_at=one.clock())
         if index < 2:
             # These two got through; the second is known.
@@ -114,8 +113,7 @@ async def test_a_pod_ordered_while_the_clock_was_ahead_is_given_back_at_once(one
 
 
 async def test_a_rental_is_no_longer_because_the_clock_was_ahead_when_it_was_ordered(one):
-    ahead = one.clock() + 86400
-    rented(one, at=ahead, ends_at=ahead + 3600)
+    rented(one, at=one.clock() + 86400, ttl_hours=1)
     await asyncio.wait_for(settle(one), 10.0)
     assert one.rows[0].ends_at == pytest.approx(one.clock() + 3600, abs=60)
 
@@ -132,7 +130,7 @@ async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_s
     provider = SlowProvider()
     one = renter(tmp_path, provider)
     rows = [
-        one.ledger.add(PodSpec(name=f"pod-{n}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None)
+        one.ledger.add(PodSpec(name=f"pod-{n}", provider="list"), OFFERS[0], now=one.clock())
         for n in range(3)
     ]
     work = [asyncio.create_task(one.until_reachable(row)) for row in rows]
@@ -184,7 +182,7 @@ async def test_what_a_provider_does_not_take_is_refused_before_anything_is_rente
 async def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(one, provider, monkeypatch):
     monkeypatch.setattr("provisioning.renting.reconcile._LAST_FETCH_S", 0.05)
     monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(3600.0))
-    rented(one, at=0.0, ends_at=1.0)
+    rented(one, at=0.0, ttl_hours=1)
     assert await asyncio.wait_for(settle(one), 10.0) == {}
     assert (one.rows, provider.there) == ([], [])
 

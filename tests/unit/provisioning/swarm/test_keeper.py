@@ -191,7 +191,7 @@ def test_the_budget_is_for_the_pods_of_this_run(watched):
     replace(wanted(), stops_when_idle=True).write(ledger)
 
     def rent(began_at: float, ended_at: float) -> None:
-        rented = ledger.advance(ledger.add(SPECS[0], OFFER, now=began_at, ends_at=None), State.CREATING)
+        rented = ledger.advance(ledger.add(SPECS[0], OFFER, now=began_at), State.CREATING)
         ledger.forget(ledger.set_pod(rented, f"id{began_at}", None), now=ended_at)
 
     rent(0.0, 20 * 3600.0)
@@ -209,7 +209,7 @@ def test_a_run_begins_where_there_are_no_pods(tmp_path):
     begin_run(ledger)
     began = ledger.recall(RUN_BEGAN)
     assert float(began) > 0
-    ledger.add(SPECS[0], OFFER, now=0.0, ends_at=None)
+    ledger.add(SPECS[0], OFFER, now=0.0)
     begin_run(ledger)
     assert ledger.recall(RUN_BEGAN) == began
     ledger.close()
@@ -307,8 +307,8 @@ def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_o
 ):
     ledger, destroyed, told = Ledger(tmp_path / "pods.sqlite"), [], []
     for name, provider in (("odd", "lium"), ("other", "lambda")):
-        spec, offer = PodSpec(name=name, provider=provider), replace(OFFER, provider=provider)
-        rented = ledger.advance(ledger.add(spec, offer, now=0.0, ends_at=1000.0), State.CREATING)
+        spec = PodSpec(name=name, provider=provider, ttl_hours=1)
+        rented = ledger.advance(ledger.add(spec, replace(OFFER, provider=provider), now=0.0), State.CREATING)
         ledger.set_pod(rented, f"{name}-id", None)
     monkeypatch.setattr(
         "provisioning.renting.renters.open_provider",
