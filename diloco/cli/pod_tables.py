@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
-    from provisioning.pods.pod import Offer, Row
+    from provisioning.pods.pod import Offer
     from provisioning.renting.plan import Plan
     from provisioning.swarm.status import Overview
 
@@ -29,26 +29,24 @@ def plan_json(agreed: Plan) -> dict[str, Any]:
         "keep": [row.name for row in agreed.keep],
         "destroy": [{"name": removal.row.name, "reason": removal.reason} for removal in agreed.destroy],
         "price_per_hour": agreed.dollars_per_hour,
-        "price_until_end": _dollars_until_end(agreed, time.time()),
+        "price_until_end": agreed.dollars_until_end(time.time()),
     }
 
 
 def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
     """A table with prices per hour and in total."""
-    rows = []
-    for creation in agreed.create:
-        offer, hours = creation.offer, creation.spec.ttl_hours
-        what, price = f"{offer.gpu_count} × {offer.gpu_type}", offer.price_per_hour
-        until_end = ("–", "–") if hours is None else (f"{hours:g}", f"{hours * price:.2f}")
-        rows.append(("create", creation.spec.name, what, _place(offer), f"{price:.2f}", *until_end))
     now = time.time()
-    for row in agreed.keep:
-        what, price = f"{row.offer.gpu_count} × {row.offer.gpu_type}", row.offer.price_per_hour
-        left = _hours_left(row, now)
-        until_end = ("–", "–") if row.ends_at is None else (f"{left:.1f}", f"{left * price:.2f}")
-        rows.append(("keep", row.name, what, row.state, f"{price:.2f}", *until_end))
+    pods = [
+        ("create", one.spec.name, one.offer, _place(one.offer), one.spec.ttl_hours) for one in agreed.create
+    ]
+    pods += [("keep", row.name, row.offer, row.state, row.hours_left(now)) for row in agreed.keep]
+    rows = []
+    for do, name, offer, place, hours in pods:
+        what, price = f"{offer.gpu_count} × {offer.gpu_type}", offer.price_per_hour
+        until_end = ("–", "–") if hours is None else (f"{round(hours, 2):g}", f"{hours * price:.2f}")
+        rows.append((do, name, what, place, f"{price:.2f}", *until_end))
     rows += [("destroy", removal.row.name, removal.reason, "", "", "", "") for removal in agreed.destroy]
-    dollars = _dollars_until_end(agreed, now)
+    dollars = agreed.dollars_until_end(now)
     until = "–" if dollars is None else f"{dollars:.2f}"
     rows.append(("", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until))
     print_table(("", "pod", "what", "place"), ("$/h", "hours", "$"), rows, to_stderr=to_stderr)
@@ -132,18 +130,3 @@ def clock_hours(seconds: float) -> str:
 
 def _place(offer: Offer) -> str:
     return ", ".join(filter(None, (offer.city, offer.country))) or "–"
-
-
-def _dollars_until_end(agreed: Plan, now: float) -> float | None:
-    """What the new pods and those that are kept cost from now on; None: one that costs has no end."""
-    if agreed.dollars_until_end is None:
-        return None
-    if any(row.ends_at is None and row.offer.price_per_hour for row in agreed.keep):
-        return None
-    kept = (_hours_left(row, now) * row.offer.price_per_hour for row in agreed.keep)
-    return agreed.dollars_until_end + sum(kept)
-
-
-def _hours_left(row: Row, now: float) -> float:
-    """Until the end of its rental; 0 if it has none."""
-    return max((row.ends_at or 0.0) - now, 0.0) / 3600

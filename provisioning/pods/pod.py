@@ -164,6 +164,10 @@ class Row:
         until = now if self.ended_at is None else self.ended_at
         return max(until - self.asked_at, 0.0) / 3600 * self.offer.price_per_hour
 
+    def hours_left(self, now: float) -> float | None:
+        """Until the rental end; None: it has none."""
+        return None if self.ends_at is None else max(self.ends_at - now, 0.0) / 3600
+
     def is_pod(self, pod: Pod) -> bool:
         return pod.id == self.provider_id if self.provider_id is not None else pod.label == self.label
 

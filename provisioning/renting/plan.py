@@ -46,15 +46,13 @@ class Plan:
         """Of all pods after the change."""
         return self.new_dollars_per_hour + sum(row.offer.price_per_hour for row in self.keep)
 
-    @property
-    def dollars_until_end(self) -> float | None:
-        """Cost of the new pods until their rental ends; None if one has no end."""
-        hours = [creation.spec.ttl_hours for creation in self.create]
-        if any(number is None for number in hours):
+    def dollars_until_end(self, now: float) -> float | None:
+        """What all pods cost from now on until their rental ends; None if one that costs has no end."""
+        rentals = [(creation.offer.price_per_hour, creation.spec.ttl_hours) for creation in self.create]
+        rentals += [(row.offer.price_per_hour, row.hours_left(now)) for row in self.keep]
+        if any(price and hours is None for price, hours in rentals):
             return None
-        return sum(
-            creation.offer.price_per_hour * (creation.spec.ttl_hours or 0.0) for creation in self.create
-        )
+        return sum(price * (hours or 0.0) for price, hours in rentals)
 
 
 def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer]) -> Plan:

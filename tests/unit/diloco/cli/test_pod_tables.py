@@ -59,7 +59,7 @@ def test_pods_that_are_kept_cost_until_their_end(tmp_path, monkeypatch, capsys):
     new = replace(agreed, create=(Creation(PodSpec(provider="lium", name="new", ttl_hours=1), OFFER),))
     print_plan(new, to_stderr=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[2][-3:] == ["2.00", "5.0", "10.00"]
+    assert lines[2][-3:] == ["2.00", "5", "10.00"]
     assert lines[3][-2:] == ["1236.56", "1244.56"]
     assert plan_json(new)["price_until_end"] == pytest.approx(1244.56, abs=0.01)
     agreed = kept(tmp_path / "endless", hours=None)

@@ -34,7 +34,7 @@ def test_from_nothing_all_pods_are_created_at_the_lowest_price():
     assert [creation.offer.id for creation in found.create] == ["o0", "o1", "o2"]
     assert (found.keep, found.destroy) == ((), ())
     assert found.new_dollars_per_hour == found.dollars_per_hour == 6.0
-    assert found.dollars_until_end == 12.0
+    assert found.dollars_until_end(now=0.0) == 12.0
 
 
 def test_the_same_wish_again_changes_nothing():
