@@ -125,7 +125,6 @@ def run(
     from provisioning.experiments import runs
     from provisioning.experiments.sets import load
     from provisioning.experiments.trainers import trainer_named
-    from provisioning.pods.spec import providers_of
     from provisioning.renting.renters import renters
 
     changes = {
@@ -194,10 +193,9 @@ def run(
             return await pods.give_back(pods.rows)
 
     async def run_all() -> int:
-        providers = providers_of(found.pods)
-        async with renters(ledger, access(inventory), say, to_rent=providers) as pods:
+        async with renters(ledger, access(inventory), say, to_rent=found.pods) as pods:
             with interruption_told(ledger, typed("diloco experiments destroy", ledger)):
-                return await work(pods, pods.completed(setup, providers))
+                return await work(pods, pods.completed(setup, found.pods))
 
     return locked(ledger, run_all, for_jobs=True)
 

@@ -183,7 +183,6 @@ def provision(
     """
     from diloco.cli.peer_flags import check_peer_flags
     from provisioning.errors import NoCapacity, NoOffer
-    from provisioning.pods.spec import providers_of
     from provisioning.renting.renters import Patience, renters
     from provisioning.swarm.swarm import Swarm, SwarmOptions
     from provisioning.swarm.wanted import begin_run, keep
@@ -227,9 +226,8 @@ def provision(
         return _told(ledger, agreed, failures, care, as_json=as_json)
 
     async def bring_up() -> int:
-        providers = providers_of(specs)
-        async with renters(ledger, where, say, Patience(boot_s=boot_timeout), to_rent=providers) as found:
-            completed = found.completed(setup, providers)
+        async with renters(ledger, where, say, Patience(boot_s=boot_timeout), to_rent=specs) as found:
+            completed = found.completed(setup, specs)
             while True:
                 try:
                     return await attempt(found, completed)

@@ -127,9 +127,9 @@ class Renters(dict[str, Renter]):
         rows = [row for row in self.rows if row.state in states and row.name not in failures]
         return failures | await each(rows, one, self.say)
 
-    def completed(self, setup: Setup, providers: Sequence[str]) -> Setup:
-        """The set-up for pods of these providers: with their Python, and with the extras that all peers need."""
-        pythons = {self[name].provider.python() for name in providers}
+    def completed(self, setup: Setup, specs: Sequence[PodSpec]) -> Setup:
+        """The set-up for these pods: with their providers' Python, and with the extras that all peers need."""
+        pythons = {self[name].provider.python() for name in providers_of(specs)}
         wandb = ["wandb"] if "WANDB_API_KEY" in (setup.secrets or {}) else []
         setup = replace(
             setup,
@@ -259,24 +259,25 @@ async def renters(
     say: Say,
     patience: Patience | None = None,
     *,
-    to_rent: Sequence[str] = (),
+    to_rent: Sequence[PodSpec] = (),
     fetches: Sequence[str] | None = None,
 ) -> AsyncIterator[Renters]:
-    """Renters for all providers that were ever used, and those in `to_rent`.
+    """Renters for all providers that were ever used, and those of `to_rent`.
 
     Raises UserError if one of `to_rent` cannot be opened; others that cannot are in `Renters.failures`. `fetches`: see
     Renter.
     """
     found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)
+    needed = providers_of(to_rent)
     if remembered and not access.inventory:
         # The inventory with which the pods were rented.
         access = replace(access, inventory=Path(remembered))
     try:
-        for name in dict.fromkeys([*to_rent, *ledger.providers()]):
+        for name in dict.fromkeys([*needed, *ledger.providers()]):
             try:
                 provider = open_provider(name, access)
             except ProvisioningError as error:
-                if name in to_rent:
+                if name in needed:
                     raise
                 found.failures[name] = error
                 continue

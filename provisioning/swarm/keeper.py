@@ -21,7 +21,6 @@ from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, UNWATCHED, W
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import secrets_of
 from provisioning.pods.pod import State
-from provisioning.pods.spec import providers_of
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
@@ -193,11 +192,9 @@ class Keeper:
         if not failures and not obstacle:
             secrets = secrets_of(self.access.environment, list(wanted.setup.secrets or ()))
             setup = replace(wanted.setup, secrets=secrets)
-            providers = providers_of(wanted.specs)
-            async with renters(self.ledger, self.access, self.say, to_rent=providers) as found:
-                failures = await self._brought_up(
-                    found, replace(wanted, setup=found.completed(setup, providers))
-                )
+            async with renters(self.ledger, self.access, self.say, to_rent=wanted.specs) as found:
+                setup = found.completed(setup, wanted.specs)
+                failures = await self._brought_up(found, replace(wanted, setup=setup))
         for name, error in failures.items():
             self.tell(f"{name} is not up yet: {error}")
         if obstacle:

@@ -12,7 +12,7 @@ import pytest
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
-from provisioning.pods.spec import PodSpec, providers_of
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.renters import renters
 from provisioning.swarm.status import overview
@@ -53,7 +53,7 @@ class Clouds:
     def up(self) -> Outcome:
         async def work() -> Outcome:
             setup = Setup(source=source_of(self.directory), python=str(STAND_IN), min_free_mb=1)
-            async with renters(self.ledger, self.access, self.say, to_rent=providers_of(SPECS)) as found:
+            async with renters(self.ledger, self.access, self.say, to_rent=SPECS) as found:
                 return Outcome(await found.set_up(setup, await found.apply(await found.plan(SPECS))))
 
         return asyncio.run(work())
