@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +73,8 @@ class Renters(dict[str, Renter]):
             await repeated(renter.provider.check, tell=renter.tell)
         settled = await self.settle()
         # Such an order must not be sent again before its pod has been looked for everywhere.
-        in_doubt = {row.provider for row in self.rows if row.is_in_doubt and not _is_repeatable(self, row)}
+        repeat = {name for name, renter in self.items() if renter.provider.repeatable}
+        in_doubt = {row.provider for row in self.rows if row.is_in_doubt} - repeat
         for provider, failures in settled.items():
             for name, error in failures.items():
                 # Otherwise a known pod or machine that is silent holds up no other one.
@@ -226,11 +227,6 @@ class Renters(dict[str, Renter]):
             )
             taken[left[0].key] += 1
             row = self.ledger.add(spec, left[0], now=self[left[0].provider].clock())
-
-
-def _is_repeatable(found: Mapping[str, Renter], row: Row) -> bool:
-    renter = found.get(row.provider)
-    return renter is not None and renter.provider.repeatable
 
 
 async def offers_of(providers: Sequence[Provider], say: Say) -> list[Offer]:
