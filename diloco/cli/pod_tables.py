@@ -1,55 +1,16 @@
-"""Tables of what providers and pods have said: offers, the plan of what to rent, and the state of pods."""
+"""Tables of what providers and pods have said: offers, and the state of pods."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
     from provisioning.pods.pod import Offer
-    from provisioning.renting.plan import Plan
     from provisioning.swarm.status import Overview
-
-
-def plan_json(agreed: Plan) -> dict[str, Any]:
-    return {
-        "create": [
-            {
-                "name": creation.spec.name,
-                "offer": creation.offer.id,
-                "gpu_type": creation.offer.gpu_type,
-                "gpu_count": creation.offer.gpu_count,
-                "price_per_hour": creation.offer.price_per_hour,
-            }
-            for creation in agreed.create
-        ],
-        "keep": [row.name for row in agreed.keep],
-        "destroy": [{"name": removal.row.name, "reason": removal.reason} for removal in agreed.destroy],
-        "price_per_hour": agreed.dollars_per_hour,
-        "price_until_end": agreed.dollars_until_end(time.time()),
-    }
-
-
-def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
-    """A table with prices per hour and in total."""
-    now = time.time()
-    pods = [
-        ("create", one.spec.name, one.offer, _place(one.offer), one.spec.ttl_hours) for one in agreed.create
-    ]
-    pods += [("keep", row.name, row.offer, row.state, row.hours_left(now)) for row in agreed.keep]
-    rows = []
-    for do, name, offer, place, hours in pods:
-        what, price = f"{offer.gpu_count} × {offer.gpu_type}", offer.price_per_hour
-        until_end = ("–", "–") if hours is None else (f"{round(hours, 2):g}", f"{hours * price:.2f}")
-        rows.append((do, name, what, place, f"{price:.2f}", *until_end))
-    rows += [("destroy", removal.row.name, removal.reason, "", "", "", "") for removal in agreed.destroy]
-    dollars = agreed.dollars_until_end(now)
-    until = "–" if dollars is None else f"{dollars:.2f}"
-    rows.append(("", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until))
-    print_table(("", "pod", "what", "place"), ("$/h", "hours", "$"), rows, to_stderr=to_stderr)
 
 
 def print_status(seen: Overview) -> None:
@@ -85,7 +46,7 @@ def print_offers(found: Sequence[Offer]) -> None:
     rows = [
         (
             f"{one.gpu_type}{' (spot)' if one.spot else ''}",
-            _place(one),
+            one.place,
             one.key,
             f"{one.price_per_hour:.2f}",
             str(one.gpu_count),
@@ -126,7 +87,3 @@ def clock_hours(seconds: float) -> str:
     """Such as 1:05 h."""
     minutes = max(round(seconds / 60), 0)
     return f"{minutes // 60}:{minutes % 60:02d} h"
-
-
-def _place(offer: Offer) -> str:
-    return ", ".join(filter(None, (offer.city, offer.country))) or "–"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pod_tables import plan_json, print_plan
+from diloco.cli.pod_tables import print_table
 from diloco.cli.pods_flags import (
     GIVEN,
     Amount,
@@ -249,6 +250,44 @@ async def shown_plan(found: Renters, specs: Sequence[PodSpec], *, as_json: bool,
     return agreed
 
 
+def plan_json(agreed: Plan) -> dict[str, Any]:
+    return {
+        "create": [
+            {
+                "name": creation.spec.name,
+                "offer": creation.offer.id,
+                "gpu_type": creation.offer.gpu_type,
+                "gpu_count": creation.offer.gpu_count,
+                "price_per_hour": creation.offer.price_per_hour,
+            }
+            for creation in agreed.create
+        ],
+        "keep": [row.name for row in agreed.keep],
+        "destroy": [{"name": removal.row.name, "reason": removal.reason} for removal in agreed.destroy],
+        "price_per_hour": agreed.dollars_per_hour,
+        "price_until_end": agreed.dollars_until_end(time.time()),
+    }
+
+
+def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
+    """A table with prices per hour and in total."""
+    now = time.time()
+    pods = [
+        ("create", one.spec.name, one.offer, one.offer.place, one.spec.ttl_hours) for one in agreed.create
+    ]
+    pods += [("keep", row.name, row.offer, row.state, row.hours_left(now)) for row in agreed.keep]
+    rows = []
+    for do, name, offer, place, hours in pods:
+        what, price = f"{offer.gpu_count} × {offer.gpu_type}", offer.price_per_hour
+        until_end = ("–", "–") if hours is None else (f"{round(hours, 2):g}", f"{hours * price:.2f}")
+        rows.append((do, name, what, place, f"{price:.2f}", *until_end))
+    rows += [("destroy", removal.row.name, removal.reason, "", "", "", "") for removal in agreed.destroy]
+    dollars = agreed.dollars_until_end(now)
+    until = "–" if dollars is None else f"{dollars:.2f}"
+    rows.append(("", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until))
+    print_table(("", "pod", "what", "place"), ("$/h", "hours", "$"), rows, to_stderr=to_stderr)
+
+
 async def agreed_to(agreed: Plan, *, yes: bool) -> None:
     """Raises UserError unless somebody says yes. What neither costs nor destroys anything needs no question."""
     free = not agreed.destroy and agreed.new_dollars_per_hour == 0
@@ -259,15 +298,8 @@ async def agreed_to(agreed: Plan, *, yes: bool) -> None:
 def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_json: bool) -> int:
     rows = ledger.rows()
     if as_json:
-        pods = [
-            {
-                "name": row.name,
-                "state": str(row.state),
-                "provider_id": row.provider_id,
-                "ends_at": row.ends_at,
-            }
-            for row in rows
-        ]
+        names = ("name", "state", "provider_id", "ends_at")
+        pods = [{name: getattr(row, name) for name in names} for row in rows]
         told = {name: str(error) for name, error in failures.items()}
         print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": told}), flush=True)
     else:

@@ -49,6 +49,10 @@ class Offer:
         """Unique among the offers of all providers."""
         return f"{self.provider}/{self.id}"
 
+    @property
+    def place(self) -> str:
+        return ", ".join(filter(None, (self.city, self.country))) or "–"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:

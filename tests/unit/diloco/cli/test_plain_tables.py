@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.cli.experiments import print_results
-from diloco.cli.pod_tables import print_offers, print_plan, print_status
+from diloco.cli.pod_tables import print_offers, print_status
+from diloco.cli.provision import print_plan
 from provisioning.experiments.runs import Result
 from provisioning.pods.pod import Offer, Row, State
 from provisioning.pods.spec import PodSpec

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.cli.pod_tables import plan_json, print_offers, print_plan, print_status
+from diloco.cli.pod_tables import print_offers, print_status
+from diloco.cli.provision import plan_json, print_plan
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
 from provisioning.pods.pod import Offer, Row, State
