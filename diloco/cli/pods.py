@@ -283,9 +283,8 @@ def reconcile(
     """
     from provisioning.errors import Busy
     from provisioning.ledger.lock import held
-    from provisioning.renting import watcher
     from provisioning.renting.renters import renters
-    from provisioning.swarm import keeper
+    from provisioning.swarm import watcher
 
     ledger = opened_existing(state_file)
     if not watch:
@@ -299,7 +298,7 @@ def reconcile(
         return locked(ledger, once)
 
     async def forever() -> int:
-        await keeper.watch(ledger, access(inventory), say, interval_s=interval)
+        await watcher.watch(ledger, access(inventory), say, interval_s=interval)
         return 0
 
     try:

@@ -163,12 +163,11 @@ def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_
 
 def ensure_watcher(ledger: Ledger) -> None:
     """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
-    from provisioning.renting import watcher
-    from provisioning.swarm.keeper import watcher_lacks
+    from provisioning.swarm import watcher
 
     if not watcher.needs_watcher(ledger):
         return
-    if watcher_lacks(ledger, access(None)):
+    if watcher.lacks(ledger, access(None)):
         watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.

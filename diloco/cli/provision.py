@@ -333,7 +333,7 @@ def down(
     """
     from provisioning.errors import Busy
     from provisioning.ledger.keys import WANTED
-    from provisioning.renting import watcher
+    from provisioning.swarm import watcher
     from provisioning.swarm.wanted import no_longer_wanted
 
     ledger = opened_existing(state_file)
@@ -364,8 +364,8 @@ async def given_back(
 ) -> int:
     """The exit code of a command that gives pods back, and asks before results are lost."""
     from provisioning.errors import ResultsNotFetched
-    from provisioning.renting import watcher
     from provisioning.renting.renters import renters
+    from provisioning.swarm import watcher
 
     async with renters(ledger, where, say, fetches=fetches) as found:
         failures = await found.down(names, discard_results=yes)

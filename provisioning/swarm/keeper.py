@@ -1,4 +1,4 @@
-"""The keeper: part of the watcher process, it keeps the swarm as the user requested it.
+"""The keeper: part of the watcher process (watcher.py), it keeps the swarm as the user requested it.
 
 It replaces pods that died, and gives back all pods after the run has ended and its results are fetched. The request is
 stored in the ledger, so that a new keeper can take over after a crash.
@@ -9,42 +9,30 @@ network may be down.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from provisioning.errors import Busy, ProviderError, ProvisioningError, UserError
-from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, UNWATCHED, WANTED
+from provisioning.errors import ProviderError, UserError
+from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import secrets_of
 from provisioning.pods.pod import State
-from provisioning.providers.registry import Access, open_provider
+from provisioning.providers.registry import Access
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import Renters, renters
-from provisioning.renting.watcher import end_overdue, keep_time, needs_watcher
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import Swarm
 from provisioning.swarm.wanted import Wanted
 
-_INTERVAL_S = 15.0
 _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
 _AFTER_SETUP = (State.RUNNING, State.DELETING)
 _NONE_ANSWERS = "no pod answers: this machine's own network may be down, so none is replaced for that"
-
-
-def watcher_lacks(ledger: Ledger, access: Access) -> bool:
-    """Whether `access` has an API key, or a secret of the requested swarm, that the watcher's environment lacks."""
-    for name in ledger.recall(UNWATCHED).split():
-        with contextlib.suppress(ProvisioningError):
-            open_provider(name, access)
-            return True
-    return bool(ledger.recall(WANTED)) and any(map(access.environment.get, ledger.recall(UNSET).split()))
 
 
 class Fate(StrEnum):
@@ -221,54 +209,3 @@ class Keeper:
             # A full disk must not keep pods from being given back.
             with contextlib.suppress(UserError):
                 self.ledger.remember(LAST_ACTION, f"{at} {text}")
-
-
-async def watch(
-    ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
-) -> None:
-    """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`.
-
-    No error ends it: pods would outlive their rental end.
-    """
-
-    def quietly(name: str, text: str) -> None:
-        # If the disk is full, pods are given back without a log.
-        with contextlib.suppress(OSError):
-            say(name, text)
-
-    keeper, fetched = Keeper(ledger, access, quietly), set[str]()
-
-    async def once() -> float:
-        """Returns the seconds until the next call."""
-        wait_s = await keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
-        if ledger.recall(WANTED):
-            wait_s = min(wait_s, _INTERVAL_S)
-            await keeper.tick()
-        return wait_s
-
-    with contextlib.suppress(UserError):
-        async with renters(ledger, access, quietly) as found:
-            ledger.remember(UNWATCHED, " ".join(found.failures))
-    while not stop() and _is_needed(ledger):
-        wait_s = interval_s
-        try:
-            wait_s = await once()
-        except Busy:
-            # Another command changes the pods now.
-            pass
-        except Exception as error:  # noqa: BLE001 - such as an answer that a provider was never known to give
-            is_expected = isinstance(error, ProvisioningError | OSError)
-            keeper.tell(f"not done yet: {'' if is_expected else f'{type(error).__name__}: '}{error}")
-            if not is_expected:
-                with contextlib.suppress(Exception):
-                    await end_overdue(ledger, access, quietly, keeper.clock())
-        if _is_needed(ledger):
-            await asyncio.sleep(wait_s)
-
-
-def _is_needed(ledger: Ledger) -> bool:
-    try:
-        return needs_watcher(ledger)
-    except UserError:
-        # The file cannot be read now: it may name pods.
-        return True

@@ -22,8 +22,7 @@ from provisioning.pods.pod import State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
-from provisioning.renting import watcher
-from provisioning.swarm import keeper
+from provisioning.swarm import watcher
 from tests.support.commands import wait_until
 from tests.support.lambda_api import KEY, LambdaApi
 from tests.support.pods_commands import DOWN, STATUS
@@ -96,7 +95,7 @@ def watch(api: LambdaApi, ledger: Ledger) -> None:
         assert time.monotonic() < deadline
         return not living(api)
 
-    asyncio.run(keeper.watch(ledger, access, _say_on(ledger.path), interval_s=0.2, stop=is_over))
+    asyncio.run(watcher.watch(ledger, access, _say_on(ledger.path), interval_s=0.2, stop=is_over))
 
 
 def _say_on(state_file: Path):
@@ -119,7 +118,7 @@ def fill(disk: Path) -> Path:
 def test_a_full_disk_keeps_no_pod_whose_time_is_over(api, state_file, monkeypatch):
     ledger = rented(api, state_file, for_s=3.0)
     ballast = fill(state_file.parent)
-    monkeypatch.setattr("provisioning.renting.watcher._OVERDUE_S", 1.0)
+    monkeypatch.setattr("provisioning.swarm.watcher._OVERDUE_S", 1.0)
     watch(api, ledger)
     assert [row.state for row in ledger.rows()] == [State.REACHABLE]
     ballast.unlink()
@@ -146,7 +145,7 @@ def test_a_command_that_was_stopped_while_it_held_the_ledger_keeps_no_pod(api, s
     try:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         other.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr("provisioning.renting.watcher._OVERDUE_S", 1.0)
+        monkeypatch.setattr("provisioning.swarm.watcher._OVERDUE_S", 1.0)
         watch(api, ledger)
     finally:
         other.kill()

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from provisioning.machines.paths import PODS
-from provisioning.renting import watcher
+from provisioning.swarm import watcher
 from tests.support.commands import Command, check_gone, wait_until
 from tests.support.pods_commands import STATUS, argv_of
 

@@ -20,8 +20,8 @@ from provisioning.pods.pod import Listing, Offer, Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
-from provisioning.swarm import keeper
-from provisioning.swarm.keeper import Fate, fate, watcher_lacks
+from provisioning.swarm import keeper, watcher
+from provisioning.swarm.keeper import Fate, fate
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
@@ -229,14 +229,14 @@ def test_without_its_secrets_a_keeper_gives_back_and_says_why_it_replaces_nothin
     monkeypatch.setattr(keeper, "renters", opened)
     without = watched.keeper.access
     having = replace(without, environment={"MINE": "x"})
-    assert not watcher_lacks(ledger, having)
+    assert not watcher.lacks(ledger, having)
     watched.look(first(KILLED), second(RUNS))
     assert returned == ["pod-0"]
     assert watched.told == [
         "pod-0 has died: all its processes were killed; it is given back",
         "nothing is replaced: this process has no MINE; run `diloco pods status` where that variable is set",
     ]
-    assert watcher_lacks(ledger, having) and not watcher_lacks(ledger, without)
+    assert watcher.lacks(ledger, having) and not watcher.lacks(ledger, without)
 
     watched.look(first(FINISHED))
     assert watched.told[2:] == ["the run has ended: fetching its results, and giving its pods back"]
@@ -314,7 +314,7 @@ def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_o
         "provisioning.renting.renters.open_provider",
         lambda name, access: Odd(name, error if name == "lium" else None, destroyed),
     )
-    watching = keeper.watch(
+    watching = watcher.watch(
         ledger,
         Access(state_dir=tmp_path, environment={}),
         lambda name, text: told.append(text),

@@ -1,11 +1,11 @@
-"""The watcher: a background process that gives pods back at their rental end and keeps the swarm (swarm/keeper.py).
+"""The watcher: a background process that gives pods back at their rental end and keeps the swarm (keeper.py).
 
-It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch. Here: when it is needed,
-its start and end, and what it does about the time.
+It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from provisioning.errors import UserError
-from provisioning.ledger.keys import WANTED
+from provisioning.errors import Busy, ProvisioningError, UserError
+from provisioning.ledger.keys import UNSET, UNWATCHED, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
-from provisioning.providers.registry import Access
+from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import renters
+from provisioning.swarm.keeper import Keeper
 
 _STOP_TIMEOUT_S = 5.0
+_INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
 # The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
@@ -33,6 +35,15 @@ def needs_watcher(ledger: Ledger) -> bool:
     """Whether pods need care without a command: a requested swarm, a rental end, or an order in doubt."""
     rows = ledger.rows()
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
+
+
+def lacks(ledger: Ledger, access: Access) -> bool:
+    """Whether `access` has an API key, or a secret of the requested swarm, that the watcher's environment lacks."""
+    for name in ledger.recall(UNWATCHED).split():
+        with contextlib.suppress(ProvisioningError):
+            open_provider(name, access)
+            return True
+    return bool(ledger.recall(WANTED)) and any(map(access.environment.get, ledger.recall(UNSET).split()))
 
 
 def lock_path(state_file: Path) -> Path:
@@ -69,6 +80,49 @@ def stop(state_file: Path) -> None:
             os.kill(pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
         time.sleep(0.05)
         pid = running_pid(state_file)
+
+
+async def watch(
+    ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`.
+
+    No error ends it: pods would outlive their rental end.
+    """
+
+    def quietly(name: str, text: str) -> None:
+        # If the disk is full, pods are given back without a log.
+        with contextlib.suppress(OSError):
+            say(name, text)
+
+    keeper, fetched = Keeper(ledger, access, quietly), set[str]()
+
+    async def once() -> float:
+        """Returns the seconds until the next call."""
+        wait_s = await keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
+        if ledger.recall(WANTED):
+            wait_s = min(wait_s, _INTERVAL_S)
+            await keeper.tick()
+        return wait_s
+
+    with contextlib.suppress(UserError):
+        async with renters(ledger, access, quietly) as found:
+            ledger.remember(UNWATCHED, " ".join(found.failures))
+    while not stop() and _is_needed(ledger):
+        wait_s = interval_s
+        try:
+            wait_s = await once()
+        except Busy:
+            # Another command changes the pods now.
+            pass
+        except Exception as error:  # noqa: BLE001 - such as an answer that a provider was never known to give
+            is_expected = isinstance(error, ProvisioningError | OSError)
+            keeper.tell(f"not done yet: {'' if is_expected else f'{type(error).__name__}: '}{error}")
+            if not is_expected:
+                with contextlib.suppress(Exception):
+                    await end_overdue(ledger, access, quietly, keeper.clock())
+        if _is_needed(ledger):
+            await asyncio.sleep(wait_s)
 
 
 async def keep_time(
@@ -109,3 +163,11 @@ async def end_overdue(ledger: Ledger, access: Access, say: Say, now: float) -> F
     rows = [row for row in ledger.rows() if row.provider_id and row.ends_at is not None and row.ends_at < by]
     async with renters(ledger, access, say) as found:
         return await each(rows, lambda row: found[row.provider].destroy(row.provider_id or ""))
+
+
+def _is_needed(ledger: Ledger) -> bool:
+    try:
+        return needs_watcher(ledger)
+    except UserError:
+        # The file cannot be read now: it may name pods.
+        return True
