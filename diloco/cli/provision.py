@@ -185,8 +185,8 @@ def provision(
     from diloco.cli.peer_flags import check_peer_flags
     from provisioning.errors import NoCapacity, NoOffer
     from provisioning.renting.renters import Patience, renters
+    from provisioning.swarm.keeper import begin_run, keep
     from provisioning.swarm.swarm import Swarm, SwarmOptions
-    from provisioning.swarm.wanted import begin_run, keep
 
     ledger, where = opened(state_file), access(inventory)
     if offers:
@@ -334,7 +334,7 @@ def down(
     from provisioning.errors import Busy
     from provisioning.ledger.keys import WANTED
     from provisioning.swarm import watcher
-    from provisioning.swarm.wanted import no_longer_wanted
+    from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
     words, kept = fetched(fetch), ledger.recall(WANTED)

@@ -1,7 +1,7 @@
 """All keys under which Ledger.remember stores values that are not about a single pod."""
 
 WANTED = "wanted"
-"""The swarm that is to be kept, as JSON (swarm/wanted.py)."""
+"""The swarm that is to be kept, as JSON (swarm/keeper.py)."""
 RUN_DIR = "run_dir"
 """Directory or URL of the pods' results."""
 FETCH = "fetch"

@@ -12,7 +12,7 @@ import pytest
 from diloco.train.metrics_file import Tail
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import MARK, PODS
-from provisioning.swarm.wanted import Wanted
+from provisioning.swarm.keeper import Wanted
 from tests.support.commands import Command, check_gone, model_directory, wait_until
 from tests.support.pods_commands import DOWN, PROVISION, STATUS, argv_of, tiny_training
 

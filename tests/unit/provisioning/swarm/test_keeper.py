@@ -21,11 +21,10 @@ from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
 from provisioning.swarm import keeper, watcher
-from provisioning.swarm.keeper import Fate, fate
+from provisioning.swarm.keeper import Fate, Wanted, begin_run, fate, keep, no_longer_wanted
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
-from provisioning.swarm.wanted import Wanted, begin_run, keep, no_longer_wanted
 
 SPECS = [PodSpec(name=f"pod-{index}", provider="lium,lambda", max_price=3.0) for index in range(2)]
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
