@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli.pods_flags import access, locked, run, say
+from diloco.cli.interrupts import run_interruptible
+from diloco.cli.pods_flags import access, locked, say
 from diloco.cli.state_files import opened_existing
 from diloco.errors import UserError
 
@@ -91,7 +92,7 @@ def print_cluster_yaml(
             )
             return 0
 
-    return run(work())
+    return run_interruptible(work())
 
 
 def _python(ledger: Ledger, renter: Renter) -> str:

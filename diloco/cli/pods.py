@@ -10,6 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_interruptible
 from diloco.cli.pod_tables import clock_hours, print_status
 from diloco.cli.pods_flags import (
     Fetch,
@@ -23,7 +24,6 @@ from diloco.cli.pods_flags import (
     ensure_watcher,
     locked,
     results_of,
-    run,
     say,
     shouted,
 )
@@ -59,7 +59,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
             print(f"last done by itself: {kept}", flush=True)
         return 0
 
-    code = run(look())
+    code = run_interruptible(look())
     if state_file is None:
         tell_other_state_files("diloco pods status")
     return code
@@ -99,7 +99,7 @@ def logs(
             await follow_all(ledger, where, names, job=job, lines=lines, follow=follow, write=write)
         )
 
-    return run(work())
+    return run_interruptible(work())
 
 
 @app.command
@@ -139,7 +139,7 @@ def ssh(
                     await process.wait()
             return 128 - code if code < 0 else code
 
-    return run(shell())
+    return run_interruptible(shell())
 
 
 @app.command
@@ -225,7 +225,7 @@ def fetch(
         async with renters(ledger, access(inventory), say, fetches=to_fetch.words) as found:
             return shouted(await found.fetch_results(ledger.named(names)))
 
-    return run(work())
+    return run_interruptible(work())
 
 
 app.command(down)
@@ -304,7 +304,7 @@ def reconcile(
     try:
         # Whoever asks for the watcher's process holds the lock for a moment, too.
         with held(watcher.lock_path(ledger.path), wait_s=1.0):
-            return run(forever())
+            return run_interruptible(forever())
     except Busy:
         # There is one already.
         return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from diloco.cli.interrupts import run_interruptible
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 
@@ -149,16 +150,10 @@ def access(inventory: Path | None) -> Access:
     )
 
 
-def run(main: Coroutine[Any, Any, int]) -> int:
-    from diloco.cli.interrupts import run_interruptible
-
-    return run_interruptible(main)
-
-
 def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_jobs: bool = False) -> int:
     """Do it as the one command that changes these pods, or that runs jobs on them."""
     with ledger.locked(for_jobs=for_jobs):
-        return run(work())
+        return run_interruptible(work())
 
 
 def ensure_watcher(ledger: Ledger) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_interruptible
 from diloco.cli.pod_tables import print_table
 from diloco.cli.pods_flags import (
     GIVEN,
@@ -35,7 +36,6 @@ from diloco.cli.pods_flags import (
     interruption_told,
     locked,
     results_of,
-    run,
     say,
     shouted,
 )
@@ -192,7 +192,7 @@ def provision(
     if offers:
         from diloco.cli.offers import tell_offers
 
-        return run(tell_offers(which.filters(), where, as_json=as_json))
+        return run_interruptible(tell_offers(which.filters(), where, as_json=as_json))
     specs, setup = which.specs(), given.setup()
     check_peer_flags(peer_flags, setup)
     to_fetch = results_of(ledger, given, run_id)
