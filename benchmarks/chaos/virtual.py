@@ -1,4 +1,4 @@
-"""The same faults on the virtual runtime: simulates 20 minutes of six peers in seconds, and what workers wait for.
+"""The same faults on the virtual runtime: simulates 20 minutes of six peers in seconds, and how long workers wait.
 
 The peers use the daemons' state machine (peers/core); links, reductions and downloads are models (diloco/sim). A
 test compares goodput with that of a calm run, before waiting rules are measured by the real benchmark. Faults without a
@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.chaos.plan import Fault
-from diloco.sim.peer import VirtualPeer
 from diloco.sim.swarm import Durations, VirtualSwarm, settings_for
-from peers.core.round import Stage
 
 STEPS = 50
 STEP_S = 0.1
@@ -26,13 +24,8 @@ RESTART_S = 0.4
 @dataclass(frozen=True)
 class Outcome:
     tokens_per_live_s: float
-    waits: dict[str, float]
-    """Seconds for which running workers have waited, by reason."""
-    live_s: float
-
-    def share_of(self, what: str) -> float:
-        """Fraction of the time spent waiting for this reason."""
-        return self.waits.get(what, 0.0) / self.live_s
+    waiting: float
+    """Fraction of the time in which running workers wait."""
 
 
 def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -> Outcome:
@@ -43,7 +36,7 @@ def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -
     swarm.run(FORMS_S)
     for fault in faults:
         _plan(swarm, fault, swarm.now)
-    end, live_s, waits = swarm.now + seconds, 0.0, dict[str, float]()
+    end, live_s, waited_s = swarm.now + seconds, 0.0, 0.0
     before = _num_committed(swarm)
     while swarm.now < end:
         swarm.run(SAMPLE_INTERVAL_S)
@@ -52,9 +45,8 @@ def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -
             if worker is not None and worker.has_begun and not peer.is_frozen:
                 live_s += SAMPLE_INTERVAL_S
                 if worker.waits:
-                    what = _what_for(swarm, peer)
-                    waits[what] = waits.get(what, 0.0) + SAMPLE_INTERVAL_S
-    return Outcome((_num_committed(swarm) - before) / live_s, waits, live_s)
+                    waited_s += SAMPLE_INTERVAL_S
+    return Outcome((_num_committed(swarm) - before) / live_s, waited_s / live_s)
 
 
 def _plan(swarm: VirtualSwarm, fault: Fault, began_at: float) -> None:
@@ -83,18 +75,3 @@ def _plan(swarm: VirtualSwarm, fault: Fault, began_at: float) -> None:
 def _num_committed(swarm: VirtualSwarm) -> int:
     states = [peer.state for peer in swarm.peers.values() if peer.state is not None]
     return len(max(states, key=lambda state: state.epoch).pieces)
-
-
-def _what_for(swarm: VirtualSwarm, peer: VirtualPeer) -> str:
-    machine = peer.machine
-    round_ = machine.round
-    if machine.catch_up.target is not None or round_ is None:
-        return "a state"
-    if round_.stage is not Stage.GATHER:
-        return f"the {round_.stage.value}"
-    others = [other for rank in machine.missing_ranks if (other := swarm.peers.get(rank)) is not None]
-    if any(other.is_frozen for other in others):
-        return "one that is frozen"
-    if any(other.worker is None or not other.worker.has_begun for other in others):
-        return "one that starts"
-    return "one that trains" if others else "a quorum, or the leader"
