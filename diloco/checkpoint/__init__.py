@@ -1,5 +1,5 @@
 """Saves a training and restores it. Start with checkpoint.py.
 
-mark.py defines complete.json, which marks a complete checkpoint; finder.py and choice.py choose the one to resume;
-store.py is the interface to where they lie, local.py and remote.py its two kinds, opened.py chooses between them.
+mark.py defines complete.json, which marks a complete checkpoint; restore.py and choice.py choose the one to resume;
+store.py is where they are kept, a directory or a URL.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,13 @@ from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, HvConfig, TrainConfig
 from diloco.outer.world import World, barrier
 from diloco.train_fsdp import Trainer
-
-_MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 27,
-    "max_position_embeddings": 64,
-}
+from tests.support.commands import model_directory, records_of
 
 
 def tiny_config(directory: Path, **changes: Any) -> TrainConfig:
     """Six steps on random tokens; the model's config.json lies in `directory`."""
-    model = directory / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+    heads = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = model_directory(directory / "model", **heads, num_hidden_layers=2, intermediate_size=27)
     config = TrainConfig(
         path_model=str(model),
         fake_data=True,
@@ -57,7 +44,7 @@ def train(config: TrainConfig, run_dir: Path, world: World = World()) -> list[di
         trainer.train()
     # Rank 0 writes them: on a busy machine another would read half a line.
     barrier()
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return records_of(run_dir)
 
 
 def of_kind(kind: str, records: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
