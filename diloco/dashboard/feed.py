@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peers.monitor.observer import Observer
 
 MIN_INTERVAL_S = 0.25
 INTERVAL_S = 1.0
@@ -15,34 +18,24 @@ MAX_READERS = 16
 Curves = dict[int, list[tuple[float, int, float | None, float]]]
 
 
-class Source(Protocol):
-    """The part of peers.monitor.observer.Observer that is used here."""
-
-    async def changed(self, timeout_s: float) -> None: ...
-
-    def swarm(self) -> dict[str, Any]: ...
-
-    def curves(self) -> Curves: ...
-
-
 class Feed:
     """The current state of the swarm, shared by all pages. Used from one event loop."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.swarm: dict[str, Any] = source.swarm()
-        self.curves: Curves = source.curves()
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.swarm: dict[str, Any] = observer.swarm()
+        self.curves: Curves = observer.curves()
         self.num_readers = 0
         self._has_ended = False
         self._updated = asyncio.Event()
 
     async def run(self) -> None:
-        """Update the state until cancelled. Raises PeersError if the source fails for good."""
+        """Update the state until cancelled. Raises PeersError if the observer fails for good."""
         try:
             while True:
                 await asyncio.sleep(MIN_INTERVAL_S)
-                await self._source.changed(INTERVAL_S)
-                self.swarm, self.curves = self._source.swarm(), self._source.curves()
+                await self._observer.changed(INTERVAL_S)
+                self.swarm, self.curves = self._observer.swarm(), self._observer.curves()
                 self._wake()
         finally:
             self._has_ended = True
