@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import read_phase
 from diloco.train.metrics_file import (
-    PeerFigures,
     PhaseLines,
     Record,
     RecordLines,
@@ -172,8 +171,8 @@ class _Screen:
         from rich.live import Live
 
         self._peers = peers
-        self._figures = [PeerFigures(peer.name) for peer in peers]
-        self._evaluations: list[Record] = []
+        self._newest: list[dict[str, Record]] = [{} for _ in peers]
+        """By peer, its newest record of each kind."""
         self._began = time.monotonic()
         # Lines above the table are wrapped by the terminal, not by rich, so that an address can be copied.
         self._live = Live(console=Console(soft_wrap=True), auto_refresh=False)
@@ -185,15 +184,14 @@ class _Screen:
         self._live.stop()
 
     def fold(self, index: int, records: Iterable[Record]) -> None:
-        self._figures[index].fold(records)
-        self._evaluations += (record for record in records if record.get("kind") == "eval")
+        self._newest[index].update((str(record.get("kind")), record) for record in records)
 
     def refresh(self) -> None:
         from rich.text import Text
 
-        table = table_of(self._peers, self._figures)
+        table = table_of(self._peers, self._newest)
         caption = caption_of(
-            self._evaluations,
+            [newest["eval"] for newest in self._newest if "eval" in newest],
             elapsed_s=time.monotonic() - self._began,
             phases={peer.name: peer.phase for peer in self._peers},
         )
@@ -201,14 +199,14 @@ class _Screen:
         self._live.update(table, refresh=True)
 
 
-def table_of(peers: Sequence[PeerRow], figures: Sequence[PeerFigures]) -> Table:
-    """A table with one row per peer, which fits 80 columns."""
+def table_of(peers: Sequence[PeerRow], records: Sequence[Mapping[str, Record]]) -> Table:
+    """A table with one row per peer, which fits 80 columns. `records` are each peer's newest of each kind."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), caption_justify="left")
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True, justify="left" if column in ("peer", "state") else "right")
-    for peer, newest in zip(peers, figures, strict=True):
+    for peer, newest in zip(peers, records, strict=True):
         table.add_row(peer.name, peer.state_text, *row_cells(newest))
     return table
 
@@ -233,9 +231,10 @@ def caption_of(
     return ", ".join(parts)
 
 
-def row_cells(newest: PeerFigures) -> list[str]:
+def row_cells(newest: Mapping[str, Record]) -> list[str]:
     """The cells of one row from the column `epoch` on, with dashes for unknown figures."""
-    step, epoch = newest.step, newest.epoch
+    step: Record = newest.get("step") or {}
+    epoch: Record = newest.get("epoch") or {}
     epochs = [int(record["epoch"]) for record in (step, epoch) if record.get("epoch") is not None]
     return [
         str(max(epochs, default="–")),

@@ -1,11 +1,11 @@
-"""Reads metrics.jsonl while it grows, keeps each peer's newest figures, and prints records and phases as lines."""
+"""Reads metrics.jsonl while it grows, and prints records and phases as lines."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +44,6 @@ def _record(line: bytes) -> Record | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-@dataclass
-class PeerFigures:
-    """The newest record of each kind of one peer."""
-
-    name: str
-    step: Record = field(default_factory=dict)
-    """The last `step` record; empty before the first."""
-    epoch: Record = field(default_factory=dict)
-    evaluation: Record = field(default_factory=dict)
-
-    def fold(self, records: Iterable[Record]) -> None:
-        for record in records:
-            match record.get("kind"):
-                case "step":
-                    self.step = record
-                case "epoch":
-                    self.epoch = record
-                case "eval":
-                    self.evaluation = record
 
 
 def line_of(record: Record) -> str | None:
