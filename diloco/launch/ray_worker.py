@@ -12,6 +12,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+_MAX_FAILURES = 2
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when all nodes have finished; raises Ray's error otherwise."""
@@ -35,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only for the workers to exchange addresses; the program sets up its own process group.
         torch_config=TorchConfig(backend="gloo"),
         run_config=RunConfig(
-            name=arguments.name,
+            name="diloco",
             storage_path=arguments.storage,
-            failure_config=FailureConfig(max_failures=arguments.max_failures),
+            failure_config=FailureConfig(max_failures=_MAX_FAILURES),
         ),
     )
     trainer.fit()
@@ -49,8 +51,6 @@ def _parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--storage", required=True, help="a directory that all nodes share")
-    parser.add_argument("--name", default="diloco", help="name of the run, for its directory in --storage")
-    parser.add_argument("--max-failures", type=int, default=2)
     parser.add_argument("--use-gpu", action="store_true")
     index = argv.index("--") if "--" in argv else len(argv)
     arguments, program = parser.parse_args(argv[:index]), argv[index + 1 :]

@@ -41,7 +41,6 @@ class RayJob:
     storage: str
     """A directory that all nodes share."""
     use_gpu: bool
-    max_failures: int = 2
 
 
 def start_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[str]:
@@ -66,7 +65,7 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
     `client`: the Python that submits; `python`: the absolute path of the Python that runs the job.
     """
     words = ["--num-nodes", str(job.num_nodes), "--ranks-per-node", str(job.ranks_per_node)]
-    words += ["--storage", job.storage, "--max-failures", str(job.max_failures)]
+    words += ["--storage", job.storage]
     words += ["--use-gpu"] if job.use_gpu else []
     runtime = json.dumps({"env_vars": ENV})
     return [
