@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -36,21 +35,21 @@ def summary_of(
     in_order = _in_order(shown, states)
     holders = _holders(in_order, shown)
     by_rank = {rank: shown[peer_id] for rank, peer_id in holders.items()}
-    late = stragglers_of(by_rank, {rank: states[peer_id] for rank, peer_id in holders.items()})
-    there = [shown[i].announcement for i in in_order if states[i] not in (LOST, SILENT)]
+    there = [shown[i] for i in in_order if states[i] not in (LOST, SILENT)]
     rounds = rounds_of(by_rank)
     differs_at = next((entry["epoch"] for entry in rounds if not entry["agrees"]), None)
-    facts = swarm_facts(observations, {i: states[i] for i in in_order}, now=now, differs_at=differs_at)
+    ranked = [i for i in in_order if shown[i].announcement.world_rank != NO_RANK]
+    facts = SwarmFacts(peers=[peer_facts(shown[i], states[i], now) for i in ranked], differs_at=differs_at)
     return {
         "run_id": run_id,
         "verdict": dataclasses.asdict(verdict_of(facts)),
-        "epoch": max((peer.epoch for peer in there), default=0),
+        "epoch": max((peer.announcement.epoch for peer in there), default=0),
         "time": unix_now,
-        "tokens_per_s": sum(peer.tokens_per_s for peer in there),
-        "progress": _progress([shown[i] for i in in_order if states[i] not in (LOST, SILENT)]),
+        "tokens_per_s": sum(peer.announcement.tokens_per_s for peer in there),
+        "progress": _progress(there),
         "peers": [_peer(i, shown[i], states[i], now, unix_now) for i in in_order],
         "evaluations": evaluations_of(by_rank),
-        "stragglers": [dataclasses.asdict(straggler) for straggler in late],
+        "stragglers": stragglers_of(by_rank, {rank: states[peer_id] for rank, peer_id in holders.items()}),
         "rounds": rounds[-MAX_SHOWN_ROUNDS:],
         "events": _events(by_rank, observations.events),
     }
@@ -226,21 +225,6 @@ _LAST_ROUNDS = 9
 """How many recent rounds are used for shares of time."""
 
 
-def swarm_facts(
-    observations: Observations, states: Mapping[str, str], *, now: float, differs_at: int | None
-) -> SwarmFacts:
-    """`states` are those shown, by peer id."""
-    shown = observations.shown()
-    return SwarmFacts(
-        peers=[
-            peer_facts(shown[peer_id], state, now)
-            for peer_id, state in states.items()
-            if shown[peer_id].announcement.world_rank != NO_RANK
-        ],
-        differs_at=differs_at,
-    )
-
-
 def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
     said, report = peer.announcement, peer.report
     if report is None:
@@ -281,20 +265,12 @@ def _gone_s(peer: Observation, now: float) -> float | None:
     return None if peer.lost_at is None else max(0.0, now - peer.lost_at)
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A peer that a round waits for."""
+def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The peers that a round waits for, by world rank, and why, for people. `states` are the peers' states as shown.
 
-    world_rank: int
-    leader: int
-    """Who waits for it: the leader of the attempt, or, if the leader itself is late, a peer that is ready."""
-    reason: str
-    """For people."""
-
-
-def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -> list[Straggler]:
-    """By world rank. `states` are the peers' states as shown, LOST and SILENT among them."""
-    found: dict[int, Straggler] = {}
+    `leader` is who waits: the leader of the attempt or, if it is late itself, a peer that is ready.
+    """
+    found: dict[int, dict[str, Any]] = {}
     tellers = [rank for rank in sorted(peers) if states[rank] not in (LOST, SILENT)]
     for teller in tellers:
         report = peers[teller].report
@@ -307,7 +283,7 @@ def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -
         for rank in standing.missing:
             if rank != teller and (rank not in found or standing.leader == teller):
                 reason = _reason(peers.get(rank), states.get(rank, LOST), standing.step)
-                found[rank] = Straggler(rank, teller, reason)
+                found[rank] = {"world_rank": rank, "leader": teller, "reason": reason}
     return [found[rank] for rank in sorted(found)]
 
 

@@ -226,7 +226,7 @@ def reasons(observations: Observations, now: float = 1.0) -> dict[int, str]:
         peer.announcement.world_rank: observations.state_of(peer_id, now)
         for peer_id, peer in observations.peers.items()
     }
-    return {straggler.world_rank: straggler.reason for straggler in stragglers_of(peers, shown)}
+    return {straggler["world_rank"]: straggler["reason"] for straggler in stragglers_of(peers, shown)}
 
 
 def test_a_straggler_that_still_trains_is_named_with_the_steps_and_the_time_it_has_left():
