@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_with_hivemind
 from diloco.cli.watched import Watched
 from diloco.errors import UserError, print_note
 from diloco.options.extras import require
@@ -47,12 +48,7 @@ def dashboard(
     require("dashboard", "diloco dashboard")
     token = checked_token(os.environ.get(TOKEN_ENV))
     listener = open_listener(host, port)
-    from diloco.cli.interrupts import run_interruptible
-    from peers.net.dht.node import load_hivemind
-
-    # Takes seconds, during which an event loop could not handle signals.
-    load_hivemind()
-    return run_interruptible(_serve(swarm, secret, listener, token))
+    return run_with_hivemind(_serve(swarm, secret, listener, token))
 
 
 def checked_token(text: str | None) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_with_hivemind
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import HvConfig, Name, address_list
 
@@ -58,10 +59,8 @@ def start(
     token_days: float
         With --admission: days for which a peer's token is valid.
     """
-    from diloco.cli.interrupts import run_interruptible
     from diloco.launch.swarm_config import state_dir as default_state_dir
     from peers.daemon.coordinator import CoordinatorConfig, serve
-    from peers.net.dht.node import load_hivemind
     from peers.net.identity import load
     from peers.protocol.maddrs import check_listenable
 
@@ -84,6 +83,4 @@ def start(
     check_listenable(host_maddrs)
     if identity_path is not None and identity_path.exists():
         load(identity_path)
-    # Takes seconds, during which an event loop could not handle signals.
-    load_hivemind()
-    return run_interruptible(coordinate())
+    return run_with_hivemind(coordinate())

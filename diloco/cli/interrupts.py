@@ -35,6 +35,17 @@ def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
     return asyncio.run(_cancelled_by_signals(main))
 
 
+def run_with_hivemind(main: Coroutine[Any, Any, int]) -> int:
+    """As `run_interruptible`, for what joins a DHT.
+
+    Loading hivemind takes seconds, during which an event loop could not handle signals; so it is loaded before.
+    """
+    from peers.net.dht.node import load_hivemind
+
+    load_hivemind()
+    return run_interruptible(main)
+
+
 async def _cancelled_by_signals(main: Coroutine[Any, Any, int]) -> int:
     import asyncio
 

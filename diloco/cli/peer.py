@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_with_hivemind
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError, print_note
 from diloco.launch.peer_workers import (
@@ -103,7 +104,6 @@ def peer(
     model of --path-model, or chooses a model and batch size that suit its machine; a preset includes batch size and
     sequence length. The same command starts a peer, joins a running swarm, and rejoins it after a crash.
     """
-    from diloco.cli.interrupts import run_interruptible
     from diloco.data.batches import check_data
     from diloco.doctor.before_start import check_choices, check_memory_and_disk, check_ports_free
     from diloco.launch.phase_file import write_phase
@@ -138,15 +138,13 @@ def peer(
     with run_dir_of(train) as run_dir:
         print(f"run directory: {run_dir}", flush=True)
         write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
-        # These imports take seconds. They come after the checks of the arguments, which then fail fast, and before
-        # the event loop, which could not handle signals meanwhile.
+        # Takes seconds. It comes after the checks of the arguments, which then fail fast, and before the event loop,
+        # which could not handle signals meanwhile.
         import peers.daemon.main  # noqa: F401
-        from peers.net.dht.node import load_hivemind
 
-        load_hivemind()
         choice = replace(choice, config=train)
         workers = WorkerSetup(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
-        return run_interruptible(_run_peer(workers, fields))
+        return run_with_hivemind(_run_peer(workers, fields))
 
 
 def parse_worker(worker: str | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_with_hivemind
 from diloco.errors import UserError
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
@@ -94,10 +95,8 @@ def _change_bans(
     unban: Collection[str] = (),
 ) -> int:
     """Change the bans, or only read them, and pass the outcome to `report`. Returns the exit code. Raises UserError."""
-    from diloco.cli.interrupts import run_interruptible
     from peers.admission.bans import change_bans
     from peers.admission.secrets import load_key
-    from peers.net.dht.node import load_hivemind
 
     if not run.initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
@@ -110,9 +109,7 @@ def _change_bans(
         report(changed)
         return 0
 
-    # Takes seconds, during which an event loop could not handle signals.
-    load_hivemind()
-    return run_interruptible(change())
+    return run_with_hivemind(change())
 
 
 def _check_peers_named(peer_ids: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.cli.interrupts import run_with_hivemind
 from diloco.errors import UserError
 from diloco.launch.peer_workers import log_and_print, raise_if_refused, worker_command
 from diloco.options.extras import check_extras
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -> int:
     """Run one rollout peer; `named` are the fields that the user has set. Raises UserError."""
-    from diloco.cli.interrupts import run_interruptible
     from diloco.launch.swarm_config import daemon_config
 
     if "mode" in named and train.mode != "grpo":
@@ -41,13 +41,11 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
     fields = daemon_config(config, named)
     with run_dir_of(config) as run_dir:
         print(f"run directory: {run_dir}", flush=True)
-        # These imports take seconds. They come after the checks of the arguments, which then fail fast, and before
-        # the event loop, which could not handle signals meanwhile.
+        # Takes seconds. It comes after the checks of the arguments, which then fail fast, and before the event loop,
+        # which could not handle signals meanwhile.
         import peers.daemon.rollout_peer  # noqa: F401
-        from peers.net.dht.node import load_hivemind
 
-        load_hivemind()
-        return run_interruptible(_run(config, named, fields, run_dir, num_peers))
+        return run_with_hivemind(_run(config, named, fields, run_dir, num_peers))
 
 
 async def _run(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.interrupts import run_with_hivemind
 from diloco.cli.watched import Watched
 from diloco.options.flags import AsJson, Switch
 
@@ -42,13 +43,8 @@ def status(
     secret = swarm.secret()
     from rich.console import Console
 
-    from diloco.cli.interrupts import run_interruptible
-    from peers.net.dht.node import load_hivemind
-
     with Console(stderr=True).status(f"querying the peers of {swarm.run_id}") as waiting:
-        # Takes seconds, during which an event loop could not handle signals.
-        load_hivemind()
-        return run_interruptible(_show_status(swarm, secret, waiting, watch=watch, as_json=as_json))
+        return run_with_hivemind(_show_status(swarm, secret, waiting, watch=watch, as_json=as_json))
 
 
 async def _show_status(
