@@ -2,6 +2,7 @@
 
 The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
 digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
+Where adapters are trained (`--grpo.lora-rank`), `weights` is the digest of what they are beside, which no peer sends.
 `worker` tells whether the workers run diloco's trainer or the user's own program (`--worker`). In the latter case, the
 manifest has only the fields that the daemon reads, since the user's program ignores the others.
 """
@@ -18,13 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.options.model_files import PRESETS_DIR, clean_config, directory_of, is_preset, load_model_config
+from diloco.options.model_files import (
+    PRESETS_DIR,
+    clean_config,
+    directory_of,
+    has_weights,
+    is_preset,
+    load_model_config,
+)
 from diloco.options.trainer import Scalar, TrainConfig, shared_fields, shared_values, with_shared
 from diloco.train.devices import hardware_in_words
 from peers.admission.secrets import AdmissionSettings
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 
-_MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
+_MODEL, _TOKENIZER, _WEIGHTS, _PATH = "model", "tokenizer", "weights", "path_model"
 _DAEMON_FIELD_PREFIXES = ("hv.", "optimizer")
 """Prefixes of the shared fields that the daemon reads. Defaults of the outer step depend on the inner optimizer."""
 
@@ -82,6 +90,8 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
         manifest[_PATH] = ""
     manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
     manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))
+    if config.grpo.lora_rank is not None:
+        manifest[_WEIGHTS] = _weights_digest(config.path_model)
     manifest[WORKER] = DILOCOS_WORKER
     return manifest
 
@@ -99,7 +109,9 @@ def adopt_manifest(
     If this machine does not have the model, its config.json is written to <run_dir>/model_config/.
     """
     shared = {
-        name: value for name, value in manifest.items() if name not in (_MODEL, _TOKENIZER, _PATH, WORKER)
+        name: value
+        for name, value in manifest.items()
+        if name not in (_MODEL, _TOKENIZER, _WEIGHTS, _PATH, WORKER)
     }
     config = with_shared(config, shared, named=named, num_ranks=num_ranks)
     if manifest.get(_MODEL) is None:
@@ -123,13 +135,22 @@ def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:
     try:
         ours = json.dumps(load_model_config(path_model), sort_keys=True)
         tokenizer = _tokenizer_digest(directory_of(path_model, weights=False))
+        weights = _weights_digest(path_model) if _WEIGHTS in manifest else None
     except UserError:
         return False
-    return ours == manifest[_MODEL] and tokenizer == manifest.get(_TOKENIZER)
+    found = (manifest[_MODEL], manifest.get(_TOKENIZER), manifest.get(_WEIGHTS))
+    return found == (ours, tokenizer, weights)
 
 
 def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
-    """Write the manifest's config.json. Raises UserError if the run's tokenizer is not the byte-level one."""
+    """Write the manifest's config.json. Raises UserError if the run's model is more than that: if it has weights beside
+    which adapters are trained, or a tokenizer that is not the byte-level one.
+    """
+    if manifest.get(_WEIGHTS):
+        raise UserError(
+            "The run trains adapters beside weights that this machine does not have. Copy the model's directory here "
+            "from a peer that has it, and name it with --path-model."
+        )
     byte_level = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}
     if manifest.get(_TOKENIZER, "") not in byte_level:
         raise UserError(
@@ -146,6 +167,18 @@ def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
     written.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     written.replace(directory / "config.json")
     return directory
+
+
+def _weights_digest(path_model: str) -> str:
+    """Of the files that hold the weights; empty if they are drawn from the run's seed."""
+    directory = directory_of(path_model, weights=True)
+    if not has_weights(directory):
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _tokenizer_digest(directory: Path) -> str:

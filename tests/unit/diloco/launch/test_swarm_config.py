@@ -8,11 +8,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from diloco.errors import UserError
 from diloco.launch.swarm_config import adopt_manifest, daemon_config, manifest_of
+from diloco.options.flags import GrpoConfig
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
+from tests.support.tiny_model import small_bare_model
 
 FRESH = str(Path(__file__).parents[4] / "tests" / "models" / "llama-2m-fresh")
 
@@ -63,6 +67,40 @@ def test_a_model_with_a_tokenizer_that_is_not_here_is_refused(tmp_path):
     manifest = {**manifest_of(TrainConfig(seq_length=64)), "tokenizer": "0" * 64}
     with pytest.raises(UserError, match="Copy the model's directory"):
         adopt_manifest(TrainConfig(), manifest, (), run_dir=tmp_path)
+
+
+def with_adapters(path_model) -> TrainConfig:
+    return TrainConfig(mode="grpo", path_model=str(path_model), grpo=GrpoConfig(lora_rank=4))
+
+
+def test_adapters_are_trained_beside_the_runs_weights_only(tmp_path):
+    """No peer sends them, as it does the weights of a run that trains those."""
+    theirs, copy, other = (tmp_path / name for name in ("theirs", "copy", "other"))
+    small_bare_model(theirs)
+    save_file({"weight": torch.zeros(2)}, theirs / "model.safetensors")
+    shutil.copytree(theirs, copy)
+    shutil.copytree(theirs, other)
+    save_file({"weight": torch.ones(2)}, other / "model.safetensors")
+    manifest = manifest_of(with_adapters(theirs))
+
+    def adopted(path_model, manifest=manifest) -> TrainConfig:
+        config, named = parse_train_config(["--path-model", str(path_model)], "grpo")
+        return adopt_manifest(config, manifest, named, run_dir=tmp_path / "run")
+
+    assert (adopted(copy).path_model, adopted(copy).grpo.lora_rank) == (str(copy), 4)
+    for lacking in (other, small_bare_model(tmp_path / "without")):
+        with pytest.raises(UserError, match="weights that this machine does not have"):
+            adopted(lacking)
+    assert "weights" not in manifest_of(TrainConfig(mode="grpo", path_model=str(theirs)))
+
+
+def test_weights_that_are_drawn_from_the_runs_seed_need_no_copy(tmp_path):
+    theirs = small_bare_model(tmp_path / "theirs")
+    manifest = manifest_of(with_adapters(theirs))
+    shutil.rmtree(theirs)
+    config, named = parse_train_config([], "grpo")
+    written = adopt_manifest(config, manifest, named, run_dir=tmp_path / "run").path_model
+    assert written == str(tmp_path / "run" / "model_config")
 
 
 @pytest.mark.parametrize("model", ["[1]", "{", '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'])
