@@ -57,7 +57,9 @@ def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
         return
     from peft.tuners.lora import LoraLayer
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
     for name, tensor in weights:
         if ".lora_" in name:
             continue

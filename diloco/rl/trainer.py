@@ -59,9 +59,10 @@ class PeerTrainer(GRPOTrainer):
         # TRL weights tokens by the ratio of the two probabilities where it believes that vLLM has sampled them. As an
         # argument it would make TRL connect to its own kind of server, too.
         self.use_vllm = is_sampled_elsewhere
-        if "ref" in getattr(self.model, "peft_config", {}):
+        model: Any = self.model
+        if "ref" in getattr(model, "peft_config", {}):
             # TRL's copy of the adapters that it was given, as reference. Without adapters the model gives the same.
-            self.model.delete_adapter("ref")
+            model.delete_adapter("ref")
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation
         self._own: list[dict[str, Any]] = []
