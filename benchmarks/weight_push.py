@@ -43,7 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         path_model = arguments.path_model or ("demo" if arguments.quick else "2m")
         if arguments.half_billion:
-            path_model = _half_billion(Path(name) / "0.5b")
+            path_model = half_billion(Path(name) / "0.5b")
         results = [
             result
             for lr, dtype in _CASES[: 1 if arguments.half_billion else None]
@@ -52,7 +52,7 @@ def main() -> None:
     report("weight_push", results, arguments.json, keeps=True)
 
 
-def _half_billion(directory: Path) -> str:
+def half_billion(directory: Path, **changes: object) -> str:
     """A configuration with 494 million parameters, and random weights."""
     directory.mkdir()
     shapes = {
@@ -66,7 +66,7 @@ def _half_billion(directory: Path) -> str:
         "tie_word_embeddings": True,
         "initializer_range": 0.02,
     }
-    config = {**load_model_config("demo"), **shapes}
+    config = {**load_model_config("demo"), **shapes, **changes}
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(directory)
 

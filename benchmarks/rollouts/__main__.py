@@ -7,7 +7,7 @@ counts from the end of the first step, in which peers wait for each other to be 
 Rewards are those of all completions that were judged, those that the learner left out included, averaged over the
 same number of completions in both arms.
 
-*Staleness* (`--staleness`): see staleness.py.
+*Staleness* (`--staleness`): see staleness.py. *Push* (`--push`, needs 16 GiB): see push.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.format_model import train_format_model
 from benchmarks.record import Result, parser, report
-from benchmarks.rollouts import comparison, shares, staleness
+from benchmarks.rollouts import comparison, push, shares, staleness
 from benchmarks.rollouts.comparison import Setting
 
 TARGET = 0.6
@@ -31,7 +31,14 @@ def main() -> None:
     flags.add_argument("--target", type=float, default=TARGET, help=f"mean reward; default {TARGET}")
     flags.add_argument("--runs", type=int, default=1, help="repetitions of the comparison")
     flags.add_argument("--staleness", action="store_true", help="measure old policies instead")
+    flags.add_argument(
+        "--push", action="store_true", help="measure the way of policies to a rollout peer instead"
+    )
     chosen = flags.parse_args()
+    if chosen.push:
+        small = {"num_layers": 2, "num_patches": 1} if chosen.quick else {}
+        report("rollouts", push.measured(**small), chosen.json, keeps=True)
+        return
     with tempfile.TemporaryDirectory() as name:
         path_model = chosen.path_model or str(
             train_format_model(Path(name) / "model", steps=20 if chosen.quick else 250)

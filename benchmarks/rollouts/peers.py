@@ -103,11 +103,11 @@ class Run:
         directory = self._directory / name
         directory.mkdir(parents=True)
         peer = Peer(started(argv, directory, prefix), directory)
-        stack.callback(_ended, peer)
+        stack.callback(ended, peer)
         return peer
 
 
-def _ended(peer: Peer) -> None:
+def ended(peer: Peer) -> None:
     if peer.process.poll() is None:
         peer.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

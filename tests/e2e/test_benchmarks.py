@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lab import unavailable
 
-IN_A_LABORATORY = {"overlap", "unlike", "unlike --losses"}
+IN_A_LABORATORY = {"overlap", "rollouts --push", "unlike", "unlike --losses"}
 """They need namespaces, and links of their own making."""
 NAMES = ["membership", "rollouts", "saving", *sorted(IN_A_LABORATORY)]
 
