@@ -158,11 +158,14 @@ class CatchUp:
     def _ask_for_path(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)
         wanted = path[0].plan.parent if path else head
-        if path and (path[0].is_genesis or self.chain.is_on_own_chain(wanted)):
-            return
-        if path and not self.chain.head:
+        if path and (self.chain.is_on_own_chain(wanted) or not self.chain.head):
             # A newcomer has no chain that the path could lead back to.
             return
+        if path and path[0].is_genesis:
+            # The chains may have parted before this peer came to its own.
+            wanted = self.chain.head_before
+            if not wanted:
+                return
         asked_at = {
             peer_id: self._asked.get(peer_id, {}).get(wanted, -math.inf)
             for peer_id in holders
@@ -294,8 +297,9 @@ class CatchUp:
         """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
-        still here. If all of them are gone, two members of the other roster that hold the other head are enough: they
-        would not come here. Where that side has one at most, too, the side that more peers hold wins.
+        still here. On a tie, and where nobody of the roster is left but this peer, it goes to two members that stand
+        together there, since they would not come here; else the smaller genesis hash wins, and within one run the
+        smaller head: so on both sides.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -303,29 +307,17 @@ class CatchUp:
             return ()
         roster = self.chain.newest.plan.roster_set - {self.me}
         switched = roster & holders
-        objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
-        if switched:
-            lead = len(switched) - 1 - len(objectors)
-            # On a tie the smaller genesis hash wins, and within one run the smaller head: so on both sides.
-            is_smaller = (path[0].head, path[-1].head) < (self.genesis, self.chain.head)
-            wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or is_smaller))
-            may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
-            return tuple(path[-1:]) if may_go and wins else ()
-        if any(not self.swarm.is_gone(p) for p in roster):
-            return ()
-        lead = len(holders) - len(self._holders_of_own_chain())
-        if len(holders & path[-1].plan.roster_set) > 1 or lead > 0:
-            return tuple(path[-1:])
-        # On a tie the same hashes decide.
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
         is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, self.chain.head)
-        return tuple(path[-1:]) if lead == 0 and is_smaller else ()
-
-    def _holders_of_own_chain(self) -> set[str]:
-        """This peer, and those that hold a head of its chain or one that follows."""
-        own, chain = self.chain.head, self.chain
-        heads = (h for h in self.swarm.heads if chain.is_on_own_chain(h) or self._is_or_follows(h, own))
-        return {self.me}.union(*map(self.swarm.live_at, heads))
+        gives_way = len(holders & path[-1].plan.roster_set) > 1 or is_smaller
+        if switched:
+            objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
+            lead = len(switched) - 1 - len(objectors)
+            wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
+            may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
+        else:
+            wins, may_go = gives_way, all(map(self.swarm.is_gone, roster))
+        return tuple(path[-1:]) if may_go and wins else ()
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)

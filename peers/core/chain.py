@@ -58,6 +58,13 @@ class Chain:
     def epoch(self) -> int:
         return self.newest.plan.epoch if self.head else 0
 
+    @property
+    def head_before(self) -> str:
+        """Before the oldest certificate of this peer's chain that is known; empty if that is the genesis, or no older
+        one is kept."""
+        oldest = next(iter(self._own.values()), None)
+        return "" if oldest is None or oldest.is_genesis or len(self._own) >= MAX_OWN else oldest.plan.parent
+
     def get(self, head: str) -> Certificate | None:
         return self._own.get(head) or self._others.get(head)
 
@@ -71,6 +78,7 @@ class Chain:
             return
         self._others[head] = certificate
         self._others_bytes += certificate.num_bytes
+        self._learn_past()
         while len(self._others) > MAX_OTHERS or self._others_bytes > MAX_OTHERS_BYTES:
             self.forget(next(iter(self._others)))
 
@@ -78,6 +86,17 @@ class Chain:
         """Drop a certificate of another chain."""
         if (certificate := self._others.pop(head, None)) is not None:
             self._others_bytes -= certificate.num_bytes
+
+    def _learn_past(self) -> None:
+        """Put certificates that lead to the oldest of this peer's chain in front of it."""
+        past: list[Certificate] = []
+        head = self.head_before
+        while (certificate := self._others.get(head)) is not None and len(self._own) + len(past) < MAX_OWN:
+            past.append(certificate)
+            self.forget(head)
+            head = "" if certificate.is_genesis else certificate.plan.parent
+        if past:
+            self._own = {certificate.head: certificate for certificate in reversed(past)} | self._own
 
     def genesis_of(self, founder: str) -> Certificate | None:
         """A genesis that this founder has signed, and that is not on this peer's chain."""

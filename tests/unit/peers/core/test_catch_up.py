@@ -199,17 +199,51 @@ def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
 
 
 @pytest.mark.parametrize("founders", ["ab", "ba"])
-def test_of_two_founders_that_stand_alone_the_one_with_fewer_followers_gives_way(founders):
-    """Whichever genesis has the smaller hash: else they would change places."""
+@pytest.mark.parametrize("is_deserted", [False, True])
+def test_of_two_founders_that_stand_alone_one_gives_way_whoever_follows_the_other(founders, is_deserted):
+    """By their hashes. If both went by the number of followers, a newcomer that each thinks is the other's would have
+    them change places; `is_deserted`: a second member has left the other run for this one."""
     left, right = founders
-    mine, theirs = genesis(left), genesis(right, epoch=1)
-    one, other = Driven.at(mine, me=left), Driven.at(theirs, me=right)
-    one.announce(mine, "x")
+    mine, theirs = genesis(left), genesis(right + "c" * is_deserted, epoch=1)
+    one, other = Driven.at(mine, me=left), Driven.at(theirs, "c" * is_deserted, me=right)
+    one.announce(mine, "cx")
     one.announce(theirs, right)
-    other.announce(mine, [left, "x"])
+    other.announce(mine, [left, "c", "x"])
     one.run(30)
     other.run(30)
-    assert (fetched_heads(one), fetched_heads(other)) == ([], [mine.head])
+    went = fetched_heads(one), fetched_heads(other)
+    assert went == (([theirs.head], []) if theirs.head < mine.head else ([], [mine.head]))
+
+
+@pytest.mark.parametrize(("founder", "others"), [("a", "bc"), ("b", "ac"), ("c", "ab"), ("d", "ab")])
+def test_followers_of_a_founder_go_with_it_to_two_members_of_another_run(founder, others):
+    mine, theirs = genesis(founder), genesis(others, epoch=1)
+    x = Driven("x")
+    x.announce(mine, founder)
+    x.run(5)
+    x.fetched()
+    assert x.peer.head == mine.head
+    x.announce(theirs, founder + others)
+    x.run(30)
+    assert fetched_heads(x) == [mine.head, theirs.head]
+
+
+def test_a_newcomer_asks_where_its_run_came_from_once_it_sees_another_part_of_it():
+    """It came to a part that one member had made alone, and two go on with the other part."""
+    pair = genesis("abc")
+    alone = chain_of(pair, "c", 3)
+    n = Driven("n")
+    n.announce(alone[-1], "c", genesis=pair.head)
+    n.run(5)
+    n.fetched()
+    n.hush("c")
+    together = chain_of(pair, "ab", 40)
+    n.know([pair, *alone, *together])
+    n.announce(together[-1], "abc", genesis=pair.head)
+    n.run(10)
+    ask = next(s.message for s in n.of(effects.Send) if getattr(s.message, "head", "") == alone[1].head)
+    assert isinstance(ask, Ask)
+    assert n.of(effects.Fetch)[-1].path == tuple(together)
 
 
 def test_a_founder_that_stands_alone_goes_to_two_members_of_another_run_whoever_follows_it():
