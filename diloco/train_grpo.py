@@ -433,7 +433,9 @@ class Training:
         # The memory for a generation of this rank suffices for as many completions of any kind.
         share = -(-self.prompts.prompts_per_generation // self.world.num_ranks)
         at_once = max(AT_ONCE, share * self.config.grpo.num_generations)
-        return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed, at_once=at_once)
+        # PEFT's `generate` calls a forward pass below the one that accelerate has wrapped.
+        with self.trainer.accelerator.autocast():
+            return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed, at_once=at_once)
 
     def rollout_seed(self) -> int:
         """Of the next generation on this rank: differs between steps, within a step, between ranks and peers."""

@@ -86,6 +86,11 @@ def _results(learner: Peer, taker: Peer, model: str, num_patches: int) -> list[R
     written: dict[str, tuple[float, int]] = {}
     """By name, when the learner wrote a file, and its size."""
 
+    def patches() -> list[str]:
+        """Those that did not wait behind the first file, which has all weights."""
+        done = [name for name, file in files.items() if file.loaded]
+        return [name for name in done[1:] if written[name][0] > files[done[0]].loaded]
+
     def look() -> bool:
         for path in (learner.directory / "run" / "policies").glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):
@@ -98,21 +103,20 @@ def _results(learner: Peer, taker: Peer, model: str, num_patches: int) -> list[R
         for name, file in files.items():
             if name not in there and file.arrived and not file.loaded:
                 file.loaded = time.time()
-        return sum(bool(file.loaded) for file in files.values()) > num_patches
+        return len(patches()) >= num_patches
 
     _wait(look, learner, taker)
     steps = [record["time"] for record in learner.records("step")]
-    first, *patches = [name for name, file in files.items() if file.loaded]
-    whole_bytes = written[first][1]
-    done = {name: max(step for step in steps if step <= written[name][0]) for name in patches}
+    first, names = next(iter(files)), patches()
+    done = {name: max(step for step in steps if step <= written[name][0]) for name in names}
     case = f"{model} bf16 lr 1e-06 over {MBPS:g} Mbit/s"
     return [
-        Result.of(case, "all weights", "B", [float(whole_bytes)]),
+        Result.of(case, "all weights", "B", [float(written[first][1])]),
         Result.of(case, "all weights, fetched and loaded", "s", [files[first].loaded - files[first].began]),
-        Result.of(case, "patch", "B", [float(written[name][1]) for name in patches]),
-        Result.of(case, "patch, step to written", "s", [written[n][0] - done[n] for n in patches]),
-        Result.of(case, "patch, step to arrived", "s", [files[n].arrived - done[n] for n in patches]),
-        Result.of(case, "patch, step to loaded", "s", [files[n].loaded - done[n] for n in patches]),
+        Result.of(case, "patch", "B", [float(written[name][1]) for name in names]),
+        Result.of(case, "patch, step to written", "s", [written[n][0] - done[n] for n in names]),
+        Result.of(case, "patch, step to arrived", "s", [files[n].arrived - done[n] for n in names]),
+        Result.of(case, "patch, step to loaded", "s", [files[n].loaded - done[n] for n in names]),
     ]
 
 

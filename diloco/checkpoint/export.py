@@ -43,6 +43,11 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
             store, found, source = _opened(checkpoint, scratch, stack)
         except OSError as error:
             raise UserError(f"{checkpoint} cannot be read: {error}") from error
+        if (source / "adapter_config.json").is_file():
+            raise UserError(
+                f"{store.name_of(found.name, found.part)} holds adapters without the weights beside which they were "
+                "trained; the model that the run wrote at its end (--run-dir, model/) has both merged"
+            )
         is_of_trainer = (source / "config.json").is_file()
         model = source if is_of_trainer else source / "model"
         if not (model / "config.json").is_file():
@@ -144,7 +149,7 @@ def _trainers_weights(source: Path) -> dict[str, Tensor]:
     """The weights in a checkpoint of transformers' Trainer."""
     files = sorted(source.glob("model*.safetensors"))
     if not files:
-        raise UserError(f"{source} holds no weights of a whole model; merge its adapters with peft first")
+        raise UserError(f"{source} holds no weights of a whole model")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as error:

@@ -27,7 +27,8 @@ def check_memory_and_disk(
 ) -> None:
     """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.
 
-    `is_settled=False` means that the batch sizes may still come from the swarm; then activations are not counted.
+    `is_settled=False` means that the batch sizes may still come from the swarm; then activations are not counted. The
+    same holds for `--grpo.lora-rank`; then so little is needed as with adapters.
     """
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
@@ -38,6 +39,7 @@ def check_memory_and_disk(
         on_gpu=machine.num_gpus > 0,
         activation_tokens=tokens,
         gpu_bytes=machine.gpu_bytes * machine.num_gpus // num_peers or None,
+        has_adapters=config.grpo.lora_rank is not None or (not is_settled and config.mode == "grpo"),
     )
     for finding in check_disk(config, state_dir, num_peers=num_peers):
         if finding.verdict == "fail":

@@ -64,7 +64,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         return
     try:
         # The cheap lower bound first: counting the parameters of a far too large model with transformers takes long.
-        check_peers_fit(config.path_model, on_gpu=on_gpu)
+        check_peers_fit(config.path_model, on_gpu=on_gpu, has_adapters=config.grpo.lora_rank is not None)
     except UserError as error:
         yield failed("memory", str(error), _SMALLER_MODEL)
         return
@@ -77,6 +77,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             config=model,
             optimizer=config.optimizer,
             on_gpu=on_gpu,
+            has_adapters=config.grpo.lora_rank is not None,
         )
 
     def problem_of(samples: int) -> str:
@@ -121,7 +122,8 @@ def places_to_check(config: TrainConfig, state_dir: Path, num_parameters: int) -
             "export TMPDIR=/a/disk/with/room",
         ),
     ]
-    if config.ckpt.interval is not None and "://" not in config.ckpt.path:
+    keeps_whole_models = config.ckpt.interval is not None and config.grpo.lora_rank is None
+    if keeps_whole_models and "://" not in config.ckpt.path:
         # One more than are kept, since the oldest is deleted only after the newest is complete.
         kept = (config.ckpt.topk or 1) + 1
         size = num_parameters * _CHECKPOINT_BYTES_PER_PARAMETER * kept

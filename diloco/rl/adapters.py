@@ -5,7 +5,6 @@ Only these adapters are averaged and sent to rollout peers. Servers and saved mo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,8 @@ def with_adapters(model: PreTrainedModel, rank: int | None, *, seed: int) -> Pre
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        # PEFT 0.21 asks transformers 5.23 for what it calls by another name now.
-        warnings.simplefilter("ignore", FutureWarning)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         adapted: Any = get_peft_model(model, config)
     return adapted

@@ -58,7 +58,7 @@ class DeltaWriter:
         path = _path(self._directory, step)
         if self._last is not None and step <= self._last:
             return path
-        state = own_copies(dict(weights), torch.bfloat16)
+        state = own_copies(weights, torch.bfloat16)
         if self._last is not None and _outline(state) != _outline(self._state):
             raise UserError(
                 f"{self._directory} holds the deltas of another model; name another --ckpt.delta-path"

@@ -45,7 +45,7 @@ class Publisher:
 
     def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the weights to the CPU in the servers' dtype, as a new version unless they are the last one's."""
-        state = own_copies(dict(parameters), self._dtype)
+        state = own_copies(parameters, self._dtype)
         digest = digest_of(state)
         if digest != self.digest:
             self._before, self.state, self.digest = self.state, state, digest

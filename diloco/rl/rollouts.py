@@ -185,7 +185,9 @@ def opened_servers(
     if grpo.rollout_url:
         return Rollouts(grpo.rollout_url, Publisher(_dtype_of(grpo.rollout_url)), on_event=on_event)
     served = run_dir / "served"
-    save_pretrained_dir(served, own_copies(weights, dtype), load_model_config(config.path_model), tokenizer)
+    save_pretrained_dir(
+        served, own_copies(weights.items(), dtype), load_model_config(config.path_model), tokenizer
+    )
     server = OwnServer(
         vllm_command(
             python=grpo.vllm_python,

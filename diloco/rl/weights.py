@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -62,13 +62,16 @@ def digest_of(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def own_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> State:
-    """Copies on the CPU, with floating-point tensors converted to `dtype`; training may change the originals."""
+def own_copies(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> State:
+    """Copies on the CPU, with floating-point tensors converted to `dtype`; training may change the originals.
+
+    One after the other, since there may be no room for all of them where they are made (rl/adapters.py).
+    """
     return {
         name: tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
         .contiguous()
-        for name, tensor in tensors.items()
+        for name, tensor in tensors
     }
 
 

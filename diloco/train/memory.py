@@ -14,6 +14,8 @@ from diloco.options.model_files import load_model_config
 _WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
 # In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
+_FROZEN_BYTES_PER_PARAMETER = 4
+"""Of weights beside adapters, which are not averaged."""
 _GIB = 2**30
 _FEWER_TOKENS = "a smaller --per-device-train-batch-size or a shorter --seq-length"
 
@@ -37,15 +39,17 @@ def memory_needed_bytes(
     optimizer: Literal["adamw", "muon"] = "adamw",
     on_gpu: bool = False,
     in_swarm: bool = True,
+    has_adapters: bool = False,
 ) -> MemoryNeed:
     """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks on this machine.
 
     The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
-    activations are underestimated.
+    activations are underestimated, and adapters, which are trained in place of the weights, are not counted.
     """
     activations = activation_tokens * _activation_bytes_per_token(config)
-    worker = num_parameters * _WORKER_BYTES_PER_PARAMETER[optimizer] + activations
-    swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm else 0
+    per_parameter = _FROZEN_BYTES_PER_PARAMETER if has_adapters else _WORKER_BYTES_PER_PARAMETER[optimizer]
+    worker = num_parameters * per_parameter + activations
+    swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm and not has_adapters else 0
     if on_gpu:
         return MemoryNeed(host_bytes=swarm, device_bytes=worker, activation_bytes=activations)
     return MemoryNeed(host_bytes=worker + swarm, device_bytes=0, activation_bytes=activations)
@@ -151,6 +155,7 @@ def check_peers_fit(
     on_gpu: bool,
     activation_tokens: int = 0,
     gpu_bytes: int | None = None,
+    has_adapters: bool = False,
 ) -> None:
     """Raise UserError if the model is invalid, or if `num_peers` peers training it do not fit this machine.
 
@@ -164,6 +169,7 @@ def check_peers_fit(
         activation_tokens=activation_tokens,
         config=model,
         on_gpu=on_gpu,
+        has_adapters=has_adapters,
     )
     check_memory(need, path_model=path_model, num_peers=num_peers, device_available=gpu_bytes)
 

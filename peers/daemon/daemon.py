@@ -206,9 +206,11 @@ class Daemon:
         if worker is None:
             await self._host.finished.wait()
             return 0
-        supervisor = Supervisor(
-            worker(self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path)
+        # It may read all of a model's weights.
+        command = await asyncio.to_thread(
+            worker, self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path
         )
+        supervisor = Supervisor(command)
         self._monitor.on_progress = supervisor.restarts.progressed
         self._monitor.on_commit = supervisor.restarts.committed
         return await supervisor.run_to_its_end()

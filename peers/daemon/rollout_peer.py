@@ -102,7 +102,9 @@ class RolloutPeer:
 
         async def generate() -> int:
             await self._agreed.wait()
-            return await Supervisor(worker(self._manifest, link_path)).run_to_its_end()
+            # It may read all of a model's weights.
+            command = await asyncio.to_thread(worker, self._manifest, link_path)
+            return await Supervisor(command).run_to_its_end()
 
         with contextlib.closing(self._generator) as generator:
             parts = (self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())

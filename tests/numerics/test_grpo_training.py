@@ -152,7 +152,9 @@ def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_
     assert [record["kind"] for record in records].count("eval") == 2
 
 
-def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, link):
+@pytest.mark.parametrize("trains", [{}, {"lora_rank": 2, "beta": 0.1}], ids=["weights", "adapters"])
+def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, link, trains):
+    config = replace(config, grpo=replace(config.grpo, **trains))
     ckpt = CkptConfig(path=config.ckpt.path, interval=1)
     with ScriptedDaemon(link, world_rank=1, local_steps=2):
         whole = trained(replace(config, ckpt=ckpt), tmp_path / "whole")
