@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from diloco.train.metrics_file import Tail
 from tests.support.commands import DILOCO, check_gone, training_flags
 
 
+@pytest.mark.exhaustive
 def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_the_swarm(
     start, model, tmp_path
 ):

@@ -131,6 +131,7 @@ def test_a_damaged_mark_is_named_whether_there_is_one_before_or_not(trained, tmp
         exported(str(copy), tmp_path / "again", weights="agreed")
 
 
+@pytest.mark.exhaustive
 def test_a_place_that_takes_no_model_is_named_in_one_box(trained):
     (trained / "file").touch()
     done = export(trained, "checkpoints", "file/model")

@@ -56,6 +56,7 @@ def test_a_trainer_that_is_started_by_hand_ends_with_a_report(start, bare, tmp_p
     assert (tmp_path / "run" / "reward.png").is_file()
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_on_each_others_completions(start, bare, tmp_path):
     flags = ("--total-steps", 2, "--total-batch-size", 24, "--per-device-train-batch-size", 12)
     more = ("--grpo.num-generations", 8, "--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2)

@@ -97,6 +97,7 @@ def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_o
         check_refusals(trainer)
 
 
+@pytest.mark.exhaustive
 def test_a_server_killed_in_a_rollout_comes_back_with_the_current_weights_and_the_rollout_is_repeated(
     directory, tmp_path
 ):

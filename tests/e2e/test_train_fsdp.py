@@ -89,6 +89,7 @@ def test_a_mistake_of_the_users_gets_one_box_and_exit_code_2(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_the_box_is_there_once(tmp_path):
     code, output = finished([*TORCHRUN, *BY_PATH, *flags(tmp_path, path_model="nowhere")])
     assert code != 0

@@ -208,6 +208,7 @@ def test_a_member_that_sends_values_that_are_no_numbers_is_left_out(light, enemy
     assert not any(9 in record["contributors"] for peer in light.peers.values() for record in peer.epochs)
 
 
+@pytest.mark.exhaustive
 def test_a_member_that_fails_every_attempt_and_forges_commits_stops_nobody(light, enemy):
     hostile, plans = enemy(world_rank=9), []
 

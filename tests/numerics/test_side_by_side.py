@@ -42,6 +42,7 @@ def test_many_llamas_have_the_losses_that_transformers_gives_each():
     assert found.tolist() == pytest.approx([value.item() for value in expected], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_jobs_side_by_side_end_where_each_ends_alone(tmp_path):
     jobs = [Job(scale=SCALE, arm=arms(SCALE)[name], seed=1, inner_lr=4e-3, outer_lr=0.6) for name in NAMES]
     together = {outcome.arm: outcome for outcome in run_jobs(jobs, tmp_path / "together")}

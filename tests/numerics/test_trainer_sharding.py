@@ -106,6 +106,7 @@ def test_two_ranks_train_like_one(ranks, case):
     assert torch.allclose(weights, expected_weights, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_three_ranks_that_share_matrices_unevenly_train_by_muon_like_one():
     case = Case(optimizer="muon")
     with Ranks(3) as three:

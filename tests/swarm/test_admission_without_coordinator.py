@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
+
 from tests.support.closed_swarm import closed_run
 from tests.support.swarm import wait_until
 
 
+@pytest.mark.exhaustive
 def test_a_peer_with_the_admission_key_admits_a_newcomer_after_the_coordinator_has_gone(tmp_path):
     with closed_run(tmp_path / "state", "bereft") as run:
         light = run.swarm(tmp_path / "peers", local_steps=5, max_steps=10**9, step_s=0.04)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.swarm import wait_until
 
 
+@pytest.mark.exhaustive
 def test_a_newcomer_arrives_though_epochs_are_shorter_than_its_download(swarm):
     # 64 MB of anchor and momentum; an epoch is a few steps and a round, about half a second.
     light = swarm(numel=8_000_000, local_steps=2, max_steps=10**6, step_s=0.02)

@@ -74,6 +74,7 @@ def recorded_by_both(one: LightPeer, other: LightPeer, contributors: list[int]) 
     return [(record, theirs[epoch]) for epoch, record in ours.items() if epoch in theirs]
 
 
+@pytest.mark.exhaustive
 def test_peers_of_unlike_speed_find_out_how_long_an_epoch_should_take(streaming):
     light = streaming(max_steps=100_000, step_s=0.04)
     light.manifest = {"hv.local_time": 0, "hv.local_steps": 20}

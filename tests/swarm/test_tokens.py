@@ -154,6 +154,7 @@ async def test_a_peer_that_its_own_file_bans_goes_on_until_another_shows_it_the_
             await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.mark.exhaustive
 async def test_with_a_secret_a_peer_joins_no_run_that_has_another_or_none(
     tmp_path, key_file, member, monkeypatch
 ):
