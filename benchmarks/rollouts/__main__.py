@@ -7,7 +7,7 @@ counts from the end of the first step, in which peers wait for each other to be 
 Rewards are those of all completions that were judged, those that the learner left out included, averaged over the
 same number of completions in both arms.
 
-*Staleness* (`--staleness`): see staleness.py. *Push* (`--push`, needs 16 GiB): see push.py.
+*Staleness* (`--staleness`): see staleness.py. *Push* (`--push`): see push.py.
 """
 
 from __future__ import annotations

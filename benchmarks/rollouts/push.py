@@ -1,4 +1,7 @@
-"""How long a learner's newest policy takes to a rollout peer over a slow link, with half a billion parameters."""
+"""How long a learner's newest policy takes to a rollout peer over a slow link: 120 million parameters.
+
+With half a billion, of which these are the shapes, two cores train too slowly for enough steps in ten minutes.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from benchmarks.swarm_harness import started
 from benchmarks.weight_push import half_billion
 
 MBPS = 100.0
-NUM_PATCHES = 5
+NUM_PATCHES = 3
 _LINK = Link(up_mbps=MBPS, down_mbps=MBPS, delay_ms=10)
 _COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
 _TIMEOUT_S = 900.0
 _LOOK_S = 0.02
-_VOCABULARY, _LAYERS = 264, 33
-"""Bytes, so that completions earn something, and more layers in place of the large embedding."""
+_VOCABULARY, _LAYERS = 264, 8
+"""Bytes, so that completions earn something."""
 _REWARD = '''
 def low(completion, example):
     """The share of the text's bytes below 128."""
