@@ -39,7 +39,7 @@ def check_memory_and_disk(
         on_gpu=machine.num_gpus > 0,
         activation_tokens=tokens,
         gpu_bytes=machine.gpu_bytes * machine.num_gpus // num_peers or None,
-        has_adapters=config.grpo.lora_rank is not None or (not is_settled and config.mode == "grpo"),
+        has_adapters=config.trains_adapters or (not is_settled and config.mode == "grpo"),
     )
     for finding in check_disk(config, state_dir, num_peers=num_peers):
         if finding.verdict == "fail":

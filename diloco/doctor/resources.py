@@ -64,7 +64,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         return
     try:
         # The cheap lower bound first: counting the parameters of a far too large model with transformers takes long.
-        check_peers_fit(config.path_model, on_gpu=on_gpu, has_adapters=config.grpo.lora_rank is not None)
+        check_peers_fit(config.path_model, on_gpu=on_gpu, has_adapters=config.trains_adapters)
     except UserError as error:
         yield failed("memory", str(error), _SMALLER_MODEL)
         return
@@ -77,7 +77,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             config=model,
             optimizer=config.optimizer,
             on_gpu=on_gpu,
-            has_adapters=config.grpo.lora_rank is not None,
+            has_adapters=config.trains_adapters,
         )
 
     def problem_of(samples: int) -> str:
@@ -122,7 +122,7 @@ def places_to_check(config: TrainConfig, state_dir: Path, num_parameters: int) -
             "export TMPDIR=/a/disk/with/room",
         ),
     ]
-    keeps_whole_models = config.ckpt.interval is not None and config.grpo.lora_rank is None
+    keeps_whole_models = config.ckpt.interval is not None and not config.trains_adapters
     if keeps_whole_models and "://" not in config.ckpt.path:
         # One more than are kept, since the oldest is deleted only after the newest is complete.
         kept = (config.ckpt.topk or 1) + 1

@@ -90,7 +90,7 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
         manifest[_PATH] = ""
     manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
     manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))
-    if config.mode == "grpo" and config.grpo.lora_rank is not None:
+    if config.trains_adapters:
         manifest[_WEIGHTS] = _weights_digest(config.path_model)
     manifest[WORKER] = DILOCOS_WORKER
     return manifest

@@ -331,6 +331,10 @@ class TrainConfig:
     hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)
 
     @property
+    def trains_adapters(self) -> bool:
+        return self.mode == "grpo" and self.grpo.lora_rank is not None
+
+    @property
     def end_step(self) -> int:
         """Nominal steps at which training ends."""
         return min(self.max_steps or self.total_steps, self.total_steps)
