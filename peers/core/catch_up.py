@@ -299,7 +299,7 @@ class CatchUp:
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
         still here. On a tie, and where nobody of the roster is left but this peer, it goes to two members that stand
         together there, since they would not come here; else the smaller genesis hash wins, and within one run the
-        smaller head: so on both sides.
+        smaller head: so on both sides. Only a founder that has followers waits for its first commit with them.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -309,7 +309,9 @@ class CatchUp:
         switched = roster & holders
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
         is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, self.chain.head)
-        gives_way = len(holders & path[-1].plan.roster_set) > 1 or is_smaller
+        # Those that have followed a founder to its genesis are members only with its first commit.
+        is_followed = self._is_founder() and not holders.issuperset(self.swarm.live_at(self.chain.head))
+        gives_way = len(holders & path[-1].plan.roster_set) > 1 or (is_smaller and not is_followed)
         if switched:
             objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
             lead = len(switched) - 1 - len(objectors)
@@ -318,6 +320,10 @@ class CatchUp:
         else:
             wins, may_go = gives_way, all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
+
+    def _is_founder(self) -> bool:
+        newest = self.chain.newest
+        return newest.is_genesis and self.me in newest.plan.roster_set
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)

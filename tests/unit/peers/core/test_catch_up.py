@@ -201,8 +201,9 @@ def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
 @pytest.mark.parametrize("founders", ["ab", "ba"])
 @pytest.mark.parametrize("is_deserted", [False, True])
 def test_of_two_founders_that_stand_alone_one_gives_way_whoever_follows_the_other(founders, is_deserted):
-    """By their hashes. If both went by the number of followers, a newcomer that each thinks is the other's would have
-    them change places; `is_deserted`: a second member has left the other run for this one."""
+    """By their hashes, but who has followers waits for its first commit with them. If both went by the number of
+    followers, a newcomer that each thinks is the other's would have them change places; `is_deserted`: a second member
+    has left the other run for this one."""
     left, right = founders
     mine, theirs = genesis(left), genesis(right + "c" * is_deserted, epoch=1)
     one, other = Driven.at(mine, me=left), Driven.at(theirs, "c" * is_deserted, me=right)
@@ -211,8 +212,31 @@ def test_of_two_founders_that_stand_alone_one_gives_way_whoever_follows_the_othe
     other.announce(mine, [left, "c", "x"])
     one.run(30)
     other.run(30)
-    went = fetched_heads(one), fetched_heads(other)
-    assert went == (([theirs.head], []) if theirs.head < mine.head else ([], [mine.head]))
+    assert (fetched_heads(one), fetched_heads(other)) == ([], [mine.head] if mine.head < theirs.head else [])
+    if theirs.head < mine.head:
+        together = commit(mine, left + "cx")
+        other.announce(together, left + "cx")
+        other.run(30)
+        assert fetched_heads(other) == [together.head]
+
+
+@pytest.mark.parametrize("founders", ["ab", "ba"])
+def test_a_founder_whose_followers_leave_its_genesis_gives_way_by_the_hash(founders):
+    left, right = founders
+    mine, theirs = genesis(left), genesis(right, epoch=1)
+    one, other = Driven.at(mine, "x", me=left), Driven.at(theirs, "x", me=right)
+    one.announce(theirs, right)
+    other.announce(mine, left)
+    one.run(30)
+    other.run(30)
+    assert fetched_heads(one) == fetched_heads(other) == []
+    one.announce(commit(mine, left), "x")
+    other.announce(commit(theirs, right), "x")
+    one.mute = other.mute = {"x"}
+    one.run(30)
+    other.run(30)
+    went = theirs.head in fetched_heads(one), mine.head in fetched_heads(other)
+    assert went == (theirs.head < mine.head, mine.head < theirs.head)
 
 
 @pytest.mark.parametrize(("founder", "others"), [("a", "bc"), ("b", "ac"), ("c", "ab"), ("d", "ab")])
