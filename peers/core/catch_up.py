@@ -305,12 +305,14 @@ class CatchUp:
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
         if not path or not (path[0].is_genesis or self._is_unknown_to(holders, path[0].plan.parent)):
             return ()
-        roster = self.chain.newest.plan.roster_set - {self.me}
+        own = self.chain.newest
+        roster = own.plan.roster_set - {self.me}
         switched = roster & holders
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
-        is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, self.chain.head)
+        is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, own.head)
         # Those that have followed a founder to its genesis are members only with its first commit.
-        is_followed = self._is_founder() and not holders.issuperset(self.swarm.live_at(self.chain.head))
+        is_founder = own.is_genesis and self.me in own.plan.roster_set
+        is_followed = is_founder and not (holders | roster).issuperset(self.swarm.live_at(own.head))
         gives_way = len(holders & path[-1].plan.roster_set) > 1 or (is_smaller and not is_followed)
         if switched:
             objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
@@ -320,10 +322,6 @@ class CatchUp:
         else:
             wins, may_go = gives_way, all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
-
-    def _is_founder(self) -> bool:
-        newest = self.chain.newest
-        return newest.is_genesis and self.me in newest.plan.roster_set
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)
