@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.reduce.plan import ReducePlan, ReduceReport
 from peers.reduce.residuals import Residuals
-from peers.reduce.shares import reduce_plan_of
+from peers.reduce.shares import reduce_plan_of, stands_in_grid
 from peers.state.handover import Ahead, EpochOutcome, Memories
 from peers.state.header import StateHeader
 from peers.state.outer_optimizer import rebase
@@ -284,6 +284,14 @@ class Averaging:
         work.contributors = [contributor.world_rank for contributor in contributors]
         work.lap("apply_s")
 
+    def expect(self, peer_ids: Iterable[str], *, num_here: int) -> None:
+        """Open streams to these peers: opening takes round trips, for which a round would wait. In a grid few of them
+        would be used.
+        """
+        if not stands_in_grid(num_here, self._aggregation.rule):
+            for peer_id in peer_ids:
+                self.pool.open_ahead(peer_id)
+
     def _is_peer_joining(self) -> bool:
         now_ns, lately_ns = time.time_ns(), int(_NEWCOMER_S * 1e9)
         # The absolute difference: a peer whose clock is ahead would otherwise count as joining for ever.
@@ -293,8 +301,9 @@ class Averaging:
         )
 
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
-        """Open streams to all other members, which ask for them by the same id. Raises RoundFailed."""
-        peer_ids = {c.world_rank: c.peer_id for c in plan.contributors if c.peer_id != self._me}
+        """Open streams to the neighbours, which ask for them by the same id. Raises RoundFailed."""
+        neighbours = {reduce_plan.members[index] for index in reduce_plan.neighbours}
+        peer_ids = {c.world_rank: c.peer_id for c in plan.contributors if c.world_rank in neighbours}
         return await self.pool.connect(
             reduce_plan.attempt,
             peer_ids,
@@ -302,6 +311,7 @@ class Averaging:
             prompt_s=self._timing.prompt_s,
             cancelled=self.cancelled,
             quiet=lambda: [rank for rank, peer_id in peer_ids.items() if not self._swarm.is_live(peer_id)],
+            members=reduce_plan.members,
         )
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
+from peers.core.weights import Aggregation
 from peers.daemon.config import codec_of, optimizer_of
 from peers.errors import StateUnavailable
 from peers.net.states.replay import can_be_repeated, replay_commits
@@ -63,6 +64,7 @@ async def fetch_state(
                     own,
                     path,
                     codec_of(manifest),
+                    Aggregation.of(manifest).rule,
                     partial(optimizer_of, manifest),
                     timeout_s=timeout_s / 2,
                 )

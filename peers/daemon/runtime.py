@@ -220,8 +220,7 @@ class Runtime:
                 await self._answer(effect)
 
     def _expect_others(self) -> None:
-        """Open streams to peers that are new on this head, or back: opening takes round trips, for which a round would
-        wait."""
+        """Tell `averaging` of peers that are new on this head, or back."""
         core = self.core
         if core.phase != "training":
             return
@@ -229,8 +228,7 @@ class Runtime:
         here = core.swarm.live_at(core.head).keys()
         if here != known:
             self._expected = core.head, frozenset(here)
-            for peer_id in here - known:
-                self.averaging.pool.open_ahead(peer_id)
+            self.averaging.expect(here - known, num_here=1 + len(here))
 
     # Reductions
 

@@ -89,13 +89,15 @@ class StreamPool:
         prompt_s: float = math.inf,
         cancelled: threading.Event | None = None,
         quiet: Callable[[], Collection[int]] = frozenset,
+        members: Sequence[int] = (),
     ) -> RoundStreams:
         """One outgoing and one incoming stream with each of these peers (by world rank), for this attempt.
 
         Raises RoundFailed with the peers at fault: at once those that cannot be reached; after `prompt_s` those that
         have an idle stream to this peer and do not name the attempt on it; those that become `quiet` meanwhile; after
         `timeout_s` those that are still missing. Time for which this process was stopped does not count. Also soon
-        after `cancelled`. The other streams are then closed, and their peers are told that this is no fault of theirs.
+        after `cancelled`. The other streams are then closed, and their peers are told that this is no fault of theirs,
+        and whose it is: by its place among the world ranks of all `members`.
         """
         prompt = {rank: peer for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
@@ -108,7 +110,10 @@ class StreamPool:
         except BaseException as error:
             if isinstance(error, RoundFailed):
                 self._miss(peer_ids, error.silent)
-            await _give_up([*outgoing.values()], farewell=HEADER.pack(Kind.ABORT, NOBODY, 0))
+            suspects = error.suspects if isinstance(error, RoundFailed) else ()
+            known = [index for index, rank in enumerate(members) if rank in suspects]
+            culprit = known[0] if len(known) == 1 else NOBODY
+            await _give_up([*outgoing.values()], farewell=HEADER.pack(Kind.ABORT, culprit, 0))
             await _give_up([*incoming.values()])
             raise
         finally:
@@ -355,7 +360,8 @@ async def _read_name(sock: socket.socket) -> bytes:
 async def _give_up(futures: Sequence[asyncio.Future[socket.socket]], farewell: bytes = b"") -> None:
     """Cancel those that still run, and close the streams of the others.
 
-    The farewell, an abort that blames nobody, keeps a peer that is in the round already from taking this one for dead.
+    The farewell, an abort that does not blame its reader, keeps a peer that is in the round already from taking this
+    one for dead.
     """
     for outcome in await cancelled(futures):
         if isinstance(outcome, socket.socket):

@@ -1,24 +1,29 @@
 """The weighted all-reduce of pseudo-gradients: reduce-scatter, then all-gather, over blocking sockets in threads.
 
-Each member owns a share of the vector. For every other member, a sender thread sends this peer's contribution to that
-member's share, and the averaged chunks of this peer's own share as soon as they are finished; a receiver thread
-receives the same from the other side. Every member, the owner too, uses the values decoded from the bytes sent.
+Each member owns a share of the vector. For every neighbour (grid.py; in a small group that is every other member), a
+sender thread sends this peer's contribution to that member's share, and the averaged chunks of this peer's own share as
+soon as they are finished; a receiver thread receives the same from the other side. In a grid, members also send the
+owners in their column the sums of what they have collected, and pass on the averages of their column. Every member, the
+owner too, uses the values decoded from the bytes sent.
 
 Order. For every chunk the owner adds its members in ascending order, so the sum has the same bits whatever arrives
 first: the receiver of member j waits for its turn until the member before j has added the chunk. Meanwhile it does not
-read, which throttles a member that is ahead of the others.
+read, which throttles a member that is ahead of the others. Sums are added in the same way, after the owner's own.
 
 No deadlock. A sender never waits while it has contributions left, and a receiver waits for its turn only on the
 receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always makes
-progress, and by induction so do all others. Finished chunks stay in `result`, encoded once by the receiver of the last
-member, until every sender has sent them: no buffer can run out.
+progress, and by induction so do all others. In a grid that holds first for what is collected, which waits for no sum,
+and then for the sums. Finished chunks stay in `result`, encoded once by the receiver of the last member, until every
+sender has sent them: no buffer can run out.
 
 Blame. The last frame of a failed stream is an abort that names the culprit and the member that accused it first. So a
 member that stops because of another is not taken for the culprit, and hearsay is not taken for evidence. A member that
 is accused itself blames its accuser. A member that has sent its contributions and waits for a third member names that
 one in its signs of life: members that wait for it then blame the third, as hearsay. A member that does not read may be
 waiting for another's frame, which must arrive within the stall timeout. Senders time out later than that, so that the
-member that waits for the culprit itself is the first to notice.
+member that waits for the culprit itself is the first to notice. In a grid, a mate that does not read may be waiting
+for a whole round of frames in its row, one for each share of the column: the sender waits for it that many times as
+long.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ from peers.reduce.frames import (
     slice_s,
 )
 from peers.reduce.kernels import Bytes
-from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, ReduceReport
+from peers.reduce.plan import CHUNK_NUMEL, Chunk, ReducePlan, ReduceReport
 from peers.reduce.progress import LAST_WORDS_S, Departed, Progress
 from peers.reduce.residuals import Residuals
 from peers.threads import keep_denormals, stand_back
@@ -123,7 +128,7 @@ def reduce_pseudo_gradients(
         forwarded_bytes,
         niceness,
     )
-    if not plan.others:
+    if not plan.neighbours:
         try:
             reduce_alone(plan, arithmetic, cancelled)
             settled(slice(0, plan.bounds[-1]))
@@ -134,7 +139,7 @@ def reduce_pseudo_gradients(
 
 
 class _Reduction:
-    """The threads of one attempt: a sender and a receiver for every other member."""
+    """The threads of one attempt: a sender and a receiver for every neighbour."""
 
     def __init__(
         self,
@@ -151,7 +156,7 @@ class _Reduction:
     ) -> None:
         self._plan, self._arithmetic, self._settled = plan, arithmetic, settled
         self._forwarded_bytes, self._niceness = forwarded_bytes, niceness
-        others = plan.others
+        others = plan.neighbours
         # From here on members are identified by their index in the group.
         self._send = {index: send[plan.members[index]] for index in others}
         self._receive = {index: receive[plan.members[index]] for index in others}
@@ -160,6 +165,7 @@ class _Reduction:
         self._stall_timeout_s, self._connect_timeout_s = stall_timeout_s, connect_timeout_s
         self._slowest_stream = slowest_link / max(1, len(others))
         self._progress = Progress(plan)
+        self._source_after_me = next((source for source in plan.sources if source > plan.me), None)
         self._sampled_at = 0.0
         self._meter = LinkMeter(self._send.values(), self._receive.values())
         self._moved_out, self._moved_in = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
@@ -174,10 +180,10 @@ class _Reduction:
 
     def run(self, cancelled: threading.Event, timeout_s: float) -> None:
         """Start the threads and see them end. Raises RoundFailed."""
-        deadline, slice_ = time.monotonic() + timeout_s, slice_s(len(self._plan.others))
+        deadline, slice_ = time.monotonic() + timeout_s, slice_s(len(self._plan.neighbours))
         jobs = [
             job
-            for other in self._plan.others
+            for other in self._plan.neighbours
             for job in ((self._receive_from, other), (self._send_to, other))
         ]
         with ThreadPoolExecutor(max(1, len(jobs)), "reduce") as pool:
@@ -228,22 +234,28 @@ class _Reduction:
     # Sending
 
     def _send_to(self, other: int) -> None:
-        scratch, progress = Scratch(self._plan), self._progress
+        scratch, progress, arithmetic = Scratch(self._plan), self._progress, self._arithmetic
+        contributions = self._plan.contributions(self._plan.me, other)
+        results = self._plan.results(self._plan.me, other)
         try:
             while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
-                kind, index = frame
+                kind, position = frame
                 if kind is Kind.ALIVE:
-                    self._send_frame(other, kind, index)
+                    self._send_frame(other, kind, position)
                 elif kind is Kind.RESULT:
-                    finished = self._arithmetic.finished(index)
-                    self._send_frame(other, kind, index, finished.size, (finished.data,))
-                    if progress.result_sent(other, index):
-                        self._arithmetic.settle(index, scratch)
-                        self._settled(self._plan.chunk(self._plan.me, index))
+                    chunk = results[position]
+                    finished = arithmetic.finished(chunk)
+                    self._send_frame(other, kind, position, finished.size, (finished.data,))
+                    if progress.result_sent(other, position):
+                        arithmetic.settle(chunk, scratch)
+                        self._settled(self._plan.place(chunk))
+                elif other in self._plan.mates:
+                    encoded = arithmetic.encoded_sum(contributions[position], scratch)
+                    self._send_frame(other, kind, position, len(encoded), (encoded,))
                 else:
-                    size = self._arithmetic.contribution_bytes(other, index)
-                    pieces = self._arithmetic.encoded_contribution(other, index, scratch)
-                    self._send_frame(other, kind, index, size, pieces)
+                    chunk = contributions[position]
+                    pieces = arithmetic.encoded_contribution(chunk, scratch)
+                    self._send_frame(other, kind, position, arithmetic.contribution_bytes(chunk), pieces)
             if progress.failure is not None:
                 culprit, told_by = progress.failure.culprit, progress.failure.told_by
                 first = 1 + told_by[0] if told_by else 0
@@ -265,6 +277,8 @@ class _Reduction:
         pieces: Iterable[memoryview] = (memoryview(b""),),
     ) -> None:
         timeout_s = self._stall_timeout_s + self._frame_timeout_s(CHUNK_BYTES)
+        if other in self._plan.mates:
+            timeout_s *= 1 + len(self._plan.mates)
         if other not in self._heard_at:
             # A member that still opens its streams does not read yet.
             timeout_s += self._connect_timeout_s
@@ -300,11 +314,13 @@ class _Reduction:
 
     def _receive_all(self, other: int, scratch: Scratch) -> None:
         """Receive all contributions and results that `other` owes: each kind in order, interleaved in any way."""
-        expected = [self._plan.num_chunks(self._plan.me), self._plan.num_chunks(other)]
-        taken = [0, 0]
+        plan, arithmetic = self._plan, self._arithmetic
+        expected = plan.contributions(other, plan.me), plan.results(other, plan.me)
+        num_expected, taken = [len(expected[0]), len(expected[1])], [0, 0]
+        is_mate = other in plan.mates
         buffer = np.empty_like(scratch.payload)
         timeout_s = self._stall_timeout_s + self._connect_timeout_s
-        while taken != expected:
+        while taken != num_expected:
             waits_since = time.monotonic()
             header = receive_header(self._receive[other], timeout_s, self._progress.has_failed)
             if other not in self._heard_at:
@@ -314,19 +330,20 @@ class _Reduction:
             kind = header.kind
             if kind == Kind.ABORT:
                 return self._heed_abort(other, header)
-            if kind == Kind.ALIVE and taken[Kind.CONTRIBUTION] == expected[Kind.CONTRIBUTION]:
+            # A source has its contributions at hand, a mate may have to wait for the sums.
+            owes_nothing = taken[Kind.CONTRIBUTION] == num_expected[Kind.CONTRIBUTION]
+            if kind == Kind.ALIVE and (is_mate or owes_nothing):
                 self._progress.says_it_waits(other, header.chunk)
                 continue
-            if kind > Kind.RESULT or taken[kind] == expected[kind]:
+            if kind > Kind.RESULT or taken[kind] == num_expected[kind]:
                 raise ProtocolError(f"sent a frame out of turn: {header}")
-            index, is_result = taken[kind], kind == Kind.RESULT
-            if is_result:
-                size = self._arithmetic.result_bytes(other, index)
-            else:
-                size = self._arithmetic.contribution_bytes(self._plan.me, index)
-            if header != (kind, index, size):
-                raise ProtocolError(f"sent {header} in place of {Kind(kind).name} {index} of {size} bytes")
-            place = self._arithmetic.place_for_result(other, index) if is_result else None
+            position, is_result = taken[kind], kind == Kind.RESULT
+            chunk = expected[kind][position]
+            bytes_of = arithmetic.result_bytes if is_result or is_mate else arithmetic.contribution_bytes
+            size = bytes_of(chunk)
+            if header != (kind, position, size):
+                raise ProtocolError(f"sent {header} in place of {Kind(kind).name} {position} of {size} bytes")
+            place = arithmetic.place_for_result(chunk) if is_result else None
             payload = buffer[:size] if place is None else place
             receive_into(
                 self._receive[other],
@@ -336,12 +353,16 @@ class _Reduction:
                 partial(self._hear, other),
             )
             self._received[other] += HEADER.size + size
-            if is_result:
+            if is_result or is_mate:
                 self._progress.says_it_waits(other, NOBODY)
-                self._arithmetic.take_result(other, index, payload)
-                self._settled(self._plan.chunk(other, index))
+            if is_result and is_mate:
+                arithmetic.hold_result(chunk, payload, scratch)
+                self._progress.result_received(other, position)
+            elif is_result:
+                arithmetic.take_result(chunk, payload)
+                self._settled(plan.place(chunk))
             else:
-                self._add_in_turn(other, index, payload, scratch)
+                self._add_in_turn(other, position, chunk, payload, scratch)
             taken[kind] += 1
 
     def _frame_timeout_s(self, num_bytes: int) -> float:
@@ -357,21 +378,27 @@ class _Reduction:
         heard_at = self._heard_at.get(other, math.inf)
         return time.monotonic() - heard_at > self._stall_timeout_s / 2 and is_silent(self._receive[other])
 
-    def _add_in_turn(self, other: int, index: int, payload: Bytes, scratch: Scratch) -> None:
+    def _add_in_turn(self, other: int, position: int, chunk: Chunk, payload: Bytes, scratch: Scratch) -> None:
         plan = self._plan
-        self._progress.wait_for_turn(other, index)
-        if other == plan.me + 1:
-            self._add_own(index, scratch)
-        self._arithmetic.add(other, index, payload, scratch)
-        if other == plan.others[-1] and plan.me > other:
-            self._add_own(index, scratch)
-        if other == plan.others[-1]:
-            self._arithmetic.finish(index, scratch)
-        self._progress.chunk_added(other, index)
+        self._progress.wait_for_turn(other, position)
+        if other in plan.mates:
+            self._arithmetic.add_sum(other, chunk, payload, scratch)
+            is_last = other == plan.mates[-1]
+        else:
+            if other == self._source_after_me:
+                self._add_own(chunk, scratch)
+            self._arithmetic.add(other, chunk, payload, scratch)
+            is_last = other == plan.sources[-1]
+            if is_last and self._source_after_me is None:
+                self._add_own(chunk, scratch)
+            is_last = is_last and not plan.mates
+        if is_last:
+            self._arithmetic.finish(chunk, scratch)
+        self._progress.chunk_added(other, position)
 
-    def _add_own(self, index: int, scratch: Scratch) -> None:
+    def _add_own(self, chunk: Chunk, scratch: Scratch) -> None:
         try:
-            self._arithmetic.add_own(index, scratch)
+            self._arithmetic.add_own(chunk, scratch)
         except ProtocolError as error:
             self._progress.fail(f"this peer {error}", self._plan.me)
             raise Stopped from error

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from peers.errors import ProtocolError
+from peers.protocol.aggregation import Rule
 from peers.protocol.certificates import Plan
 from peers.reduce.codecs import result_codec_named
 from peers.reduce.kernels import Bytes
-from peers.reduce.plan import CHUNK_NUMEL
-from peers.reduce.shares import bounds_of
+from peers.reduce.plan import CHUNK_NUMEL, Chunk
+from peers.reduce.shares import Layout
 from peers.timing import START_S
 
 KEPT_FOR_S = START_S
@@ -34,14 +35,14 @@ class Recording:
     """The averages of one attempt as they went on the wire. Several threads add chunks, each chunk once."""
 
     def __init__(self) -> None:
-        self._payloads: dict[tuple[int, int], Bytes] = {}
+        self._payloads: dict[Chunk, Bytes] = {}
 
-    def keep(self, owner: int, index: int, payload: Bytes) -> None:
-        """`owner` is an index in the group; the payload is copied."""
-        self._payloads[owner, index] = payload.copy()
+    def keep(self, chunk: Chunk, payload: Bytes) -> None:
+        """The payload is copied."""
+        self._payloads[chunk] = payload.copy()
 
     def in_order(self) -> tuple[Bytes, ...]:
-        return tuple(self._payloads[key] for key in sorted(self._payloads))
+        return tuple(self._payloads[chunk] for chunk in sorted(self._payloads))
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,10 @@ class CommitLog:
         return [] if first is None or last is None else commits[first : last + 1]
 
 
-def parts_of(plan: Plan, numel: int, codec: str) -> Iterator[tuple[slice, int]]:
+def parts_of(plan: Plan, numel: int, codec: str, rule: Rule) -> Iterator[tuple[slice, int]]:
     """For each chunk of a commit's average: its place in the fragment of `numel` values, and its payload size."""
     result_codec = result_codec_named(codec)
-    for start, stop in pairwise(bounds_of([c.work.bandwidth for c in plan.contributors], numel)):
+    for start, stop in pairwise(Layout.of(plan, numel, rule).bounds):
         for first in range(start, stop, CHUNK_NUMEL):
             part = slice(first, min(first + CHUNK_NUMEL, stop))
             yield part, result_codec.encoded_bytes(part.stop - part.start)

@@ -36,12 +36,12 @@ _SLICE_IS_OVER = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWa
 
 class Kind(IntEnum):
     CONTRIBUTION = 0
-    """The sender's values of a chunk of the receiver's share."""
+    """The sender's values of a chunk that the receiver collects; within a column, the sum of those it has collected."""
     RESULT = 1
-    """The average of a chunk of the sender's share."""
+    """The average of a chunk of the sender's share, or, passed on, of its column's."""
     ALIVE = 2
-    """The sender has sent all contributions, and waits. `chunk` is the index of the member that it waits for, or
-    NOBODY."""
+    """The sender has sent all contributions that it can, and waits. `chunk` is the index of the member that it waits
+    for, or NOBODY."""
     ABORT = 3
     """The sender has aborted; the last frame of a stream. `chunk` is the index of the member that it blames, or NOBODY.
     In place of the payload length: 1 + the index of the first accuser, or 0 if that is the sender."""
@@ -50,7 +50,7 @@ class Kind(IntEnum):
 class Header(NamedTuple):
     kind: int
     chunk: int
-    """The chunk's index; for ABORT and ALIVE the index of a member."""
+    """The chunk's place among those of its kind on this stream (plan.py); for ABORT and ALIVE the index of a member."""
     payload_bytes: int
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from peers.errors import ProtocolError
 from peers.protocol.aggregation import DEFAULT_TRIM, Rule, holds_all
 from peers.reduce.codecs import codec_named, result_codec_named
+from peers.reduce.grid import Grid, can_divide, grid_of
 from peers.reduce.robust_sums import norm_bound
 
 CHUNK_NUMEL = 1 << 18
@@ -24,13 +26,20 @@ within one machine took 2 to 8 % more time, int8 the same or 2 % less.
 ATTEMPT_BYTES = 16
 
 
+class Chunk(NamedTuple):
+    owner: int
+    """Index of the member whose share it is in."""
+    number: int
+    """Within the share."""
+
+
 @dataclass(frozen=True)
 class ReducePlan:
     """The same on all members but for `me`. Derived from the leader's plan, so it is checked like any message."""
 
     attempt: bytes
     members: tuple[int, ...]
-    """World ranks, ascending; also the order of accumulation."""
+    """World ranks, in the order of accumulation."""
     me: int
     """Index of this peer in `members`."""
     weights: tuple[float, ...]
@@ -44,14 +53,20 @@ class ReducePlan:
     """How the members' values are combined."""
     trim: float = DEFAULT_TRIM
     """Under trimmed-mean, the share of the members that is left out at either end."""
+    num_columns: int = 0
+    """Of the grid in which the members stand (grid.py); 0: as many as members, so that all exchange with all."""
 
     def __post_init__(self) -> None:
         count = len(self.members)
         reals = (*self.weights, *self.norms)
         if len(self.attempt) != ATTEMPT_BYTES:
             raise ProtocolError(f"an attempt id has {ATTEMPT_BYTES} bytes, not {len(self.attempt)}")
-        if not count or list(self.members) != sorted(set(self.members)) or not 0 <= self.me < count:
-            raise ProtocolError(f"not a group in order of world rank: {self.members}, this peer at {self.me}")
+        if not count or len(set(self.members)) != count or not 0 <= self.me < count:
+            raise ProtocolError(f"not a group of different members: {self.members}, this peer at {self.me}")
+        if self.num_columns and not can_divide(count, self.num_columns):
+            raise ProtocolError(f"{count} members do not stand in {self.num_columns} columns")
+        if self.num_columns not in (0, count) and holds_all(self.rule, count):
+            raise ProtocolError(f"under {self.rule} an owner needs every member's values, not their sums")
         if (len(self.weights), len(self.norms), len(self.bounds)) != (count, count, count + 1):
             raise ProtocolError(f"weights, norms or bounds do not fit {count} members")
         if not all(math.isfinite(real) and real >= 0 for real in reals):
@@ -64,41 +79,97 @@ class ReducePlan:
             raise ProtocolError(str(error)) from error
 
     @cached_property
-    def others(self) -> tuple[int, ...]:
-        """Indices of the other members."""
-        return tuple(index for index in range(len(self.members)) if index != self.me)
+    def grid(self) -> Grid:
+        return grid_of(len(self.members), self.num_columns or len(self.members))
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Those whose contributions this peer collects, but for its own."""
+        return self.grid.sources(self.me)
+
+    @cached_property
+    def mates(self) -> tuple[int, ...]:
+        """The other members of this peer's column, which send it sums; none if all exchange with all."""
+        return self.grid.mates(self.me)
+
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """Those with which this peer exchanges values."""
+        return self.grid.neighbours(self.me)
+
+    @cached_property
+    def piece(self) -> slice:
+        """The place of the shares of this peer's column: it sums its sources' contributions to them."""
+        column = self.grid.column(self.me)
+        return slice(self.bounds[column.start], self.bounds[column.stop])
+
+    @property
+    def share(self) -> slice:
+        """The place of this peer's own share."""
+        return slice(self.bounds[self.me], self.bounds[self.me + 1])
+
+    def chunks(self, owners: Iterable[int]) -> list[Chunk]:
+        """The chunks of these owners' shares in the order in which they are sent: in turn one of each share."""
+        every = (Chunk(owner, number) for owner in owners for number in range(self.num_chunks(owner)))
+        return sorted(every, key=lambda chunk: (chunk.number, chunk.owner))
+
+    def contributions(self, sender: int, receiver: int) -> list[Chunk]:
+        """The chunks of which the sender sends the receiver its contribution, or, within a column, its sum."""
+        if self.grid.are_mates(sender, receiver):
+            return self.chunks([receiver])
+        column = self.grid.column(receiver)
+        return self.chunks(column) if self.grid.collector(sender, column) == receiver else []
+
+    def results(self, sender: int, receiver: int) -> list[Chunk]:
+        """The chunks of which the sender sends the receiver the average."""
+        if self.grid.are_mates(sender, receiver):
+            return self.chunks([sender])
+        column = self.grid.column(sender)
+        return self.chunks(column) if self.grid.collector(receiver, column) == sender else []
 
     def num_chunks(self, owner: int) -> int:
         return -(-(self.bounds[owner + 1] - self.bounds[owner]) // CHUNK_NUMEL)
 
-    def chunk(self, owner: int, index: int) -> slice:
-        """The place of chunk `index` of this owner's share in the whole vector."""
-        start = self.bounds[owner] + index * CHUNK_NUMEL
-        return slice(start, min(start + CHUNK_NUMEL, self.bounds[owner + 1]))
-
-    def chunk_size(self, owner: int, index: int) -> int:
-        """How many values a chunk has."""
-        chunk = self.chunk(owner, index)
-        return chunk.stop - chunk.start
+    def place(self, chunk: Chunk) -> slice:
+        """The place of this chunk in the whole vector."""
+        start = self.bounds[chunk.owner] + chunk.number * CHUNK_NUMEL
+        return slice(start, min(start + CHUNK_NUMEL, self.bounds[chunk.owner + 1]))
 
     def contribution_bound(self, member: int) -> float:
-        """The largest energy (sum of squares) that this member's decoded contribution to one share may have."""
+        """The largest energy (sum of squares) that this member's decoded contribution to one piece may have."""
         return codec_named(self.codec).energy_bound(self.norms[member], self.bounds[-1])
 
     def average_bound(self) -> float:
         """The largest L2 norm that the average may have: at worst, weighted norms add up."""
-        norms = [math.sqrt(self.contribution_bound(index)) for index in range(len(self.members))]
-        if holds_all(self.rule, len(self.members)):
+        count = len(self.members)
+        if holds_all(self.rule, count):
+            norms = [math.sqrt(self.contribution_bound(index)) for index in range(count)]
             return norm_bound(self.rule, self.trim, norms)
-        return sum(weight * norm for weight, norm in zip(self.weights, norms, strict=True))
+        return self._norm_of_sum(range(count))
 
     def result_residual_bound(self) -> float:
-        """The largest L2 norm of the residual that an owner may add to its share of the average."""
+        """The largest L2 norm of the residual that a member may add to what it encodes for others: its share of the
+        average and its sums of contributions."""
         return result_codec_named(self.codec).residual_reach * self.average_bound()
 
-    def result_bound(self) -> float:
-        """The largest energy that the decoded result of one share may have."""
+    def sum_bound(self, collector: int) -> float:
+        """The largest energy that the decoded sum of what this member of a column has collected may have."""
+        norm = self._norm_of_sum((collector, *self.grid.sources(collector))) + self.result_residual_bound()
+        return self._result_energy_bound(norm)
+
+    def result_bound(self, owner: int) -> float:
+        """The largest energy that the decoded result of this owner's share may have."""
+        mates = self.grid.mates(owner)
         norm = self.average_bound() + self.result_residual_bound()
+        if mates:
+            own = self._norm_of_sum((owner, *self.grid.sources(owner)))
+            norm = own + sum(math.sqrt(self.sum_bound(mate)) for mate in mates) + self.result_residual_bound()
+        return self._result_energy_bound(norm)
+
+    def _norm_of_sum(self, members: Iterable[int]) -> float:
+        return sum(self.weights[index] * math.sqrt(self.contribution_bound(index)) for index in members)
+
+    def _result_energy_bound(self, norm: float) -> float:
         return result_codec_named(self.codec).energy_bound(norm, self.bounds[-1])
 
     def weights_fp32(self) -> tuple[float, ...]:

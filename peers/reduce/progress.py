@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from peers.reduce.frames import NOBODY, Kind, Stopped, slice_s
-from peers.reduce.plan import ReducePlan
+from peers.reduce.plan import Chunk, ReducePlan
 from peers.timing import OFTEN_S
 
 LAST_WORDS_S = 2 * OFTEN_S
@@ -33,25 +34,53 @@ class Departed(Exception):
     """A member does not read any more; its abort says why."""
 
 
+class _Lane:
+    """Members whose values this peer adds to the same chunks, one member after the other."""
+
+    def __init__(self, members: Sequence[int], num_chunks: int) -> None:
+        self.members, self.num_chunks = members, num_chunks
+        self.num_added = dict.fromkeys(members, 0)
+        self.predecessor = dict(zip(members[1:], members, strict=False))
+        self.successor = dict(pairwise(members))
+
+    @property
+    def num_finished(self) -> int:
+        """How many chunks all members' values have been added to."""
+        return self.num_added[self.members[-1]] if self.members else 0
+
+    def slowest(self) -> int | None:
+        """The first member of those that have sent least; None if nothing is missing."""
+        added, member = min(((added, member) for member, added in self.num_added.items()), default=(0, 0))
+        return member if self.members and added < self.num_chunks else None
+
+
 class Progress:
-    """Shared by all threads of one attempt. Members are identified by their index in the group."""
+    """Shared by all threads of one attempt. Members are identified by their index in the group, a chunk by its place in
+    the order in which one member sends such chunks to another."""
 
     def __init__(self, plan: ReducePlan) -> None:
-        others = plan.others
-        self._slice_s = slice_s(len(others))
-        self._num_mine = plan.num_chunks(plan.me)
-        self._num_theirs = {other: plan.num_chunks(other) for other in others}
-        self._predecessor = dict(zip(others[1:], others, strict=False))
-        self._successor = dict(pairwise(others))
-        self._last = others[-1] if others else None
+        me, neighbours = plan.me, plan.neighbours
+        self._plan, self._slice_s = plan, slice_s(len(neighbours))
+        piece = plan.chunks(plan.grid.column(me))
+        self._position = {chunk: position for position, chunk in enumerate(piece)}
+        """Of the chunks of this peer's piece, as its sources send and get them."""
+        self._collected = _Lane(plan.sources, len(piece))
+        self._summed = _Lane(plan.mates, plan.num_chunks(me))
+        self._lane = {
+            **dict.fromkeys(plan.sources, self._collected),
+            **dict.fromkeys(plan.mates, self._summed),
+        }
+        """By member whose values this peer adds."""
+        self._contributions = {other: plan.contributions(me, other) for other in neighbours}
+        self._results = {other: plan.results(me, other) for other in neighbours}
         self._lock = threading.Lock()
         # One condition per receiver: waking all of them for the turn of one costs more than the turn.
-        self._turn_changed = {other: threading.Condition(self._lock) for other in others}
-        self._result_finished = threading.Condition(self._lock)
-        self._num_added = dict.fromkeys(others, 0)
-        self._num_finished = 0
-        self._num_sent_contributions = dict.fromkeys(others, 0)
-        self._num_sent_results = dict.fromkeys(others, 0)
+        self._turn_changed = {other: threading.Condition(self._lock) for other in neighbours}
+        self._more_to_send = threading.Condition(self._lock)
+        self._num_finished = dict.fromkeys(plan.grid.column(me), 0)
+        """By member of this peer's column, how many chunks of its share are averaged, and known here."""
+        self._num_sent_contributions = dict.fromkeys(neighbours, 0)
+        self._num_sent_results = dict.fromkeys(neighbours, 0)
         self._waits_for: dict[int, int] = {}
         """By member, the third member that it says it waits for."""
         self._received_all: set[int] = set()
@@ -65,26 +94,38 @@ class Progress:
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
         """The next frame to send, results first. Waits for one; after `idle_timeout_s` that is a sign of life with the
         member that this peer waits for. None: everything is sent, or the reduction has failed."""
+        contributions, results = self._contributions[other], self._results[other]
         with self._lock:
             while self.failure is None:
-                if (result := self._num_sent_results[other]) < self._num_finished:
-                    return Kind.RESULT, result
-                if (contribution := self._num_sent_contributions[other]) < self._num_theirs[other]:
-                    self._num_sent_contributions[other] += 1
-                    return Kind.CONTRIBUTION, contribution
-                if result == self._num_mine:
+                if (result := self._num_sent_results[other]) < len(results):
+                    chunk = results[result]
+                    if chunk.number < self._num_finished[chunk.owner]:
+                        return Kind.RESULT, result
+                if (contribution := self._num_sent_contributions[other]) < len(contributions):
+                    if other not in self._summed.num_added or self._is_collected(contributions[contribution]):
+                        self._num_sent_contributions[other] += 1
+                        return Kind.CONTRIBUTION, contribution
+                elif result == len(results):
                     return None
-                if not self._result_finished.wait(idle_timeout_s):
+                if not self._more_to_send.wait(idle_timeout_s):
                     culprit = self._slowest().culprit
                     return Kind.ALIVE, NOBODY if culprit is None else culprit
         return None
 
-    def result_sent(self, other: int, index: int) -> bool:
-        """Record that this chunk's result was sent to `other`. True for the last sender to do so."""
+    def _is_collected(self, chunk: Chunk) -> bool:
+        """Whether all sources' contributions to this chunk of the piece have been added."""
+        return self._position[chunk] < self._collected.num_finished
+
+    def result_sent(self, other: int, position: int) -> bool:
+        """Record that this result was sent to `other`. True for the last sender to do so."""
+        chunk = self._results[other][position]
+        plan = self._plan
         with self._lock:
-            self._num_sent_results[other] = index + 1
-            senders = self._num_sent_results.values()
-            return min(senders) == index + 1
+            self._num_sent_results[other] = position + 1
+            if any(self._num_sent_results[source] <= self._position[chunk] for source in plan.sources):
+                return False
+            mates = plan.mates if chunk.owner == plan.me else ()
+            return all(self._num_sent_results[mate] > chunk.number for mate in mates)
 
     def must_stop_sending(self, other: int) -> bool:
         """Whether to interrupt the frame that is being sent. After a failure it is normally finished, so that the abort
@@ -104,24 +145,41 @@ class Progress:
 
     # Receivers
 
-    def wait_for_turn(self, other: int, index: int) -> None:
-        """Wait until the member before `other` has added this chunk. Raises Stopped, Departed."""
+    def wait_for_turn(self, other: int, position: int) -> None:
+        """Wait until the member before `other` has added this chunk; before the first mate this peer's own sum is due.
+        Raises Stopped, Departed."""
+        lane = self._lane[other]
         with self._lock:
-            while other in self._predecessor and self._num_added[self._predecessor[other]] <= index:
+            while not self._is_turn(lane, other, position):
                 if self.failure is not None:
                     raise Stopped
                 if other in self._departed:
                     raise Departed
                 self._turn_changed[other].wait(self._slice_s)
 
-    def chunk_added(self, other: int, index: int) -> None:
+    def _is_turn(self, lane: _Lane, other: int, position: int) -> bool:
+        if (before := lane.predecessor.get(other)) is not None:
+            return lane.num_added[before] > position
+        return lane is self._collected or self._is_collected(Chunk(self._plan.me, position))
+
+    def chunk_added(self, other: int, position: int) -> None:
         with self._lock:
-            self._num_added[other] = index + 1
-            if other in self._successor:
-                self._turn_changed[self._successor[other]].notify_all()
-            if other == self._last:
-                self._num_finished = index + 1
-                self._result_finished.notify_all()
+            lane = self._lane[other]
+            lane.num_added[other] = position + 1
+            if other in lane.successor:
+                self._turn_changed[lane.successor[other]].notify_all()
+                return
+            if lane is self._summed or not self._summed.members:
+                self._num_finished[self._plan.me] = position + 1
+            else:
+                self._turn_changed[self._summed.members[0]].notify_all()
+            self._more_to_send.notify_all()
+
+    def result_received(self, mate: int, position: int) -> None:
+        """A finished chunk of this mate's share, to be passed on, is here."""
+        with self._lock:
+            self._num_finished[mate] = position + 1
+            self._more_to_send.notify_all()
 
     def everything_received(self, other: int) -> None:
         """Raises Departed if `other` had stopped reading before: then its receiver thread must read its abort."""
@@ -131,9 +189,9 @@ class Progress:
                 raise Departed
 
     def says_it_waits(self, other: int, third: int) -> None:
-        """`other` says that it owes results because it waits for a third member; NOBODY: it does not wait any more."""
+        """`other` says that it owes values because it waits for a third member; NOBODY: it does not wait any more."""
         with self._lock:
-            if third in self._num_added and third != other:
+            if third < len(self._plan.members) and third not in (other, self._plan.me):
                 self._waits_for[other] = third
             else:
                 self._waits_for.pop(other, None)
@@ -143,22 +201,25 @@ class Progress:
     def slowest(self) -> Blame:
         """The member to blame for the delay; None if it is more than one.
 
-        If contributions are missing, the first member of those that have contributed least. Else, if results are
-        missing, the one that owes them, or the one that all who owe them say they wait for. Else the one that has not
-        taken this peer's results.
+        If contributions are missing, the first source of those that have sent least; if sums are, the first such mate,
+        or whom it says it waits for. Else, if results are missing, the one that owes them, or the one that all who owe
+        them say they wait for. Else the one that has not taken this peer's results.
         """
         with self._lock:
             return self._slowest()
 
     def _slowest(self) -> Blame:
-        added, other = min(((added, other) for other, added in self._num_added.items()), default=(0, 0))
-        if self._num_added and added < self._num_mine:
-            return Blame(other)
-        if owing := self._num_added.keys() - self._received_all:
+        if (source := self._collected.slowest()) is not None:
+            return Blame(source)
+        if (mate := self._summed.slowest()) is not None:
+            return self._for_waiting_on(mate)
+        if owing := self._turn_changed.keys() - self._received_all:
             blamed = {self._for_waiting_on(other) for other in owing}
             culprits = {blame.culprit for blame in blamed}
             return min(blamed, key=lambda blame: blame.told_by) if len(culprits) == 1 else Blame(None)
-        not_taking = [other for other, sent in self._num_sent_results.items() if sent < self._num_mine]
+        not_taking = [
+            other for other, sent in self._num_sent_results.items() if sent < len(self._results[other])
+        ]
         return Blame(not_taking[0] if len(not_taking) == 1 else None)
 
     def on_waiting_for(self, other: int) -> Blame:
@@ -187,4 +248,4 @@ class Progress:
             self._stop_sending_at = min(self._stop_sending_at, time.monotonic() + last_words_s)
             for turn_changed in self._turn_changed.values():
                 turn_changed.notify_all()
-            self._result_finished.notify_all()
+            self._more_to_send.notify_all()

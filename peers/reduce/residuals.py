@@ -5,9 +5,10 @@ commit that contains it, its residual is v - decode(encode(v)), times a decay (p
 pure, so the new residual is computed at the commit, in place, and needs no memory before; until then every attempt
 sends the same values.
 
-Results. An owner sends encode(average + residual) for its share. What that lost is *pending*: it becomes the residual
-at the commit, and is dropped if the attempt fails. Residuals are kept by position in the vector. When shares change,
-positions that this peer no longer owns are dropped, and new ones start at zero.
+Results. An owner sends encode(average + residual) for its share, and in a grid a collector sends its mates encode(sum +
+residual) for theirs. What that lost is *pending*: it becomes the residual at the commit, and is dropped if the attempt
+fails. Residuals are kept by position in the vector. When pieces change, positions that this peer has no more are
+dropped, and new ones start at zero.
 
 Top-k. SparseLoCo (arXiv 2508.15706, algorithm 1) computes e <- 0.95 e + (anchor - local), sends the largest values of e
 and subtracts them: that is the contributions' residual with a decay, here applied when it is stored. It replaces the
@@ -61,22 +62,22 @@ class AttemptResiduals:
         result_residual: _Range | None,
         lent: Tensor | None,
     ) -> None:
-        """`lent`: memory for the pending residual, used if it is as long as the share."""
+        """`lent`: memory for the pending residual, used if it is as long as the piece."""
         self.plan, self.contribution_residual = plan, contribution_residual
         self._result_residual = result_residual
-        share = slice(plan.bounds[plan.me], plan.bounds[plan.me + 1])
-        size = share.stop - share.start
+        piece = plan.piece
+        size = piece.stop - piece.start
         fits = lent is not None and lent.numel() == size
-        self.pending = _Range(share.start, lent if lent is not None and fits else torch.empty(size))
+        self.pending = _Range(piece.start, lent if lent is not None and fits else torch.empty(size))
         self._pending_array = self.pending.values.numpy()
-        owned = result_residual.of(share) if result_residual is not None else None
+        owned = result_residual.of(piece) if result_residual is not None else None
         norm = _norm(owned[1]) if owned is not None else 0.0
         # Members refuse a result beyond a bound that follows from this round's norms. After a round with larger norms
         # the residual can exceed it: then an honest owner adds only as much of it as the bound allows.
         self._scale = min(1.0, plan.result_residual_bound() / norm) if norm > 0 else 0.0
 
     def add_to_average(self, part: slice, average: Floats, scratch: Floats) -> None:
-        """Add the residual to the finished average of `part`, a part of this peer's share."""
+        """Add the residual to the finished average or sum of `part`, a part of this peer's piece."""
         if self._result_residual is None or not self._scale:
             return
         if (found := self._result_residual.of(part)) is not None:
@@ -85,7 +86,7 @@ class AttemptResiduals:
             np.add(average[where], lost, out=average[where])
 
     def before_coding(self, part: slice, result: Floats) -> None:
-        """To be called once for each chunk of the share, with the values to send."""
+        """To be called once for each chunk of the piece, with the values to send."""
         np.copyto(self._pending(part), result)
 
     def after_coding(self, part: slice, decoded: Floats) -> None:
@@ -102,7 +103,7 @@ class Residuals:
     """The residuals of one fragment on one peer. Empty before the first commit, and always under lossless codecs.
 
     Memory: the contributions' residual is as long as the fragment; the results' and the pending one are as long as the
-    share. One thread makes attempts and commits; others may hold the tensors meanwhile (`held`).
+    piece. One thread makes attempts and commits; others may hold the tensors meanwhile (`held`).
     """
 
     def __init__(self, numel: int) -> None:
@@ -204,9 +205,7 @@ def _store_losses(
     """Write what the codec lost of each chunk as it was sent, times `decay`, to `out`, which may be `residual`."""
     codec = codec_named(plan.codec)
     # The same chunks as were sent: a codec's blocks start with a chunk, and chunks start with a share.
-    parts = [
-        plan.chunk(owner, i) for owner in range(len(plan.members)) for i in range(plan.num_chunks(owner))
-    ]
+    parts = [plan.place(chunk) for chunk in plan.chunks(range(len(plan.members)))]
 
     sent, losses = PseudoGradient.of_tensors(anchor, local, residual), out.numpy()
 

@@ -10,6 +10,10 @@ and it is reached by s_i = max(0, T_w b_i / D - 1) / (N - 2): every member that 
 member that needs longer for its own contributions and results alone owns nothing. With two members every division into
 shares costs the same.
 
+In a grid (grid.py) of C columns, a member of a column of R, whose piece is p, owns p / R and sends D (1 + p spread),
+spread = C - 1 + (R - 2) / R: it collects and passes on the whole piece. So the pieces have their sizes by the same
+formula, with the slowest member of each column for b_i, and members of like bandwidth share a column.
+
 Every member computes the bounds for itself, so they use single IEEE operations, which give the same bits everywhere.
 """
 
@@ -17,11 +21,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
-from peers.protocol.aggregation import Rule
-from peers.protocol.certificates import Plan
+from peers.protocol.aggregation import Rule, holds_all
+from peers.protocol.certificates import Contributor, Plan
+from peers.reduce.grid import Grid, grid_of, squarest
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
+
+GRID_FROM = 16
+"""Contributors: with fewer, all exchange with all."""
 
 MAX_ADVANTAGE = 3.0
 """No member owns more than this many equal shares. Bandwidths are the members' own claims; with this bound, one that
@@ -35,22 +44,50 @@ _MAX_RATIO = 64.0
 # Bandwidths are rounded to powers of 2 ** 0.25, so that bounds stay in place although measurements scatter: where a
 # share moves, the residuals of its old owner are lost.
 _STEP, _HALF_STEP = 1.189207115002721, 1.0905077326652577
+_SQRT_2 = 1.4142135623730951
 _NUM_HALVINGS = 100
+
+
+def stands_in_grid(num_contributors: int, rule: Rule) -> bool:
+    return num_contributors >= GRID_FROM and not holds_all(rule, num_contributors)
+
+
+class Layout(NamedTuple):
+    """Where the contributors of a plan stand, and what each owns: the same on all of them."""
+
+    contributors: tuple[Contributor, ...]
+    num_columns: int
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, numel: int, rule: Rule) -> Self:
+        contributors, count = plan.contributors, len(plan.contributors)
+        bandwidths = [contributor.work.bandwidth for contributor in contributors]
+        if not stands_in_grid(count, rule):
+            return cls(contributors, count, bounds_of(bandwidths, numel))
+        speeds = _speeds(bandwidths)
+        # By powers of two: who stands where should not change with every measurement.
+        order = sorted(range(count), key=lambda member: math.frexp(speeds[member] * _SQRT_2)[1])
+        columns = squarest(count)
+        bounds = _bounds_in_grid([speeds[member] for member in order], grid_of(count, columns), numel)
+        return cls(tuple(contributors[member] for member in order), columns, bounds)
 
 
 def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim: float) -> ReducePlan:
     """The reduction of a plan, the same on all members but for `me`. Raises ProtocolError for an invalid group."""
-    contributors = plan.contributors
+    layout = Layout.of(plan, numel, rule)
+    contributors = layout.contributors
     return ReducePlan(
         attempt=bytes.fromhex(plan.digest)[:ATTEMPT_BYTES],
         members=tuple(contributor.world_rank for contributor in contributors),
         me=[contributor.peer_id for contributor in contributors].index(me),
         weights=tuple(contributor.weight for contributor in contributors),
         norms=tuple(contributor.work.norm for contributor in contributors),
-        bounds=bounds_of([contributor.work.bandwidth for contributor in contributors], numel),
+        bounds=layout.bounds,
         codec=codec,
         rule=rule,
         trim=trim,
+        num_columns=layout.num_columns,
     )
 
 
@@ -60,23 +97,44 @@ def bounds_of(bandwidths: Sequence[float], numel: int) -> tuple[int, ...]:
     Unknown bandwidths count as the median of the known ones; known ones as at most 64 times more or less than that.
     Shares may be empty.
     """
-    count = len(bandwidths)
-    known = [b for b in bandwidths if math.isfinite(b) and b > 0]
-    if not known or count < 3:
-        return equal_bounds(numel, count)
+    if len(bandwidths) < 3 or not any(map(_is_known, bandwidths)):
+        return equal_bounds(numel, len(bandwidths))
+    return _bounds_by(shares_of(_speeds(bandwidths), spread=len(bandwidths) - 2), numel)
+
+
+def _bounds_in_grid(speeds: Sequence[float], grid: Grid, numel: int) -> tuple[int, ...]:
+    """The bounds of shares that are equal within a column, for members with these speeds."""
+    rows = len(speeds) / len(grid.columns)
+    slowest = [min(speeds[member] for member in column) for column in grid.columns]
+    pieces = shares_of(slowest, spread=len(grid.columns) - 1 + (rows - 2) / rows)
+    shares = [piece / len(column) for piece, column in zip(pieces, grid.columns, strict=True) for _ in column]
+    return _bounds_by(shares, numel)
+
+
+def _speeds(bandwidths: Sequence[float]) -> list[float]:
+    """Bandwidths relative to the median of the known ones; all 1 if none is known."""
+    known = [b for b in bandwidths if _is_known(b)]
+    if not known:
+        return [1.0] * len(bandwidths)
     median = statistics.median(known)
-    speeds = [_stepped(b / median) if math.isfinite(b) and b > 0 else 1.0 for b in bandwidths]
+    return [_stepped(b / median) if _is_known(b) else 1.0 for b in bandwidths]
+
+
+def _is_known(bandwidth: float) -> bool:
+    return math.isfinite(bandwidth) and bandwidth > 0
+
+
+def _bounds_by(shares: Iterable[float], numel: int) -> tuple[int, ...]:
     block = ALIGNMENT if numel >= _MIN_BLOCKS * ALIGNMENT else 1
     bounds, total = [0], 0.0
-    for share in shares_of(speeds)[:-1]:
+    for share in shares:
         total += share
         bounds.append(min(round(total * numel / block) * block, numel))
-    return (*bounds, numel)
+    return (*bounds[:-1], numel)
 
 
-def shares_of(speeds: Sequence[float]) -> list[float]:
-    """The shares by the water level, none above `MAX_ADVANTAGE` equal shares; for three members or more."""
-    spread = len(speeds) - 2
+def shares_of(speeds: Sequence[float], spread: float) -> list[float]:
+    """The shares by the water level, none above `MAX_ADVANTAGE` equal shares; `spread` above 0."""
     most = min(1.0, MAX_ADVANTAGE / len(speeds))
 
     def at(level: float) -> list[float]:

@@ -5,20 +5,33 @@ from __future__ import annotations
 import math
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from peers.errors import RoundFailed
 from peers.reduce.all_reduce import reduce_pseudo_gradients
 from peers.reduce.plan import ReducePlan, equal_bounds
 
-RANKS = (2, 5, 7, 11)
+RANKS = (2, 5, 7, 11, *range(20, 40))
 
 
 class ReductionGroup:
     """A group of members in one process, joined by socket pairs: one for each direction of each pair."""
 
-    def __init__(self, num_members, numel, *, codec="fp32", weights=None, bounds=None, seed=0, rule="clip"):
-        self.rule = rule
+    def __init__(
+        self,
+        num_members,
+        numel,
+        *,
+        codec="fp32",
+        weights=None,
+        bounds=None,
+        seed=0,
+        rule="clip",
+        num_columns=0,
+    ):
+        self.rule, self.num_columns = rule, num_columns
         self.generator, self.num_attempts = torch.Generator().manual_seed(seed), 0
         self.anchor = torch.randn(numel, generator=self.generator)
         self.locals = [
@@ -49,6 +62,7 @@ class ReductionGroup:
             bounds=self.bounds,
             codec=self.codec,
             rule=self.rule,
+            num_columns=self.num_columns,
         )
 
     def sockets(self, me):
@@ -74,3 +88,33 @@ class ReductionGroup:
         for sockets in (*self.send, *self.receive):
             for sock in sockets.values():
                 sock.close()
+
+
+def outcomes(swarm, members, **kwargs):
+    """What reduce returned or raised, by member."""
+
+    def attempt(me):
+        try:
+            return swarm.reduce(me, **kwargs)
+        except RoundFailed as error:
+            return error
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return dict(zip(members, pool.map(attempt, members), strict=True))
+
+
+def assert_blamed(failures, culprit, swarm):
+    for failure in failures.values():
+        assert isinstance(failure, RoundFailed)
+        assert failure.suspects == {RANKS[culprit]}, str(failure)
+    assert all(sock.fileno() >= 0 for me in failures for sock in swarm.send[me].values())
+
+
+def play_dead(group, culprit, num_bytes):
+    """Swallow a few bytes from each, then close everything, as a killed process does."""
+    for neighbour in group.plan(culprit).neighbours:
+        sock = group.receive[culprit][neighbour]
+        sock.settimeout(10)
+        sock.recv(num_bytes)
+    for sock in (*group.receive[culprit].values(), *group.send[culprit].values()):
+        sock.close()

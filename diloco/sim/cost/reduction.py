@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Timer
@@ -43,20 +42,29 @@ class Volume:
 
 def volumes_of(plan: ReducePlan) -> list[Volume]:
     """The volume of each member, including frame headers."""
-    contributions = [_wire_bytes(plan, owner, codec_named(plan.codec)) for owner in range(len(plan.members))]
-    results = [_wire_bytes(plan, owner, result_codec_named(plan.codec)) for owner in range(len(plan.members))]
-    others, numel = len(plan.members) - 1, plan.bounds[-1]
-    volumes = []
-    for owner, (start, stop) in enumerate(pairwise(plan.bounds)):
-        owned = FP32_BYTES * (stop - start) * (others + 1)
-        volumes.append(
-            Volume(
-                sum(contributions) - contributions[owner] + others * results[owner],
-                sum(results) - results[owner] + others * contributions[owner],
-                (2 * FP32_BYTES * numel + owned) / 3,
-            )
-        )
-    return volumes
+    grid, members = plan.grid, range(len(plan.members))
+    contributions = [_wire_bytes(plan, owner, codec_named(plan.codec)) for owner in members]
+    results = [_wire_bytes(plan, owner, result_codec_named(plan.codec)) for owner in members]
+    sent, received, added = [0] * len(members), [0] * len(members), [0] * len(members)
+    for column in grid.columns:
+        to, back = sum(contributions[column.start : column.stop]), sum(results[column.start : column.stop])
+        piece = plan.bounds[column.stop] - plan.bounds[column.start]
+        for member in members:
+            collector = grid.collector(member, column)
+            added[collector] += piece
+            if member not in column:
+                sent[member], received[collector] = sent[member] + to, received[collector] + to
+                sent[collector], received[member] = sent[collector] + back, received[member] + back
+        for member in column:
+            # The sums that it sends its mates and gets from them are encoded like results.
+            num_mates, own = len(column) - 1, results[member]
+            sent[member] += (back - own) + num_mates * own
+            received[member] += (back - own) + num_mates * own
+            added[member] += num_mates * (plan.bounds[member + 1] - plan.bounds[member])
+    whole = 2 * FP32_BYTES * plan.bounds[-1]
+    return [
+        Volume(sent[member], received[member], (whole + FP32_BYTES * added[member]) / 3) for member in members
+    ]
 
 
 def _wire_bytes(plan: ReducePlan, owner: int, codec: Codec) -> int:
@@ -134,21 +142,22 @@ class Reduction:
             aggregation.rule,
             aggregation.trim,
         )
-        volumes = dict(zip(self.ranks, volumes_of(plan), strict=True))
+        volumes = dict(zip(plan.members, volumes_of(plan), strict=True))
         finish = partial(self._finish, volumes, self._clock.now)
         count = len(self.ranks)
         if count == 1:
             ((rank, volume),) = volumes.items()
             self._clock.after(volume.reduced_bytes / scenario.peers[rank].machine.reduce, finish)
             return
-        stream_bytes = sum(volume.sent_bytes for volume in volumes.values()) / (count * (count - 1))
+        num_streams = sum(len(plan.grid.neighbours(member)) for member in range(count))
+        stream_bytes = sum(volume.sent_bytes for volume in volumes.values()) / num_streams
         usage: dict[Resource, float] = {}
         for rank, volume in volumes.items():
             usage[rank, "up"] = volume.sent_bytes / stream_bytes
             usage[rank, "down"] = volume.received_bytes / stream_bytes
             usage[rank, "processors"] = volume.reduced_bytes / stream_bytes
-        # The last contributions have to arrive before the last sums leave.
-        last_s = 2 * self._worst_delay_s
+        # The last contributions have to arrive before the last results leave; in a grid both take two hops.
+        last_s = (2 if plan.num_columns == count else 4) * self._worst_delay_s
         self._activity = Activity(
             usage,
             stream_bytes,

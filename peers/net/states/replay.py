@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
 from peers.net.socket_io import closed_on_error
 from peers.net.transport import StreamTransport
+from peers.protocol.aggregation import Rule
 from peers.protocol.certificates import Certificate
 from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
@@ -51,6 +52,7 @@ async def replay_commits(
     have: Snapshot,
     path: Sequence[Certificate],
     codec: str,
+    rule: Rule,
     optimizer_for: OptimizerFor,
     *,
     timeout_s: float,
@@ -64,7 +66,7 @@ async def replay_commits(
         try:
             for donor, channel in offers.items():
                 try:
-                    return await _replay(channel, have, path, codec, optimizer_for)
+                    return await _replay(channel, have, path, codec, rule, optimizer_for)
                 except PeersError as error:
                     log.debug("no commits from %s: %s", donor, error)
         finally:
@@ -91,7 +93,12 @@ async def _offer(donor: str, transport: StreamTransport, run_id: str, path: Sequ
 
 
 async def _replay(
-    channel: Channel, have: Snapshot, path: Sequence[Certificate], codec: str, optimizer_for: OptimizerFor
+    channel: Channel,
+    have: Snapshot,
+    path: Sequence[Certificate],
+    codec: str,
+    rule: Rule,
+    optimizer_for: OptimizerFor,
 ) -> OuterState:
     """Raises PeersError where what comes does not lead to what is certified."""
     await channel.send(Go(), STALL_S)
@@ -105,7 +112,8 @@ async def _replay(
             for certificate in path:
                 # The next average comes in while the one before is committed.
                 average = torch.empty(have.header.sizes[certificate.plan.fragment])
-                await _receive_average(channel, certificate, codec, average)
+                parts = parts_of(certificate.plan, average.numel(), codec, rule)
+                await _receive_average(channel, parts, codec, average)
                 if committing is not None:
                     await asyncio.shield(committing)
                 committing = asyncio.ensure_future(
@@ -134,10 +142,10 @@ def can_be_repeated(have: Snapshot, path: Sequence[Certificate]) -> bool:
 
 
 async def _receive_average(
-    channel: Channel, certificate: Certificate, codec: str, average: torch.Tensor
+    channel: Channel, parts: Iterable[tuple[slice, int]], codec: str, average: torch.Tensor
 ) -> None:
     values = average.numpy()
-    for part, num_bytes in parts_of(certificate.plan, average.numel(), codec):
+    for part, num_bytes in parts:
         payload = np.empty(num_bytes, np.uint8)
         await channel.fill(payload.data, STALL_S)
         await asyncio.to_thread(decoded, codec, part, payload, values)

@@ -48,12 +48,12 @@ def commit(state, log: CommitLog, codec: str, seed: int, *, record: bool = True)
     average, recording = np.empty_like(values), Recording()
     coder = result_codec_named(codec)
     for owner in reversed(range(3)):
-        for index in range(plan.num_chunks(owner)):
-            part = plan.chunk(owner, index)
+        for chunk in plan.chunks([owner]):
+            part = plan.place(chunk)
             length = part.stop - part.start
             payload = coder.encode(values[part].copy(), np.empty(coder.encoded_bytes(length), np.uint8))
             payload = payload.view(np.uint8)
-            recording.keep(owner, index, payload)
+            recording.keep(chunk, payload)
             average[part] = coder.decode(payload.copy(), np.empty(length, np.float32))
     certificate = certified.commit(
         state, torch.from_numpy(average), optimizer=optimizer_for(3), fragment=fragment
@@ -69,7 +69,15 @@ async def serve(network, state, log, peer_id="a"):
 async def replayed(network, have, path, codec, donors=("a",)):
     with have.snapshot() as snapshot:
         return await replay_commits(
-            donors, network.transport("joiner"), RUN, snapshot, path, codec, optimizer_for, timeout_s=20
+            donors,
+            network.transport("joiner"),
+            RUN,
+            snapshot,
+            path,
+            codec,
+            "clip",
+            optimizer_for,
+            timeout_s=20,
         )
 
 
@@ -172,6 +180,6 @@ async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
 def test_the_parts_of_a_commits_average_are_those_of_its_members_shares():
     state = committed_state(SIZES, 0)
     plan = certified.certificate_after(state, anchor="a" * 64, momentum="b" * 64, bandwidth=1e6).plan
-    parts = list(parts_of(plan, SIZES[0], "int8"))
+    parts = list(parts_of(plan, SIZES[0], "int8", "clip"))
     assert sum(part.stop - part.start for part, _ in parts) == SIZES[0]
     assert all(num_bytes == codec_named("int8").encoded_bytes(p.stop - p.start) for p, num_bytes in parts)

@@ -220,8 +220,8 @@ def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group
     swarm.residuals[0].commit(plan, swarm.anchor, locals_[0], decay=decay)
     coder = codec_named(codec)
     for owner in range(2):
-        for index in range(plan.num_chunks(owner)):
-            part = plan.chunk(owner, index)
+        for chunk in plan.chunks([owner]):
+            part = plan.place(chunk)
             expected = (values[part] - coded(coder, values[part])) * np.float32(decay)
             assert torch.equal(swarm.residuals[0].contribution_residual[part], expected)
 
