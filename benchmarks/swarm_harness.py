@@ -25,6 +25,7 @@ from benchmarks.light_loop import Paced
 
 _ROOT = Path(__file__).parent.parent
 _START_TIMEOUT_S = 120.0
+_START_EACH_S = 5.0
 _ROUND_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 15.0
 _POLL_S = 0.2
@@ -111,7 +112,7 @@ class Swarm:
             self._wait(
                 lambda: all(any(r["kind"] == "start" for r in peer.records) for peer in self.peers),
                 "the start of all peers",
-                _START_TIMEOUT_S,
+                _START_TIMEOUT_S + _START_EACH_S * len(self.seats),
             )
         except BaseException:
             self.close()

@@ -8,11 +8,11 @@ import sys
 import benchmarks.wan
 from benchmarks.lab import unavailable
 from benchmarks.record import check_kept, parser, report
-from benchmarks.wan import join, memory, nat, rounds
+from benchmarks.wan import join, many, memory, nat, rounds
 from benchmarks.wan.cases import cases
 
 _CODECS = ("fp32", "int8", "int4", "topk")
-_CASES = ("gigabit", "broadband", "uneven", "nat", "memory", "join")
+_CASES = ("gigabit", "broadband", "uneven", "many", "nat", "memory", "join")
 _QUICK = ("gigabit",)
 
 
@@ -27,6 +27,8 @@ def main() -> None:
     for name in selected:
         if name == "nat":
             rows = nat.results(num_rounds, quick=chosen.quick)
+        elif name == "many":
+            rows = many.results(codecs, num_rounds, quick=chosen.quick)
         elif name == "join":
             rows = join.results(quick=chosen.quick)
         elif name == "memory":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,10 @@ def swarm_in(lab: Lab, directory: Path, case: Case, codec: str, num_epochs: int)
     return Swarm(job, directory, seats, coordinator=seat(lab, num_peers))
 
 
-def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
-    """Measure the rounds of each codec, after WARM_UP_EPOCHS that are not counted."""
+def measured(
+    case: Case, num_rounds: int, *, in_the_end: Callable[[Swarm, str, Rounds], None] = lambda *_: None
+) -> dict[str, Rounds]:
+    """Measure the rounds of each codec, after WARM_UP_EPOCHS that are not counted. `in_the_end` may run one more."""
     found: dict[str, Rounds] = {}
     with Lab([*case.links, COORDINATOR]) as lab:
         for codec in case.codecs:
@@ -63,7 +65,7 @@ def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
                     raw = stack.enter_context(_raw_tcp(lab, len(case.links)))
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 swarm = stack.enter_context(
-                    swarm_in(lab, directory, case, codec, WARM_UP_EPOCHS + num_rounds)
+                    swarm_in(lab, directory, case, codec, WARM_UP_EPOCHS + num_rounds + 1)
                 )
                 for epoch in range(1, WARM_UP_EPOCHS + 1):
                     swarm.run_epoch(epoch)
@@ -72,6 +74,7 @@ def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
                         rounds.raw_s.append(raw.round_s(case.tensor_bytes))
                     _measure(lab, case, swarm, WARM_UP_EPOCHS + number, rounds)
                     say(f"{case.name} {codec} round {number}: {_said(rounds)}")
+                in_the_end(swarm, codec, rounds)
     return found
 
 

@@ -23,7 +23,7 @@ from peers.protocol.certificates import Plan
 from peers.reduce.codecs import result_codec_named
 from peers.reduce.kernels import Bytes
 from peers.reduce.plan import CHUNK_NUMEL, Chunk
-from peers.reduce.shares import Layout
+from peers.reduce.shares import Arrangement
 from peers.timing import START_S
 
 KEPT_FOR_S = START_S
@@ -114,7 +114,7 @@ class CommitLog:
 def parts_of(plan: Plan, numel: int, codec: str, rule: Rule) -> Iterator[tuple[slice, int]]:
     """For each chunk of a commit's average: its place in the fragment of `numel` values, and its payload size."""
     result_codec = result_codec_named(codec)
-    for start, stop in pairwise(Layout.of(plan, numel, rule).bounds):
+    for start, stop in pairwise(Arrangement.of(plan, numel, rule).bounds):
         for first in range(start, stop, CHUNK_NUMEL):
             part = slice(first, min(first + CHUNK_NUMEL, stop))
             yield part, result_codec.encoded_bytes(part.stop - part.start)

@@ -52,7 +52,7 @@ def stands_in_grid(num_contributors: int, rule: Rule) -> bool:
     return num_contributors >= GRID_FROM and not holds_all(rule, num_contributors)
 
 
-class Layout(NamedTuple):
+class Arrangement(NamedTuple):
     """Where the contributors of a plan stand, and what each owns: the same on all of them."""
 
     contributors: tuple[Contributor, ...]
@@ -75,19 +75,19 @@ class Layout(NamedTuple):
 
 def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim: float) -> ReducePlan:
     """The reduction of a plan, the same on all members but for `me`. Raises ProtocolError for an invalid group."""
-    layout = Layout.of(plan, numel, rule)
-    contributors = layout.contributors
+    arrangement = Arrangement.of(plan, numel, rule)
+    contributors = arrangement.contributors
     return ReducePlan(
         attempt=bytes.fromhex(plan.digest)[:ATTEMPT_BYTES],
         members=tuple(contributor.world_rank for contributor in contributors),
         me=[contributor.peer_id for contributor in contributors].index(me),
         weights=tuple(contributor.weight for contributor in contributors),
         norms=tuple(contributor.work.norm for contributor in contributors),
-        bounds=layout.bounds,
+        bounds=arrangement.bounds,
         codec=codec,
         rule=rule,
         trim=trim,
-        num_columns=layout.num_columns,
+        num_columns=arrangement.num_columns,
     )
 
 

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.reduce.shares import ALIGNMENT, MAX_ADVANTAGE, bounds_of
+from peers.protocol.certificates import Contributor, Plan, Work
+from peers.reduce.commit_log import parts_of
+from peers.reduce.shares import ALIGNMENT, GRID_FROM, MAX_ADVANTAGE, Arrangement, bounds_of, reduce_plan_of
 from tests.support.optimal_shares import optimal_seconds, round_seconds
 
 NUMEL = 1 << 26
@@ -92,3 +94,75 @@ def test_bounds_are_aligned_in_long_vectors_only():
     bandwidths = [1e8, 2e8, 3e8, 1e8]
     assert all(bound % ALIGNMENT == 0 for bound in bounds_of(bandwidths, NUMEL + 5)[:-1])
     assert 0 < sizes(bounds_of(bandwidths, 1000))[1] < 1000
+
+
+# In a grid
+
+
+def plan_of(bandwidths):
+    work = [Work(tokens=1, norm=1.0, step=1, based_on=0, bandwidth=bandwidth) for bandwidth in bandwidths]
+    contributors = [
+        Contributor(peer_id=f"peer{rank:03}", world_rank=rank, work=part, weight=1 / len(work))
+        for rank, part in enumerate(work)
+    ]
+    return Plan(
+        manifest="m" * 64,
+        parent="a" * 64,
+        epoch=1,
+        fragment=0,
+        attempt=0,
+        contributors=tuple(contributors),
+        roster=(),
+        data_base=0,
+        tokens=0,
+    )
+
+
+@given(
+    st.lists(st.one_of(st.just(0.0), st.just(math.nan), speeds), min_size=GRID_FROM, max_size=60),
+    st.sampled_from([0, 1, 5, 1000, ALIGNMENT * 300 + 17, NUMEL]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_grid_holds_everybody_once_and_covers_the_vector(bandwidths, numel):
+    arrangement = Arrangement.of(plan_of(bandwidths), numel, "clip")
+    assert sorted(c.world_rank for c in arrangement.contributors) == list(range(len(bandwidths)))
+    bounds = arrangement.bounds
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, numel, len(bandwidths) + 1)
+    assert list(bounds) == sorted(bounds)
+
+
+def test_every_member_of_a_large_group_makes_the_same_plan_of_a_grid():
+    plan = plan_of([1e8] * 12 + [2e7] * 6)
+    plans = [reduce_plan_of(plan, f"peer{rank:03}", NUMEL, "int8", "clip", 0.2) for rank in range(18)]
+    assert len({(made.members, made.bounds, made.num_columns) for made in plans}) == 1
+    assert [made.members[made.me] for made in plans] == list(range(18))
+    assert plans[0].num_columns == 5
+
+
+@pytest.mark.parametrize(("num_members", "rule"), [(GRID_FROM - 1, "clip"), (GRID_FROM, "trimmed-mean")])
+def test_all_exchange_with_all_in_small_groups_and_where_single_values_are_needed(num_members, rule):
+    plan = plan_of([1e8] * num_members)
+    assert reduce_plan_of(plan, "peer000", NUMEL, "fp32", rule, 0.2).num_columns == num_members
+
+
+def test_slow_members_share_the_columns_with_the_smallest_pieces():
+    speed = [2.5e7 if rank % 4 == 0 else 1e8 for rank in range(16)]
+    arrangement = Arrangement.of(plan_of(speed), NUMEL, "clip")
+    owned = dict(
+        zip((c.world_rank for c in arrangement.contributors), sizes(arrangement.bounds), strict=True)
+    )
+    assert {owned[rank] for rank in range(0, 16, 4)} == {0}
+    assert min(owned[rank] for rank in range(16) if rank % 4) > NUMEL / 14
+
+
+def test_noise_in_measured_bandwidths_moves_nobody_and_no_bound():
+    plans = [plan_of([1e8 * (1 + noise * (-1) ** rank) for rank in range(20)]) for noise in (0.0, 0.05)]
+    assert len({reduce_plan_of(p, "peer000", NUMEL, "int8", "clip", 0.2).members for p in plans}) == 1
+    assert len({reduce_plan_of(p, "peer000", NUMEL, "int8", "clip", 0.2).bounds for p in plans}) == 1
+
+
+def test_the_recorded_parts_of_a_commit_of_a_grid_are_those_that_went_over_the_wire():
+    plan = plan_of([1e8, 2e7] * 10)
+    made = reduce_plan_of(plan, "peer000", NUMEL + 17, "int8", "clip", 0.2)
+    wanted = [made.place(chunk) for chunk in sorted(made.chunks(range(20)))]
+    assert [part for part, _ in parts_of(plan, NUMEL + 17, "int8", "clip")] == wanted
