@@ -211,7 +211,12 @@ class Averaging:
         )
         streams = await self._connect(plan, reduce_plan, connect_s)
         work.lap("connect_s")
-        log.debug("reducing with %s", list(reduce_plan.members))
+        log.debug(
+            "reducing with %s, exchanging with %d of %d others",
+            list(reduce_plan.members),
+            len(reduce_plan.neighbours),
+            len(reduce_plan.members) - 1,
+        )
 
         def reduce() -> tuple[ReduceReport, StateHeader]:
             with Preview(optimizer, state, work.fragment, average=work.inn) as preview:
