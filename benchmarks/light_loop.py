@@ -23,7 +23,7 @@ from diloco.outer.diloco import Diloco
 
 _ROW = 1 << 16
 _MATRIX = 128
-_GATE_POLL_S = 0.005
+_GATE_POLL_S = 0.02
 _GATE_TIMEOUT_S = 1800.0
 
 

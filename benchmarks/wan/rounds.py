@@ -20,6 +20,7 @@ _PARTS = ("round_s", "reduce_s", "blocked_s", "preview_s", "vote_s", "apply_s")
 COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
 _WARM_UP_BYTES = 8 << 20
 """Enough for TCP's congestion window to reach the rate of the link."""
+_MORE_EPOCHS = 8
 WARM_UP_EPOCHS = 2
 """In the first, memory is touched for the first time; in the second, links are measured, on which shares depend."""
 
@@ -65,7 +66,7 @@ def measured(
                     raw = stack.enter_context(_raw_tcp(lab, len(case.links)))
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 swarm = stack.enter_context(
-                    swarm_in(lab, directory, case, codec, WARM_UP_EPOCHS + num_rounds + 1)
+                    swarm_in(lab, directory, case, codec, WARM_UP_EPOCHS + num_rounds + _MORE_EPOCHS)
                 )
                 for epoch in range(1, WARM_UP_EPOCHS + 1):
                     swarm.run_epoch(epoch)

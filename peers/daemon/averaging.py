@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.reduce.plan import ReducePlan, ReduceReport
 from peers.reduce.residuals import Residuals
-from peers.reduce.shares import reduce_plan_of, stands_in_grid
+from peers.reduce.shares import likely_neighbours, reduce_plan_of
 from peers.state.handover import Ahead, EpochOutcome, Memories
 from peers.state.header import StateHeader
 from peers.state.outer_optimizer import rebase
@@ -289,13 +289,12 @@ class Averaging:
         work.contributors = [contributor.world_rank for contributor in contributors]
         work.lap("apply_s")
 
-    def expect(self, peer_ids: Iterable[str], *, num_here: int) -> None:
-        """Open streams to these peers: opening takes round trips, for which a round would wait. In a grid few of them
-        would be used.
+    def expect(self, bandwidths: Mapping[str, float]) -> None:
+        """These peers, in order of world rank, will likely be in the next round: open the streams that it will use.
+        Opening takes round trips, for which it would wait.
         """
-        if not stands_in_grid(num_here, self._aggregation.rule):
-            for peer_id in peer_ids:
-                self.pool.open_ahead(peer_id)
+        for peer_id in likely_neighbours(self._me, bandwidths, self._aggregation.rule):
+            self.pool.open_ahead(peer_id)
 
     def _is_peer_joining(self) -> bool:
         now_ns, lately_ns = time.time_ns(), int(_NEWCOMER_S * 1e9)

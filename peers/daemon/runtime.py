@@ -224,11 +224,13 @@ class Runtime:
         core = self.core
         if core.phase != "training":
             return
-        known = self._expected[1] if self._expected[0] == core.head else frozenset[str]()
-        here = core.swarm.live_at(core.head).keys()
-        if here != known:
-            self._expected = core.head, frozenset(here)
-            self.averaging.expect(here - known, num_here=1 + len(here))
+        here = core.swarm.live_at(core.head)
+        if (now := (core.head, frozenset(here))) == self._expected:
+            return
+        self._expected = now
+        ranks = {core.me: core.world_rank} | {peer_id: status.world_rank for peer_id, status in here.items()}
+        measured = {c.peer_id: c.work.bandwidth for c in core.chain.newest.plan.contributors}
+        self.averaging.expect({p: measured.get(p, 0.0) for p in sorted(ranks, key=lambda p: ranks[p])})
 
     # Reductions
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from peers.protocol.aggregation import Rule, holds_all
@@ -66,11 +66,19 @@ class Arrangement(NamedTuple):
         if not stands_in_grid(count, rule):
             return cls(contributors, count, bounds_of(bandwidths, numel))
         speeds = _speeds(bandwidths)
-        # By powers of two: who stands where should not change with every measurement.
-        order = sorted(range(count), key=lambda member: math.frexp(speeds[member] * _SQRT_2)[1])
-        columns = squarest(count)
-        bounds = _bounds_in_grid([speeds[member] for member in order], grid_of(count, columns), numel)
-        return cls(tuple(contributors[member] for member in order), columns, bounds)
+        order, grid = _order_in_grid(speeds), grid_of(count, squarest(count))
+        bounds = _bounds_in_grid([speeds[member] for member in order], grid, numel)
+        return cls(tuple(contributors[member] for member in order), len(grid.columns), bounds)
+
+
+def likely_neighbours(me: str, bandwidths: Mapping[str, float], rule: Rule) -> set[str]:
+    """The peers with which this one will exchange values if these contribute, by peer id in order of world rank."""
+    peer_ids, count = list(bandwidths), len(bandwidths)
+    if not stands_in_grid(count, rule):
+        return bandwidths.keys() - {me}
+    order = _order_in_grid(_speeds(list(bandwidths.values())))
+    neighbours = grid_of(count, squarest(count)).neighbours(order.index(peer_ids.index(me)))
+    return {peer_ids[order[member]] for member in neighbours}
 
 
 def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim: float) -> ReducePlan:
@@ -100,6 +108,11 @@ def bounds_of(bandwidths: Sequence[float], numel: int) -> tuple[int, ...]:
     if len(bandwidths) < 3 or not any(map(_is_known, bandwidths)):
         return equal_bounds(numel, len(bandwidths))
     return _bounds_by(shares_of(_speeds(bandwidths), spread=len(bandwidths) - 2), numel)
+
+
+def _order_in_grid(speeds: Sequence[float]) -> list[int]:
+    """Members by speed, in powers of two: who stands where should not change with every measurement."""
+    return sorted(range(len(speeds)), key=lambda member: math.frexp(speeds[member] * _SQRT_2)[1])
 
 
 def _bounds_in_grid(speeds: Sequence[float], grid: Grid, numel: int) -> tuple[int, ...]:
