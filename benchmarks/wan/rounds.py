@@ -21,6 +21,7 @@ COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
 _WARM_UP_BYTES = 8 << 20
 """Enough for TCP's congestion window to reach the rate of the link."""
 _MORE_EPOCHS = 8
+"""Beyond those that are measured: no peer may leave after the last one."""
 WARM_UP_EPOCHS = 2
 """In the first, memory is touched for the first time; in the second, links are measured, on which shares depend."""
 

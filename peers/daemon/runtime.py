@@ -220,15 +220,17 @@ class Runtime:
                 await self._answer(effect)
 
     def _expect_others(self) -> None:
-        """Tell `averaging` of peers that are new on this head, or back."""
+        """Tell `averaging` who will likely be in the next round, where that has changed."""
         core = self.core
         if core.phase != "training":
             return
-        here = core.swarm.live_at(core.head)
+        # Members follow one by one on each new head; that they are on the way is known before.
+        here = core.swarm.live_at(core.head).keys() | {p for p in core.swarm.roster if core.swarm.is_live(p)}
         if (now := (core.head, frozenset(here))) == self._expected:
             return
         self._expected = now
-        ranks = {core.me: core.world_rank} | {peer_id: status.world_rank for peer_id, status in here.items()}
+        ranks = {core.me: core.world_rank}
+        ranks |= {p: status.world_rank for p in here if (status := core.swarm.status(p)) is not None}
         measured = {c.peer_id: c.work.bandwidth for c in core.chain.newest.plan.contributors}
         self.averaging.expect({p: measured.get(p, 0.0) for p in sorted(ranks, key=lambda p: ranks[p])})
 

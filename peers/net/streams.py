@@ -113,7 +113,10 @@ class StreamPool:
             suspects = error.suspects if isinstance(error, RoundFailed) else ()
             known = [index for index, rank in enumerate(members) if rank in suspects]
             culprit = known[0] if len(known) == 1 else NOBODY
-            await _give_up([*outgoing.values()], farewell=HEADER.pack(Kind.ABORT, culprit, 0))
+            for rank, future in outgoing.items():
+                # To the one that is late itself, this peer has just left.
+                blamed = NOBODY if rank in suspects else culprit
+                await _give_up([future], farewell=HEADER.pack(Kind.ABORT, blamed, 0))
             await _give_up([*incoming.values()])
             raise
         finally:

@@ -12,9 +12,9 @@ read, which throttles a member that is ahead of the others. Sums are added in th
 
 No deadlock. A sender never waits while it has contributions left, and a receiver waits for its turn only on the
 receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always makes
-progress, and by induction so do all others. In a grid that holds first for what is collected, which waits for no sum,
-and then for the sums. Finished chunks stay in `result`, encoded once by the receiver of the last member, until every
-sender has sent them: no buffer can run out.
+progress, and by induction so do all others. In a grid, collecting waits for no sum, so it always finishes; then the
+same argument holds for the sums. Finished chunks stay in `result`, encoded once by the receiver of the last member,
+until every sender has sent them: no buffer can run out.
 
 Blame. The last frame of a failed stream is an abort that names the culprit and the member that accused it first. So a
 member that stops because of another is not taken for the culprit, and hearsay is not taken for evidence. A member that
@@ -61,7 +61,7 @@ from peers.reduce.frames import (
 )
 from peers.reduce.kernels import Bytes
 from peers.reduce.plan import CHUNK_NUMEL, Chunk, ReducePlan, ReduceReport
-from peers.reduce.progress import LAST_WORDS_S, Departed, Progress
+from peers.reduce.progress import LAST_WORDS_S, Blame, Departed, Progress
 from peers.reduce.residuals import Residuals
 from peers.threads import keep_denormals, stand_back
 
@@ -103,10 +103,10 @@ def reduce_pseudo_gradients(
     direction, with no unread byte.
 
     Timeouts: a frame must arrive within `stall_timeout_s`, plus the time that a link of `slowest_link` bytes/s needs
-    for one frame from each member. Before its first frame a member has `connect_timeout_s` more, to open its streams
+    for one frame from each neighbour. Before its first frame a member has `connect_timeout_s` more, to open its streams
     with others. The whole reduction has `timeout_s`. Raises RoundFailed when one of them is over, or a slice (0.05 s;
-    longer in groups above six) after `cancelled` is set; then all sockets are shut down and `result` is undefined. No
-    thread is left in any case.
+    longer with more than five neighbours) after `cancelled` is set; then all sockets are shut down and `result` is
+    undefined. No thread is left in any case.
 
     `settled` is called with every part of `result` once its values are final, unless the reduction fails.
     `forwarded_bytes`: what this peer's link has carried for others so far, which counts towards its bandwidth.
@@ -196,7 +196,9 @@ class _Reduction:
                     self._sample()
                 if cancelled.is_set():
                     self._progress.fail("cancelled", None, last_words_s=0)
-                if time.monotonic() > deadline:
+                # A mate that waits itself is the first to say for whom.
+                patience_s = LAST_WORDS_S if self._progress.waits_for_sums() else 0.0
+                if time.monotonic() > deadline + patience_s:
                     self._progress.fail(f"took longer than {timeout_s:g} s", *self._progress.slowest())
                 if any(future.exception() for future in done):
                     self._progress.fail("internal error", None)
@@ -209,10 +211,10 @@ class _Reduction:
         for future in futures:
             future.result()
         # Members are cancelled at about the same time: the first one to close its streams is not at fault.
-        culprit = None if cancelled.is_set() else failure.culprit
+        culprit = None if cancelled.is_set() else failure.blame.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
         silent = [self._plan.members[index] for index in self._silent]
-        told_by = [self._plan.members[index] for index in failure.told_by]
+        told_by = [self._plan.members[index] for index in failure.blame.told_by]
         offenders = [self._plan.members[index] for index in self._offenders]
         raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent, offenders=offenders)
 
@@ -241,7 +243,7 @@ class _Reduction:
             while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
                 kind, position = frame
                 if kind is Kind.ALIVE:
-                    self._send_frame(other, kind, position)
+                    self._send_blame(other, kind, progress.slowest())
                 elif kind is Kind.RESULT:
                     chunk = results[position]
                     finished = arithmetic.finished(chunk)
@@ -251,15 +253,14 @@ class _Reduction:
                         self._settled(self._plan.place(chunk))
                 elif other in self._plan.mates:
                     encoded = arithmetic.encoded_sum(contributions[position], scratch)
+                    progress.sum_encoded(other, position)
                     self._send_frame(other, kind, position, len(encoded), (encoded,))
                 else:
                     chunk = contributions[position]
                     pieces = arithmetic.encoded_contribution(chunk, scratch)
                     self._send_frame(other, kind, position, arithmetic.contribution_bytes(chunk), pieces)
             if progress.failure is not None:
-                culprit, told_by = progress.failure.culprit, progress.failure.told_by
-                first = 1 + told_by[0] if told_by else 0
-                self._send_frame(other, Kind.ABORT, NOBODY if culprit is None else culprit, first)
+                self._send_blame(other, Kind.ABORT, progress.failure.blame)
         except Closed:
             if progress.lost_while_sending(other):
                 self._hear_last_words(other)
@@ -267,6 +268,10 @@ class _Reduction:
             progress.fail(f"{self._name(other)} took nothing in time", *progress.on_waiting_for(other))
         except Stopped:
             return
+
+    def _send_blame(self, other: int, kind: Kind, blame: Blame) -> None:
+        culprit = NOBODY if blame.culprit is None else blame.culprit
+        self._send_frame(other, kind, culprit, 1 + blame.told_by[0] if blame.told_by else 0)
 
     def _send_frame(
         self,
@@ -333,12 +338,14 @@ class _Reduction:
             # A source has its contributions at hand, a mate may have to wait for the sums.
             owes_nothing = taken[Kind.CONTRIBUTION] == num_expected[Kind.CONTRIBUTION]
             if kind == Kind.ALIVE and (is_mate or owes_nothing):
-                self._progress.says_it_waits(other, header.chunk)
+                self._progress.says_it_waits(other, self._hearsay(other, header))
                 continue
             if kind > Kind.RESULT or taken[kind] == num_expected[kind]:
                 raise ProtocolError(f"sent a frame out of turn: {header}")
             position, is_result = taken[kind], kind == Kind.RESULT
             chunk = expected[kind][position]
+            if is_result and is_mate and not self._progress.is_sum_encoded(other, position):
+                raise ProtocolError("sent an average without this peer's sum")
             bytes_of = arithmetic.result_bytes if is_result or is_mate else arithmetic.contribution_bytes
             size = bytes_of(chunk)
             if header != (kind, position, size):
@@ -354,7 +361,7 @@ class _Reduction:
             )
             self._received[other] += HEADER.size + size
             if is_result or is_mate:
-                self._progress.says_it_waits(other, NOBODY)
+                self._progress.says_it_waits(other, None)
             if is_result and is_mate:
                 arithmetic.hold_result(chunk, payload, scratch)
                 self._progress.result_received(other, position)
@@ -417,17 +424,22 @@ class _Reduction:
             self._progress.fail(f"{self._name(other)} {error}", other)
 
     def _heed_abort(self, other: int, header: Header) -> None:
-        """`other` has aborted. The culprit that it names is hearsay, for the leader to weigh; if it is this peer, this
-        peer blames the first accuser."""
-        num_members, me = len(self._plan.members), self._plan.me
+        """`other` has aborted. If it names this peer, this peer blames the first accuser."""
+        culprit, told_by = self._hearsay(other, header)
+        if culprit == self._plan.me:
+            culprit, told_by = told_by[0], told_by[1:]
         # A member that aborts without naming a culprit has left the group.
-        culprit = header.chunk if header.chunk < num_members else other
+        self._progress.fail(f"{self._name(other)} gave up", other if culprit is None else culprit, told_by)
+
+    def _hearsay(self, other: int, header: Header) -> Blame:
+        """Whom `other` names in an ABORT or ALIVE, by whose word: hearsay, for the leader to weigh."""
+        num_members = len(self._plan.members)
         accuser = header.payload_bytes - 1
-        accuser = accuser if 0 <= accuser < num_members and accuser != me else other
-        told_by: tuple[int, ...] = (accuser,) if accuser == other else (accuser, other)
-        if culprit == me:
-            culprit, told_by = accuser, told_by[1:]
-        self._progress.fail(f"{self._name(other)} gave up", culprit, told_by)
+        if not 0 <= accuser < num_members or accuser in (self._plan.me, other):
+            told_by: tuple[int, ...] = (other,)
+        else:
+            told_by = (accuser, other)
+        return Blame(header.chunk if header.chunk < num_members else None, told_by)
 
     def _hear_last_words(self, other: int) -> None:
         """Skip what `other` still sends, up to the abort that says why it stopped reading, or until it is dead."""

@@ -41,6 +41,6 @@ def codec_named(name: str) -> Codec:
 
 
 def result_codec_named(name: str) -> Codec:
-    """The one that goes with it, for the averages that owners send."""
+    """The one that goes with it, for the averages that owners send, and the sums of a grid's collectors."""
     codec_named(name)
     return _RESULT_CODECS[name]

@@ -4,7 +4,7 @@
 
 Payloads are values as a codec encodes them (codecs.py). After `prepare`, a socket is used by one thread per direction.
 Every wait consists of slices, and a stop is noticed after each of them. Slices are longer in a large group, where each
-member has two threads for every other one.
+member has two threads for every neighbour.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Closed(Exception):
 
 
 def slice_s(num_others: int) -> float:
-    """The longest single wait in a reduction with this many other members."""
+    """The longest single wait in a reduction with this many neighbours."""
     return max(SLICE_S, 2 * num_others / _MOST_WAKES_PER_S)
 
 

@@ -7,8 +7,9 @@ Members stand in columns, in the order of the group. The shares of a column's me
     2. The collectors of a column send each other those sums, each to the owner of the share, which adds them up.
     3. The owner sends the finished average to its column, and each collector passes it on to those it collects from.
 
-Every member moves as many bytes as with all others, 2 (N - 1) / N of the vector each way, over about 2 sqrt(N) streams
-in place of N - 1. A grid with one member a column is the reduction among all: every member is everybody's collector.
+If all columns are of one length, every member moves as many bytes as with all others, 2 (N - 1) / N of the vector each
+way, over about 2 sqrt(N) streams in place of N - 1; else some collectors move up to a fifth more. A grid with one
+member a column is the reduction among all: every member is everybody's collector.
 The arrangement is that of 2D-torus all-reduce (Mikami et al., arXiv 1811.05233).
 """
 
@@ -16,6 +17,9 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
+
+_MORE_LINES = 2
+"""Columns and rows than the fewest possible, and so neighbours, for columns of one length."""
 
 
 class Grid:
@@ -86,7 +90,28 @@ def can_divide(num_members: int, num_columns: int) -> bool:
     return num_columns == num_members or (1 < num_columns < num_members and num_members % num_columns != 1)
 
 
-def squarest(num_members: int) -> int:
-    """The number of columns with which a member has the fewest neighbours."""
-    columns = math.isqrt(num_members - 1) + 1
-    return columns if can_divide(num_members, columns) else columns + 1
+@lru_cache(maxsize=64)
+def best_grid(num_members: int) -> Grid:
+    """Of the grids that are about square, the one whose busiest member has least to send."""
+    squarest = math.isqrt(num_members)
+    lines = {
+        columns: columns + math.ceil(num_members / columns)
+        for columns in range(max(2, squarest // 2), 2 * squarest + 2)
+        if can_divide(num_members, columns)
+    }
+    square = [columns for columns in lines if lines[columns] <= _MORE_LINES + min(lines.values())]
+    grids = [grid_of(num_members, columns) for columns in square]
+    return min(grids, key=lambda grid: (_most_sent(grid), lines[len(grid.columns)]))
+
+
+def _most_sent(grid: Grid) -> float:
+    """By the busiest member, in lengths of the vector, if all pieces are equal."""
+    piece = 1 / len(grid.columns)
+
+    def sent(member: int) -> float:
+        mates = grid.mates(member)
+        share = piece / (1 + len(mates))
+        sums = share * len(mates)
+        return (1 - piece) + sums + share * len(mates) + piece * len(grid.sources(member))
+
+    return round(max(map(sent, range(grid.num_members))), 9)

@@ -148,23 +148,28 @@ class ReducePlan:
         return self._norm_of_sum(range(count))
 
     def result_residual_bound(self) -> float:
-        """The largest L2 norm of the residual that a member may add to what it encodes for others: its share of the
-        average and its sums of contributions."""
+        """The largest L2 norm of the residual that an owner may add to its share of the average."""
         return result_codec_named(self.codec).residual_reach * self.average_bound()
 
+    def sum_residual_bound(self, collector: int) -> float:
+        """The largest L2 norm of the residual that a collector may add to the sums that it sends one mate."""
+        return result_codec_named(self.codec).residual_reach * self._norm_of_collected(collector)
+
     def sum_bound(self, collector: int) -> float:
-        """The largest energy that the decoded sum of what this member of a column has collected may have."""
-        norm = self._norm_of_sum((collector, *self.grid.sources(collector))) + self.result_residual_bound()
-        return self._result_energy_bound(norm)
+        """The largest energy that the decoded sums may have that a collector sends one mate."""
+        return self._result_energy_bound(
+            self._norm_of_collected(collector) + self.sum_residual_bound(collector)
+        )
 
     def result_bound(self, owner: int) -> float:
         """The largest energy that the decoded result of this owner's share may have."""
-        mates = self.grid.mates(owner)
-        norm = self.average_bound() + self.result_residual_bound()
-        if mates:
-            own = self._norm_of_sum((owner, *self.grid.sources(owner)))
-            norm = own + sum(math.sqrt(self.sum_bound(mate)) for mate in mates) + self.result_residual_bound()
-        return self._result_energy_bound(norm)
+        norm = self.average_bound()
+        if mates := self.grid.mates(owner):
+            norm = self._norm_of_collected(owner) + sum(math.sqrt(self.sum_bound(mate)) for mate in mates)
+        return self._result_energy_bound(norm + self.result_residual_bound())
+
+    def _norm_of_collected(self, collector: int) -> float:
+        return self._norm_of_sum((collector, *self.grid.sources(collector)))
 
     def _norm_of_sum(self, members: Iterable[int]) -> float:
         return sum(self.weights[index] * math.sqrt(self.contribution_bound(index)) for index in members)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from peers.reduce.frames import NOBODY, Kind, Stopped, slice_s
+from peers.reduce.frames import Kind, Stopped, slice_s
 from peers.reduce.plan import Chunk, ReducePlan
 from peers.timing import OFTEN_S
 
@@ -25,17 +25,15 @@ class Blame(NamedTuple):
 
 class Failure(NamedTuple):
     reason: str
-    culprit: int | None
-    told_by: tuple[int, ...]
-    """As in Blame."""
+    blame: Blame
 
 
 class Departed(Exception):
     """A member does not read any more; its abort says why."""
 
 
-class _Lane:
-    """Members whose values this peer adds to the same chunks, one member after the other."""
+class _Adding:
+    """How far the values of some members have been added to the same chunks, one member after the other."""
 
     def __init__(self, members: Sequence[int], num_chunks: int) -> None:
         self.members, self.num_chunks = members, num_chunks
@@ -64,9 +62,9 @@ class Progress:
         piece = plan.chunks(plan.grid.column(me))
         self._position = {chunk: position for position, chunk in enumerate(piece)}
         """Of the chunks of this peer's piece, as its sources send and get them."""
-        self._collected = _Lane(plan.sources, len(piece))
-        self._summed = _Lane(plan.mates, plan.num_chunks(me))
-        self._lane = {
+        self._collected = _Adding(plan.sources, len(piece))
+        self._summed = _Adding(plan.mates, plan.num_chunks(me))
+        self._adding = {
             **dict.fromkeys(plan.sources, self._collected),
             **dict.fromkeys(plan.mates, self._summed),
         }
@@ -79,10 +77,11 @@ class Progress:
         self._more_to_send = threading.Condition(self._lock)
         self._num_finished = dict.fromkeys(plan.grid.column(me), 0)
         """By member of this peer's column, how many chunks of its share are averaged, and known here."""
+        self._num_encoded = dict.fromkeys(plan.mates, 0)
         self._num_sent_contributions = dict.fromkeys(neighbours, 0)
         self._num_sent_results = dict.fromkeys(neighbours, 0)
-        self._waits_for: dict[int, int] = {}
-        """By member, the third member that it says it waits for."""
+        self._waits_for: dict[int, Blame] = {}
+        """By member, the third member that it says it waits for, as hearsay."""
         self._received_all: set[int] = set()
         self._departed: set[int] = set()
         self._stop_sending_at = float("inf")
@@ -92,9 +91,10 @@ class Progress:
     # Senders
 
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
-        """The next frame to send, results first. Waits for one; after `idle_timeout_s` that is a sign of life with the
-        member that this peer waits for. None: everything is sent, or the reduction has failed."""
+        """The next frame to send, results first. Waits for one; after `idle_timeout_s` that is a sign of life.
+        None: everything is sent, or the reduction has failed."""
         contributions, results = self._contributions[other], self._results[other]
+        alive_at = time.monotonic() + idle_timeout_s
         with self._lock:
             while self.failure is None:
                 if (result := self._num_sent_results[other]) < len(results):
@@ -107,14 +107,23 @@ class Progress:
                         return Kind.CONTRIBUTION, contribution
                 elif result == len(results):
                     return None
-                if not self._more_to_send.wait(idle_timeout_s):
-                    culprit = self._slowest().culprit
-                    return Kind.ALIVE, NOBODY if culprit is None else culprit
+                # What is collected wakes this sender, too, and may not put off its sign of life.
+                if not self._more_to_send.wait(alive_at - time.monotonic()):
+                    return Kind.ALIVE, 0
         return None
 
     def _is_collected(self, chunk: Chunk) -> bool:
         """Whether all sources' contributions to this chunk of the piece have been added."""
         return self._position[chunk] < self._collected.num_finished
+
+    def sum_encoded(self, mate: int, position: int) -> None:
+        """This peer's sum for this chunk of the mate's share is encoded: its place may take the result."""
+        with self._lock:
+            self._num_encoded[mate] = position + 1
+
+    def is_sum_encoded(self, mate: int, position: int) -> bool:
+        with self._lock:
+            return position < self._num_encoded[mate]
 
     def result_sent(self, other: int, position: int) -> bool:
         """Record that this result was sent to `other`. True for the last sender to do so."""
@@ -133,7 +142,7 @@ class Progress:
         failure = self.failure
         if failure is None:
             return False
-        is_culprit = failure.culprit == other and not failure.told_by
+        is_culprit = failure.blame == Blame(other)
         return is_culprit or time.monotonic() >= self._stop_sending_at
 
     def lost_while_sending(self, other: int) -> bool:
@@ -148,28 +157,28 @@ class Progress:
     def wait_for_turn(self, other: int, position: int) -> None:
         """Wait until the member before `other` has added this chunk; before the first mate this peer's own sum is due.
         Raises Stopped, Departed."""
-        lane = self._lane[other]
+        adding = self._adding[other]
         with self._lock:
-            while not self._is_turn(lane, other, position):
+            while not self._is_turn(adding, other, position):
                 if self.failure is not None:
                     raise Stopped
                 if other in self._departed:
                     raise Departed
                 self._turn_changed[other].wait(self._slice_s)
 
-    def _is_turn(self, lane: _Lane, other: int, position: int) -> bool:
-        if (before := lane.predecessor.get(other)) is not None:
-            return lane.num_added[before] > position
-        return lane is self._collected or self._is_collected(Chunk(self._plan.me, position))
+    def _is_turn(self, adding: _Adding, other: int, position: int) -> bool:
+        if (before := adding.predecessor.get(other)) is not None:
+            return adding.num_added[before] > position
+        return adding is self._collected or self._is_collected(Chunk(self._plan.me, position))
 
     def chunk_added(self, other: int, position: int) -> None:
         with self._lock:
-            lane = self._lane[other]
-            lane.num_added[other] = position + 1
-            if other in lane.successor:
-                self._turn_changed[lane.successor[other]].notify_all()
+            adding = self._adding[other]
+            adding.num_added[other] = position + 1
+            if other in adding.successor:
+                self._turn_changed[adding.successor[other]].notify_all()
                 return
-            if lane is self._summed or not self._summed.members:
+            if adding is self._summed or not self._summed.members:
                 self._num_finished[self._plan.me] = position + 1
             else:
                 self._turn_changed[self._summed.members[0]].notify_all()
@@ -188,13 +197,18 @@ class Progress:
             if other in self._departed:
                 raise Departed
 
-    def says_it_waits(self, other: int, third: int) -> None:
-        """`other` says that it owes values because it waits for a third member; NOBODY: it does not wait any more."""
+    def says_it_waits(self, other: int, blame: Blame | None) -> None:
+        """`other` says that it owes values because it waits for a third member; None: it does not wait any more."""
         with self._lock:
-            if third < len(self._plan.members) and third not in (other, self._plan.me):
-                self._waits_for[other] = third
+            if blame is not None and blame.culprit not in (None, other, self._plan.me):
+                self._waits_for[other] = blame
             else:
                 self._waits_for.pop(other, None)
+
+    def waits_for_sums(self) -> bool:
+        """Whether what this peer waits for are sums of its mates, which may wait for others themselves."""
+        with self._lock:
+            return self._collected.slowest() is None and self._summed.slowest() is not None
 
     # All
 
@@ -228,8 +242,7 @@ class Progress:
             return self._for_waiting_on(other)
 
     def _for_waiting_on(self, other: int) -> Blame:
-        third = self._waits_for.get(other)
-        return Blame(other) if third is None else Blame(third, (other,))
+        return self._waits_for.get(other, Blame(other))
 
     def has_failed(self) -> bool:
         return self.failure is not None
@@ -244,7 +257,7 @@ class Progress:
     ) -> None:
         with self._lock:
             if self.failure is None:
-                self.failure = Failure(reason, culprit, told_by)
+                self.failure = Failure(reason, Blame(culprit, told_by))
             self._stop_sending_at = min(self._stop_sending_at, time.monotonic() + last_words_s)
             for turn_changed in self._turn_changed.values():
                 turn_changed.notify_all()

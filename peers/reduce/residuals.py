@@ -7,8 +7,8 @@ sends the same values.
 
 Results. An owner sends encode(average + residual) for its share, and in a grid a collector sends its mates encode(sum +
 residual) for theirs. What that lost is *pending*: it becomes the residual at the commit, and is dropped if the attempt
-fails. Residuals are kept by position in the vector. When pieces change, positions that this peer has no more are
-dropped, and new ones start at zero.
+fails. Residuals are kept by position in the vector. When pieces change, positions outside the new
+one are dropped, and new ones start at zero.
 
 Top-k. SparseLoCo (arXiv 2508.15706, algorithm 1) computes e <- 0.95 e + (anchor - local), sends the largest values of e
 and subtracts them: that is the contributions' residual with a decay, here applied when it is stored. It replaces the
@@ -70,20 +70,27 @@ class AttemptResiduals:
         fits = lent is not None and lent.numel() == size
         self.pending = _Range(piece.start, lent if lent is not None and fits else torch.empty(size))
         self._pending_array = self.pending.values.numpy()
-        owned = result_residual.of(piece) if result_residual is not None else None
-        norm = _norm(owned[1]) if owned is not None else 0.0
-        # Members refuse a result beyond a bound that follows from this round's norms. After a round with larger norms
-        # the residual can exceed it: then an honest owner adds only as much of it as the bound allows.
-        self._scale = min(1.0, plan.result_residual_bound() / norm) if norm > 0 else 0.0
+        # Members refuse a result or a sum beyond a bound that follows from this round's norms. After a round with
+        # larger norms the residual can exceed it: then an honest peer adds only as much of it as the bound allows.
+        self._scale = self._largest_scale(plan.share, plan.result_residual_bound())
+        self._scale_of_sums = self._largest_scale(piece, plan.sum_residual_bound(plan.me))
 
     def add_to_average(self, part: slice, average: Floats, scratch: Floats) -> None:
         """Add the residual to the finished average or sum of `part`, a part of this peer's piece."""
-        if self._result_residual is None or not self._scale:
+        share = self.plan.share
+        scale = self._scale if share.start <= part.start < share.stop else self._scale_of_sums
+        if self._result_residual is None or not scale:
             return
         if (found := self._result_residual.of(part)) is not None:
             where, values = found
-            lost = np.multiply(values.numpy(), np.float32(self._scale), out=scratch[: values.numel()])
+            lost = np.multiply(values.numpy(), np.float32(scale), out=scratch[: values.numel()])
             np.add(average[where], lost, out=average[where])
+
+    def _largest_scale(self, part: slice, bound: float) -> float:
+        """The factor, at most 1, by which the residual of `part` keeps to this L2 norm; 0 if there is none."""
+        owned = self._result_residual.of(part) if self._result_residual is not None else None
+        norm = _norm(owned[1]) if owned is not None else 0.0
+        return min(1.0, bound / norm) if norm > 0 else 0.0
 
     def before_coding(self, part: slice, result: Floats) -> None:
         """To be called once for each chunk of the piece, with the values to send."""

@@ -26,16 +26,17 @@ from typing import NamedTuple, Self
 
 from peers.protocol.aggregation import Rule, holds_all
 from peers.protocol.certificates import Contributor, Plan
-from peers.reduce.grid import Grid, grid_of, squarest
+from peers.reduce.grid import Grid, best_grid
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 
 GRID_FROM = 16
 """Contributors: with fewer, all exchange with all."""
 
 MAX_ADVANTAGE = 3.0
-"""No member owns more than this many equal shares. Bandwidths are the members' own claims; with this bound, one that
-overstates its bandwidth at most doubles the time of a round: 1 + 3/N (N - 2) against 1 + 1/N (N - 2). Honest members
-are affected only if one link is several times as fast as the others."""
+"""No member owns more than this many equal shares, and no column of a grid so many equal pieces. Bandwidths are the
+members' own claims; with this bound, one that overstates its bandwidth at most doubles the time of a round:
+1 + 3/N (N - 2) against 1 + 1/N (N - 2). Honest members are affected only if one link is several times as fast as the
+others."""
 
 ALIGNMENT = 4096
 """Bounds are multiples of this, so that they cut no codec's block, unless the vector is too short to divide fairly."""
@@ -66,7 +67,7 @@ class Arrangement(NamedTuple):
         if not stands_in_grid(count, rule):
             return cls(contributors, count, bounds_of(bandwidths, numel))
         speeds = _speeds(bandwidths)
-        order, grid = _order_in_grid(speeds), grid_of(count, squarest(count))
+        order, grid = _order_in_grid(speeds), best_grid(count)
         bounds = _bounds_in_grid([speeds[member] for member in order], grid, numel)
         return cls(tuple(contributors[member] for member in order), len(grid.columns), bounds)
 
@@ -77,7 +78,7 @@ def likely_neighbours(me: str, bandwidths: Mapping[str, float], rule: Rule) -> s
     if not stands_in_grid(count, rule):
         return bandwidths.keys() - {me}
     order = _order_in_grid(_speeds(list(bandwidths.values())))
-    neighbours = grid_of(count, squarest(count)).neighbours(order.index(peer_ids.index(me)))
+    neighbours = best_grid(count).neighbours(order.index(peer_ids.index(me)))
     return {peer_ids[order[member]] for member in neighbours}
 
 

@@ -37,7 +37,8 @@ class Volume:
     received_bytes: int
     reduced_bytes: float
     """CPU work in bytes of fp32 weights: the fragment's size if all shares are equal. Two thirds of it, encoding and
-    decoding, do not depend on the member's share."""
+    decoding, do not depend on the member's share. What is coded in addition in a grid, sums and results passed on, is
+    left out."""
 
 
 def volumes_of(plan: ReducePlan) -> list[Volume]:
@@ -157,12 +158,13 @@ class Reduction:
             usage[rank, "down"] = volume.received_bytes / stream_bytes
             usage[rank, "processors"] = volume.reduced_bytes / stream_bytes
         # The last contributions have to arrive before the last results leave; in a grid both take two hops.
-        last_s = (2 if plan.num_columns == count else 4) * self._worst_delay_s
+        round_trip_s = 2 * self._worst_delay_s
+        last_s = round_trip_s * (1 if len(plan.grid.columns) == count else 2)
         self._activity = Activity(
             usage,
             stream_bytes,
             lambda: self._clock.after(last_s, finish),
-            most=scenario.window_bytes / max(last_s, 1e-9),
+            most=scenario.window_bytes / max(round_trip_s, 1e-9),
         )
         self._swarm.traffic.start(self._activity)
 

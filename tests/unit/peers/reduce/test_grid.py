@@ -1,4 +1,4 @@
-"""Reductions along the columns and rows of a grid: whom a member exchanges what with, the sums, and who is to blame."""
+"""Reductions along the columns and rows of a grid: the neighbours of a member, the sums, and who is to blame."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from peers.errors import ProtocolError, RoundFailed
 from peers.protocol.codecs import CODEC_NAMES
 from peers.reduce.arithmetic import Arithmetic, Scratch
 from peers.reduce.frames import HEADER, Kind
-from peers.reduce.grid import Grid, can_divide, squarest
+from peers.reduce.grid import Grid, best_grid, can_divide
 from peers.reduce.plan import CHUNK_NUMEL, Chunk
+from peers.reduce.progress import Progress
 from peers.reduce.residuals import Residuals
 from tests.support.reduction_group import RANKS, ReductionGroup, assert_blamed, outcomes, play_dead
 
@@ -45,19 +46,19 @@ def mean_of(group):
 
 @pytest.mark.parametrize("num_members", [4, 5, 7, 16, 17, 21, 24, 50, 101, 1000])
 def test_everybody_collects_from_somebody_and_has_few_neighbours(num_members):
-    grid = Grid(num_members, squarest(num_members))
+    grid = Grid(num_members, len(best_grid(num_members).columns))
     heights = {len(column) for column in grid.columns}
     assert max(heights) - min(heights) <= 1
     for member in range(num_members):
         assert grid.sources(member)
         neighbours = grid.neighbours(member)
         assert all(member in grid.neighbours(other) for other in neighbours)
-        assert len(neighbours) <= 2 * (num_members**0.5 + 1)
+        assert len(neighbours) <= 2 * (num_members**0.5 + 2)
 
 
 @pytest.mark.parametrize("num_members", [4, 7, 16, 23])
 def test_every_members_values_come_to_every_owner_once_and_back(num_members):
-    grid = Grid(num_members, squarest(num_members))
+    grid = Grid(num_members, len(best_grid(num_members).columns))
     for owner in range(num_members):
         collected = [m for mate in grid.column(owner) for m in (mate, *grid.sources(mate))]
         assert sorted(collected) == list(range(num_members))
@@ -215,3 +216,59 @@ def test_a_mate_that_sends_a_false_sum_is_named_by_its_mates(swarm):
     failures = outcomes(group, [0, 2, 3], stall_timeout_s=5.0)
     assert failures[0].suspects == failures[0].offenders == {RANKS[1]}
     assert all(isinstance(failure, RoundFailed) for failure in failures.values())
+
+
+@pytest.mark.parametrize("num_members", [16, 18, 24, 28, 32, 50, 100])
+def test_columns_are_of_one_length_where_few_neighbours_allow_it(num_members):
+    assert len({len(column) for column in best_grid(num_members).columns}) == 1
+
+
+def test_an_average_that_comes_before_this_peers_sum_is_refused(swarm):
+    """Else it would lie where the sum is still being added up, and be passed on with it."""
+    group = swarm(6, 600, num_columns=2, codec="int8")
+    assert group.plan(0).mates == (1, 2)
+    early = HEADER.pack(Kind.RESULT, 0, 102) + bytes(102)
+    group.send[2][0].sendall(early)
+    failures = outcomes(group, [0, 1, 3, 4, 5], stall_timeout_s=5.0)
+    assert failures[0].suspects == failures[0].offenders == {RANKS[2]}
+    assert all(not failures[me].offenders for me in (1, 3, 4, 5))
+
+
+def test_a_sender_gives_signs_of_life_while_others_have_frames_to_send(swarm):
+    """What this peer collects, or passes on, wakes the sender of a chunk that is not finished, too."""
+    group = swarm(4, 40 * CHUNK_NUMEL, num_columns=2)
+    progress = Progress(group.plan(0))
+    assert (group.plan(0).mates, group.plan(0).sources) == ((1,), (2,))
+    for _ in progress_of(progress, 2):
+        pass
+    stop = threading.Event()
+
+    def keep_waking():
+        for position in range(20):
+            progress.chunk_added(2, position)
+            if stop.wait(0.05):
+                return
+
+    thread = threading.Thread(target=keep_waking)
+    thread.start()
+    started = time.monotonic()
+    assert progress.next_frame(2, 0.3) == (Kind.ALIVE, 0)
+    assert time.monotonic() - started < 0.9
+    stop.set()
+    thread.join()
+
+
+def progress_of(progress, other):
+    """The contributions that this peer can send at once."""
+    while (frame := progress.next_frame(other, 0.0)) != (Kind.ALIVE, 0):
+        yield frame
+
+
+def test_hearsay_keeps_the_name_of_the_first_accuser_over_two_hops(swarm):
+    """Whoever has it from a member that has not seen it itself still knows whose word it is."""
+    group = swarm(6, 6000, num_columns=2)
+    stalled = 4
+    failures = outcomes(group, [me for me in range(6) if me != stalled], stall_timeout_s=30.0, timeout_s=2.0)
+    assert {failure.suspects for failure in failures.values()} == {frozenset({RANKS[stalled]})}
+    first_hand = {RANKS[neighbour] for neighbour in group.plan(stalled).neighbours}
+    assert all(failures[me].told_by & first_hand for me in (0, 2))

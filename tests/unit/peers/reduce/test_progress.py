@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.reduce.frames import NOBODY, Kind
+from peers.reduce.frames import Kind
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 from peers.reduce.progress import Blame, Progress
 
@@ -52,7 +52,8 @@ def test_who_has_no_more_to_contribute_says_for_whom_it_waits() -> None:
     progress = Progress(plan_of_four())
     assert progress.next_frame(3, 0.0) == (Kind.CONTRIBUTION, 0)
     progress.chunk_added(1, 0)
-    assert progress.next_frame(3, 0.0) == (Kind.ALIVE, 2)
+    assert progress.next_frame(3, 0.0) == (Kind.ALIVE, 0)
+    assert progress.slowest() == Blame(2)
 
 
 def test_who_owes_results_because_of_another_has_that_one_blamed_by_its_word() -> None:
@@ -61,12 +62,12 @@ def test_who_owes_results_because_of_another_has_that_one_blamed_by_its_word() -
         progress.chunk_added(other, 0)
     progress.everything_received(1)
     assert progress.slowest() == Blame(None)
-    progress.says_it_waits(2, 1)
-    progress.says_it_waits(3, 1)
+    progress.says_it_waits(2, Blame(1, (2,)))
+    progress.says_it_waits(3, Blame(1, (3,)))
     assert progress.slowest().culprit == 1
     assert progress.slowest().told_by in {(2,), (3,)}
-    # It names nobody, a stranger, itself, or the listener.
-    for nobody in (NOBODY, 9, 2, 0):
-        progress.says_it_waits(2, 1)
-        progress.says_it_waits(2, nobody)
+    # It names nobody, itself, or the listener.
+    for nobody in (None, 2, 0):
+        progress.says_it_waits(2, Blame(1, (2,)))
+        progress.says_it_waits(2, Blame(nobody, (2,)))
         assert progress.on_waiting_for(2) == Blame(2)

@@ -136,7 +136,7 @@ def test_every_member_of_a_large_group_makes_the_same_plan_of_a_grid():
     plans = [reduce_plan_of(plan, f"peer{rank:03}", NUMEL, "int8", "clip", 0.2) for rank in range(18)]
     assert len({(made.members, made.bounds, made.num_columns) for made in plans}) == 1
     assert [made.members[made.me] for made in plans] == list(range(18))
-    assert plans[0].num_columns == 5
+    assert plans[0].num_columns == 3
 
 
 @pytest.mark.parametrize(("num_members", "rule"), [(GRID_FROM - 1, "clip"), (GRID_FROM, "trimmed-mean")])
