@@ -84,7 +84,8 @@ def train_alone(loop: Loop, record: Callable[..., None]) -> None:
 
 def train_in_swarm(loop: Loop, record: Callable[..., None]) -> None:
     model = model_of(loop)
-    outer = Diloco(model)
+    # Whoever goes ahead would wait at the gate before it has seen the commit for which the gate was opened.
+    outer = Diloco(model, goes_ahead=not loop.gate)
     step, number = Step(loop, model, rank=outer.world_rank or 0), 0
     record("start", epoch=outer.epoch, world_rank=outer.world_rank)
     while outer.epoch < loop.max_epochs:

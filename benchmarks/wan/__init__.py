@@ -11,7 +11,7 @@ round; each finished case is added to the JSON file.
 gigabit        4 peers, 1 Gbit/s, 10 ms, 256 MB
 broadband      4 peers, 100 Mbit/s, 40 ms, 64 MB
 uneven         4 peers, 200 Mbit/s, 10 ms, one of them at a quarter of that, 64 MB, against the optimum for those links
-many           24 peers, 40 Mbit/s, 20 ms, 16 MB; then one is killed in mid-reduction
+many           24 peers, 20 Mbit/s, 20 ms, 16 MB; then one is killed in mid-reduction
 nat            2 peers behind NAT without a path between them and a public one, 100 Mbit/s, 40 ms, 32 MB; then the
                public one is killed
 memory         4 peers, two sizes of model: the daemon's peak memory beyond its imports and the tensors it must hold

@@ -10,7 +10,7 @@ from benchmarks.swarm_harness import Swarm
 from benchmarks.wan import rounds
 from benchmarks.wan.cases import Case, even
 
-_NUM_PEERS, _MBPS, _ROUND_TRIP_MS = 24, 40, 20
+_NUM_PEERS, _MBPS, _ROUND_TRIP_MS = 24, 20, 20
 _KILLED = 11
 _SHARE_DONE = 0.5
 """Of a usual reduction, when the member is killed."""
