@@ -246,15 +246,20 @@ class Swarm:
         self._look_at = look_at if is_same else -math.inf
 
     def head_moved(self, now: float, head: str, signers: Collection[str], *, is_first: bool) -> None:
-        """This peer has moved to a new head by commits of these signers; `is_first`: it had none before.
+        """This peer has moved to a new head by commits of these signers; `is_first`: it had none before. `roster` is
+        the new head's already.
 
         Peers that were not off the old head (`is_off_head`) get the same time again to reach the new one. So do those
-        whose last status was at the new head already, even if they are lost: they may come back.
+        whose last status was at the new head already, even if they are lost: they may come back. And so do the signers
+        if they are a majority of the roster: they may have moved on by a commit whose certificate has yet to arrive.
+        Not the signers of a minority's commits: this peer follows those only once they are off its head.
         """
         off_head_s = self._timing.silence_s + self._timing.regain_s
-        for health in self._peers.values():
+        is_majority = 2 * len(self.roster.intersection(signers)) > len(self.roster)
+        for peer_id, health in self._peers.items():
             is_off = now >= health.at_head_at + off_head_s and not health.trains_at(self._head)
-            if is_first or not is_off or health.status.head == head:
+            was_there = health.status.head == head or (is_majority and peer_id in signers)
+            if is_first or not is_off or was_there:
                 health.at_head_at = now
         self._head = head
         for peer_id, health in self._peers.items():

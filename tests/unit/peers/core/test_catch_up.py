@@ -361,6 +361,28 @@ def went_on_with(start: Certificate, me: str, mate: str, lost: str, way: list[Ce
     return driven
 
 
+@pytest.mark.parametrize("came_from", [GENESIS, genesis("a")])
+def test_who_comes_to_a_head_that_the_others_have_just_left_does_not_commit_on_it_alone(came_from):
+    """Whether it was behind or is from another run: they are off its old head for long, and not off this one."""
+    a, way = Driven.at(came_from, me="a"), chain_of(GENESIS, "bc", 2)
+    a.know([GENESIS])
+    a.mute = {"b", "c"}
+    a.announce(way[0], "bc")
+    a.run(20)
+    a.mute = set()
+    a.run(20)
+    assert fetched_heads(a) == [way[0].head]
+    a.ready()
+    a.ready()
+    # They go on during the fetch, and their certificate takes longer than it.
+    a.mute = {"b", "c"}
+    a.announce(way[1], "bc")
+    a.fetched()
+    assert a.peer.head == way[0].head and a.peer.phase == "ready"
+    a.run(5)
+    assert a.of(effects.Reduce) == []
+
+
 def test_nobody_leaves_what_most_have_signed_for_what_one_member_has_made_up_alone():
     five = genesis("abcde")
     most = chain_of(five, "abcd", 2)

@@ -267,3 +267,19 @@ def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back(ph
     swarm.head_moved(31.0, ahead.head, (), is_first=False)
     assert not swarm.is_off_head("b", Turn(31.0))
     assert not swarm.is_gone("b")
+
+
+@pytest.mark.parametrize(("roster", "is_off"), [("bc", False), ("bcd", False), ("bcde", True)])
+def test_a_majority_that_signed_the_head_that_this_peer_comes_to_is_not_taken_for_one_that_was_elsewhere(
+    roster, is_off
+):
+    """It may be past it already, by a commit that this peer does not know yet."""
+    swarm, ahead = a_swarm("b", "c"), commit(HEAD, "bc")
+    for now in range(1, 31):
+        for name in "bc":
+            swarm.heard(name, status(commit(ahead, "bc"), sequence=1 + now), float(now))
+        look(swarm, float(now))
+    assert swarm.is_off_head("b", Turn(30.0))
+    swarm.roster = frozenset(roster)
+    swarm.head_moved(31.0, ahead.head, {"b", "c"}, is_first=False)
+    assert swarm.is_off_head("b", Turn(31.0)) == swarm.is_off_head("c", Turn(31.0)) == is_off
