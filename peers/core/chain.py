@@ -229,8 +229,9 @@ def adoptable_prefix(
       or on another chain from there (`may_object`), and this peer, if it is such a member and has a worker;
     - this peer has signed it, or its signers have been off the head before it for so long (`is_off_head`) that this
       peer could have committed without them;
-    - at least one member has signed. None is needed if the whole roster is gone (`is_gone`) and this peer was not in
-      it: then peers outside the roster may continue from its state.
+    - at least one member has signed it or, after others had made it, one that follows it: the Fork rule counts that
+      member, too. None is needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers
+      outside the roster may continue from its state.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
@@ -241,13 +242,15 @@ def adoptable_prefix(
         objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
-        is_majority = 2 * len(roster & endorsers) > len(roster)
-        is_due = me in all_signers or all(is_off_head(p, before.head) for p in signers or all_signers)
+        supporters = roster & endorsers
+        is_majority = 2 * len(supporters) > len(roster)
+        makers = signers or supporters or all_signers
+        is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
         # If this peer continued from that state too (`ours`), the roster counts as gone once nobody of it objects: one
         # of the two continuations has to give way.
         is_roster_gone = all(map(is_gone, roster)) or (bool(fork.ours) and not objectors)
         is_succession = before is fork.ancestor and me not in roster and is_roster_gone
-        is_minority_enough = len(signers) >= len(objectors) and is_due and (signers or is_succession)
+        is_minority_enough = len(signers) >= len(objectors) and is_due and (supporters or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):
             break
         accepted.append(certificate)

@@ -216,14 +216,16 @@ def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
     assert sum(len(certificate.body.signed_bytes) for certificate in held) < 50e6
 
 
-def part_of(way: Fork, *, me: str, gone: str = "", stands: str = "") -> int:
+def part_of(
+    way: Fork, *, me: str, gone: str = "", stands: str = "", left_lately: str = "", has_worker: bool = True
+) -> int:
     """How many certificates of it may be adopted by a peer that sees these gone, and these where the two part."""
     part = adoptable_prefix(
         way,
         me=me,
-        has_worker=True,
+        has_worker=has_worker,
         may_object=lambda peer_id, certificate: peer_id in stands,
-        is_off_head=lambda peer_id, head: True,
+        is_off_head=lambda peer_id, head: peer_id not in left_lately,
         is_gone=gone.__contains__,
         is_sound=lambda certificate, before: True,
     )
@@ -263,3 +265,29 @@ def test_where_newcomers_went_on_that_is_adopted_once_the_roster_has_signed_what
     assert part_of(fork(ours, [alone, succession], pair), me="b") == 1
     joined = commit(succession, "an")
     assert part_of(fork(ours, [alone, succession, joined], pair), me="b") == 3
+
+
+@pytest.mark.parametrize("salt", range(4))
+def test_of_two_sides_one_gives_way_where_newcomers_began_the_other_and_one_of_the_two_members_is_on_each(
+    salt,
+):
+    """Whichever the Fork rule prefers: the one that it prefers may be adopted."""
+    pair = genesis("ab")
+    alone = chain_of(pair, "b", 3)
+    succession = commit(pair, "n", salt=salt)
+    joined = [succession, *chain_of(succession, "an", 3)]
+    there, back = fork(alone, joined, pair), fork(joined, alone, pair)
+    assert prefers_theirs(there) is not prefers_theirs(back)
+    assert (part_of(there, me="b"), part_of(back, me="a"), part_of(back, me="n")) == (4, 3, 3)
+    # What no member has signed counts for nobody, and what it has signed counts for nothing while another objects.
+    assert part_of(fork(alone, [succession], pair), me="b") == 0
+    assert part_of(there, me="b", stands="a") == 0
+
+
+def test_a_member_is_not_followed_at_once_where_it_lets_a_newcomer_sign_first():
+    pair = genesis("ab")
+    succession = commit(pair, "n")
+    way = fork([], [succession, commit(succession, "an")], pair)
+    assert part_of(way, me="b") == 0
+    assert part_of(way, me="b", has_worker=False, left_lately="a") == 0
+    assert part_of(way, me="b", has_worker=False) == 2
