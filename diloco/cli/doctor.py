@@ -26,6 +26,7 @@ from diloco.options.trainer import (
     ConfigPath,
     TrainConfig,
     TrainFlags,
+    named_of_rollout_peer,
     with_fitting_batch_size,
     with_mode_defaults,
 )
@@ -65,12 +66,13 @@ def doctor(
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     gpus = gpus_for_ranks(train, machine.num_gpus)
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
+    named = _SOURCE.named
     if role == "rollout":
-        train = replace(train, mode="grpo")
-    train = with_mode_defaults(train, _SOURCE.named)
+        train, named = replace(train, mode="grpo"), named_of_rollout_peer(named)
+    train = with_mode_defaults(train, named)
     if not parse_worker(worker) and role == "train":
-        train = chosen(train, _SOURCE.named, machine, num_ranks=ranks).config
-    train = with_fitting_batch_size(train, _SOURCE.named, num_ranks=ranks)
+        train = chosen(train, named, machine, num_ranks=ranks).config
+    train = with_fitting_batch_size(train, named, num_ranks=ranks)
     found: list[Finding] = []
 
     def tell(finding: Finding) -> None:

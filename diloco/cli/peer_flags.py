@@ -11,7 +11,12 @@ from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, may_be_hub_id, preset_names
 from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import TrainConfig, with_fitting_batch_size, with_mode_defaults
+from diloco.options.trainer import (
+    TrainConfig,
+    named_of_rollout_peer,
+    with_fitting_batch_size,
+    with_mode_defaults,
+)
 
 if TYPE_CHECKING:
     from provisioning.machines.setup import Setup
@@ -93,6 +98,7 @@ def _check_settings(given: Mapping[str, Any], named: Collection[str], files: Pod
     from peers.errors import UserError as PeersUserError
 
     train, is_rollout = given["train"], given["role"] == "rollout"
+    named = named_of_rollout_peer(named) if is_rollout else named
     # The number of GPUs of a pod is not known here.
     ranks = num_ranks(given["nproc_per_node"], "cpu", 0)
     train = with_mode_defaults(replace(train, mode="grpo") if is_rollout else train, named)

@@ -12,7 +12,13 @@ from diloco.cli.interrupts import run_with_hivemind
 from diloco.errors import UserError
 from diloco.launch.peer_workers import log_and_print, raise_if_refused, worker_command
 from diloco.options.extras import check_extras
-from diloco.options.trainer import Scalar, TrainConfig, with_fitting_batch_size, with_mode_defaults
+from diloco.options.trainer import (
+    Scalar,
+    TrainConfig,
+    named_of_rollout_peer,
+    with_fitting_batch_size,
+    with_mode_defaults,
+)
 from diloco.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
@@ -34,8 +40,7 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
             "--initial-peers is missing: a rollout peer joins a run that has learners, started with --mode grpo "
             "--rollout peers."
         )
-    # Counting `mode` as set makes this peer refuse a run that is not in --mode grpo.
-    named |= {"mode"}
+    named = named_of_rollout_peer(named)
     config = with_fitting_batch_size(with_mode_defaults(replace(train, mode="grpo"), named), named)
     check_extras(config)
     fields = daemon_config(config, named)

@@ -73,6 +73,13 @@ def with_mode_defaults(config: TrainConfig, named: Collection[str]) -> TrainConf
     return replace(config, **values)
 
 
+def named_of_rollout_peer(named: Collection[str]) -> frozenset[str]:
+    """What counts as set by the user of a rollout peer: the mode, so that the peer refuses a run of another one, and
+    not the size of batches, of which it trains none.
+    """
+    return frozenset({*named, "mode"} - {"per_device_train_batch_size"})
+
+
 def with_fitting_batch_size(
     config: TrainConfig, named: Collection[str], *, num_ranks: int = 1
 ) -> TrainConfig:

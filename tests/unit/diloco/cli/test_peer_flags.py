@@ -71,6 +71,8 @@ def test_flags_that_no_pod_could_use_are_refused(flags, said):
         "--device cuda --nproc-per-node 8 --metric-logger-type wandb",
         "--mode grpo --dataset /data/game.py:Game --path-model owner/model",
         "--role rollout --rollout hf",
+        # It trains no batch.
+        "--role rollout --rollout hf --total-batch-size 10 --per-device-train-batch-size 4",
         "--worker ./train.sh --path-model nothing",
         # Divides the batch of the smallest recipe and not that of the largest.
         "--per-device-train-batch-size 8",
