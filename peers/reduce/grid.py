@@ -90,7 +90,6 @@ def can_divide(num_members: int, num_columns: int) -> bool:
     return num_columns == num_members or (1 < num_columns < num_members and num_members % num_columns != 1)
 
 
-@lru_cache(maxsize=64)
 def best_grid(num_members: int) -> Grid:
     """Of the grids that are about square, the one whose busiest member has least to send."""
     squarest = math.isqrt(num_members)
@@ -99,19 +98,17 @@ def best_grid(num_members: int) -> Grid:
         for columns in range(max(2, squarest // 2), 2 * squarest + 2)
         if can_divide(num_members, columns)
     }
-    square = [columns for columns in lines if lines[columns] <= _MORE_LINES + min(lines.values())]
-    grids = [grid_of(num_members, columns) for columns in square]
-    return min(grids, key=lambda grid: (_most_sent(grid), lines[len(grid.columns)]))
+    fewest = min(lines.values())
+    square = [columns for columns in lines if lines[columns] <= _MORE_LINES + fewest]
+    return grid_of(
+        num_members, min(square, key=lambda columns: (_most_sent(num_members, columns), lines[columns]))
+    )
 
 
-def _most_sent(grid: Grid) -> float:
+def _most_sent(num_members: int, num_columns: int) -> float:
     """By the busiest member, in lengths of the vector, if all pieces are equal."""
-    piece = 1 / len(grid.columns)
-
-    def sent(member: int) -> float:
-        mates = grid.mates(member)
-        share = piece / (1 + len(mates))
-        sums = share * len(mates)
-        return (1 - piece) + sums + share * len(mates) + piece * len(grid.sources(member))
-
-    return round(max(map(sent, range(grid.num_members))), 9)
+    rows, num_longer = divmod(num_members, num_columns)
+    piece, num_mates = 1 / num_columns, rows - 1
+    # The last members of the longer columns divide themselves among the rows of each shorter one.
+    num_sources = num_columns - 1 + math.ceil(num_longer / rows)
+    return round((1 - piece) + 2 * piece * num_mates / rows + piece * num_sources, 9)
