@@ -24,7 +24,7 @@ from diloco.outer.diloco import Diloco
 _ROW = 1 << 16
 _MATRIX = 128
 _GATE_POLL_S = 0.02
-"""Of 24 loops on two cores, polls every 5 ms took a tenth of a core."""
+"""Not shorter: tens of loops may wait on one machine."""
 _GATE_TIMEOUT_S = 1800.0
 
 

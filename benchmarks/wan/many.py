@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 
@@ -13,7 +14,7 @@ from benchmarks.wan.cases import Case, even
 _NUM_PEERS, _MBPS, _ROUND_TRIP_MS = 24, 20, 20
 _KILLED = 11
 _SHARE_DONE = 0.5
-"""Of a usual reduction, when the member is killed."""
+"""Of a usual round, when the member is killed."""
 
 
 def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Result]:
@@ -30,7 +31,7 @@ def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Re
 
 def _killed(case: Case, swarm: Swarm, codec: str, found: rounds.Rounds, epoch: int) -> list[Result]:
     """Kill a member in the middle of this epoch's reduction, and see the others commit it with equal anchors."""
-    usual_s = sorted(found.parts["round_s"])[len(found.parts["round_s"]) // 2]
+    usual_s = statistics.median(found.parts["round_s"])
     others = [rank for rank in range(_NUM_PEERS) if rank != _KILLED]
     began = time.monotonic()
     timer = threading.Timer(_SHARE_DONE * usual_s, swarm.peers[_KILLED].kill)

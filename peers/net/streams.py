@@ -113,10 +113,11 @@ class StreamPool:
             suspects = error.suspects if isinstance(error, RoundFailed) else ()
             known = [index for index, rank in enumerate(members) if rank in suspects]
             culprit = known[0] if len(known) == 1 else NOBODY
-            for rank, future in outgoing.items():
-                # To the one that is late itself, this peer has just left.
-                blamed = NOBODY if rank in suspects else culprit
-                await _give_up([future], farewell=HEADER.pack(Kind.ABORT, blamed, 0))
+            others = [future for rank, future in outgoing.items() if rank not in suspects]
+            await _give_up(others, farewell=HEADER.pack(Kind.ABORT, culprit, 0))
+            # To those that are late themselves, this peer has just left.
+            late = [future for rank, future in outgoing.items() if rank in suspects]
+            await _give_up(late, farewell=HEADER.pack(Kind.ABORT, NOBODY, 0))
             await _give_up([*incoming.values()])
             raise
         finally:

@@ -237,8 +237,7 @@ class _Reduction:
 
     def _send_to(self, other: int) -> None:
         scratch, progress, arithmetic = Scratch(self._plan), self._progress, self._arithmetic
-        contributions = self._plan.contributions(self._plan.me, other)
-        results = self._plan.results(self._plan.me, other)
+        contributions, results = progress.contributions[other], progress.results[other]
         try:
             while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
                 kind, position = frame

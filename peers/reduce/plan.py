@@ -172,7 +172,13 @@ class ReducePlan:
         return self._norm_of_sum((collector, *self.grid.sources(collector)))
 
     def _norm_of_sum(self, members: Iterable[int]) -> float:
-        return sum(self.weights[index] * math.sqrt(self.contribution_bound(index)) for index in members)
+        return sum(self._weighted_norms[index] for index in members)
+
+    @cached_property
+    def _weighted_norms(self) -> tuple[float, ...]:
+        return tuple(
+            weight * math.sqrt(self.contribution_bound(index)) for index, weight in enumerate(self.weights)
+        )
 
     def _result_energy_bound(self, norm: float) -> float:
         return result_codec_named(self.codec).energy_bound(norm, self.bounds[-1])

@@ -69,8 +69,9 @@ class Progress:
             **dict.fromkeys(plan.mates, self._summed),
         }
         """By member whose values this peer adds."""
-        self._contributions = {other: plan.contributions(me, other) for other in neighbours}
-        self._results = {other: plan.results(me, other) for other in neighbours}
+        self.contributions = {other: plan.contributions(me, other) for other in neighbours}
+        """By neighbour, the chunks that this peer sends it, in their order; `results` likewise."""
+        self.results = {other: plan.results(me, other) for other in neighbours}
         self._lock = threading.Lock()
         # One condition per receiver: waking all of them for the turn of one costs more than the turn.
         self._turn_changed = {other: threading.Condition(self._lock) for other in neighbours}
@@ -93,7 +94,7 @@ class Progress:
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
         """The next frame to send, results first. Waits for one; after `idle_timeout_s` that is a sign of life.
         None: everything is sent, or the reduction has failed."""
-        contributions, results = self._contributions[other], self._results[other]
+        contributions, results = self.contributions[other], self.results[other]
         alive_at = time.monotonic() + idle_timeout_s
         with self._lock:
             while self.failure is None:
@@ -127,7 +128,7 @@ class Progress:
 
     def result_sent(self, other: int, position: int) -> bool:
         """Record that this result was sent to `other`. True for the last sender to do so."""
-        chunk = self._results[other][position]
+        chunk = self.results[other][position]
         plan = self._plan
         with self._lock:
             self._num_sent_results[other] = position + 1
@@ -232,7 +233,7 @@ class Progress:
             culprits = {blame.culprit for blame in blamed}
             return min(blamed, key=lambda blame: blame.told_by) if len(culprits) == 1 else Blame(None)
         not_taking = [
-            other for other, sent in self._num_sent_results.items() if sent < len(self._results[other])
+            other for other, sent in self._num_sent_results.items() if sent < len(self.results[other])
         ]
         return Blame(not_taking[0] if len(not_taking) == 1 else None)
 

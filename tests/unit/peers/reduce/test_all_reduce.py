@@ -17,19 +17,9 @@ from peers.reduce.codecs import codec_named
 from peers.reduce.frames import HEADER, NOBODY, Kind
 from peers.reduce.plan import CHUNK_NUMEL, Chunk, ReducePlan, equal_bounds
 from tests.support.coding import coded
-from tests.support.reduction_group import RANKS, ReductionGroup, assert_blamed, outcomes, play_dead
+from tests.support.reduction_group import RANKS, assert_blamed, outcomes, play_dead
 
 SEVERAL_CHUNKS = 2 * 3 * CHUNK_NUMEL + 1234
-
-
-@pytest.fixture
-def swarm():
-    with contextlib.ExitStack() as stack:
-
-        def build(*args, **kwargs):
-            return stack.enter_context(contextlib.closing(ReductionGroup(*args, **kwargs)))
-
-        yield build
 
 
 def reference(swarm):

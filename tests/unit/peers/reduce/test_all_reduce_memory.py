@@ -8,7 +8,7 @@ import pytest
 
 from peers.protocol.codecs import CODEC_NAMES
 from peers.reduce.plan import CHUNK_NUMEL
-from tests.unit.peers.reduce.test_all_reduce import outcomes, swarm  # noqa: F401
+from tests.support.reduction_group import outcomes
 
 NUM_MEMBERS = 4
 PER_PEER_BYTES = 8 << 20
@@ -36,7 +36,7 @@ def growth_while_reducing(group):
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
-def test_buffers_are_bounded_by_the_number_of_peers_alone(swarm, codec):  # noqa: F811
+def test_buffers_are_bounded_by_the_number_of_peers_alone(swarm, codec):
     growth = [
         growth_while_reducing(swarm(NUM_MEMBERS, NUM_MEMBERS * chunks * CHUNK_NUMEL, codec=codec))
         for chunks in (2, 8)

@@ -20,19 +20,9 @@ from peers.reduce.grid import Grid, best_grid, can_divide
 from peers.reduce.plan import CHUNK_NUMEL, Chunk
 from peers.reduce.progress import Progress
 from peers.reduce.residuals import Residuals
-from tests.support.reduction_group import RANKS, ReductionGroup, assert_blamed, outcomes, play_dead
+from tests.support.reduction_group import RANKS, assert_blamed, outcomes, play_dead
 
 SEVERAL_CHUNKS = 4 * 3 * CHUNK_NUMEL + 1234
-
-
-@pytest.fixture
-def swarm():
-    with contextlib.ExitStack() as stack:
-
-        def build(*args, **kwargs):
-            return stack.enter_context(contextlib.closing(ReductionGroup(*args, **kwargs)))
-
-        yield build
 
 
 def assert_equal_bits(group):
@@ -46,7 +36,7 @@ def mean_of(group):
 
 @pytest.mark.parametrize("num_members", [4, 5, 7, 16, 17, 21, 24, 50, 101, 1000])
 def test_everybody_collects_from_somebody_and_has_few_neighbours(num_members):
-    grid = Grid(num_members, len(best_grid(num_members).columns))
+    grid = best_grid(num_members)
     heights = {len(column) for column in grid.columns}
     assert max(heights) - min(heights) <= 1
     for member in range(num_members):
@@ -58,7 +48,7 @@ def test_everybody_collects_from_somebody_and_has_few_neighbours(num_members):
 
 @pytest.mark.parametrize("num_members", [4, 7, 16, 23])
 def test_every_members_values_come_to_every_owner_once_and_back(num_members):
-    grid = Grid(num_members, len(best_grid(num_members).columns))
+    grid = best_grid(num_members)
     for owner in range(num_members):
         collected = [m for mate in grid.column(owner) for m in (mate, *grid.sources(mate))]
         assert sorted(collected) == list(range(num_members))
