@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.choice import Registration
-from diloco.checkpoint.mark import COMPLETE, PEER_PART
+from diloco.checkpoint.mark import COMPLETE, PEER_PART, read_mark
 from diloco.errors import UserError
 from peers.state.whole_files import flush_to_disk, write_bytes
 
@@ -112,6 +112,12 @@ class Store:
 
     def finish(self, staging: Path, step: int, part: str) -> None:
         """Store the mark, which is in the staging directory. All other files must have been sent."""
+        for name in read_mark(staging).files:
+            if not (staging / name).is_file():
+                raise OSError(
+                    f"{name} was written on another node: --ckpt.path has to be a directory that all nodes share, "
+                    "or a URL"
+                )
         _move(staging, self._directory / step_name(step) / part)
 
     def discard(self, staging: Path) -> None:

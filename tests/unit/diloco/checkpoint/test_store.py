@@ -72,6 +72,18 @@ def test_without_a_mark_there_is_no_checkpoint(store):
     assert not staging.exists()
 
 
+def test_a_file_that_another_node_wrote_on_its_own_disk_makes_no_checkpoint(tmp_path):
+    store = open_store(str(tmp_path / "kept"), tmp_path / "scratch")
+    staging = store.staging(4, PART)
+    (staging / "rank_0.safetensors").write_text("mine")
+    files = records_below(staging)
+    files["rank_1.safetensors"] = files["rank_0.safetensors"]
+    write_mark(staging, Mark(position=Position(), tokens=(0,), num_ranks=2, files=files))
+    with pytest.raises(OSError, match=r"rank_1\.safetensors was written on another node: --ckpt\.path"):
+        store.finish(staging, 4, PART)
+    assert store.marks(PART) == {}
+
+
 def test_a_step_that_is_saved_again_takes_the_place_of_the_one_before(store):
     put(store, 4, files=("a", "b"))
     put(store, 4, files=("a", "c"))
