@@ -94,7 +94,7 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
     for problem in problems:
         log.warning("skipping a checkpoint: %s", problem)
     for candidate in candidates:
-        directory = stack.enter_context(store.opened(candidate.name, candidate.part))
+        directory = stack.enter_context(store.opened(candidate))
         if not (damage := problems_of(directory, candidate.mark.files)):
             return store, candidate, directory
         if is_named:

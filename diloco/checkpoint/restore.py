@@ -323,7 +323,7 @@ def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: cont
 
     def fetched() -> Path | None:
         is_first = world.local_rank == 0
-        return stack.enter_context(store.opened(candidate.name, candidate.part)) if is_first else None
+        return stack.enter_context(store.opened(candidate)) if is_first else None
 
     found = on_every_rank(fetched)[world.node * world.num_local_ranks]
     assert found is not None

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.choice import Registration
+from diloco.checkpoint.choice import Candidate, Registration
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, read_mark
 from diloco.errors import UserError
 from peers.state.whole_files import flush_to_disk, write_bytes
@@ -140,9 +140,9 @@ class Store:
         _delete(self._directory / name / part)
 
     @contextlib.contextmanager
-    def opened(self, name: str, part: str) -> Iterator[Path]:
-        """A local directory with the checkpoint's files."""
-        yield self._directory / name / part
+    def opened(self, candidate: Candidate) -> Iterator[Path]:
+        """A local directory with the checkpoint's files, as far as they are there."""
+        yield self._directory / candidate.name / candidate.part
 
     def _names(self, *words: str) -> list[str]:
         """The names in a directory; [] if it does not exist."""
@@ -218,15 +218,16 @@ class RemoteStore(Store):
                     self._files.rmdir(directory)
 
     @contextlib.contextmanager
-    def opened(self, name: str, part: str) -> Iterator[Path]:
+    def opened(self, candidate: Candidate) -> Iterator[Path]:
         self._scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self._scratch) as directory:
-            start = len(self._path(name, part)) + 1
-            with _as_os_errors():
-                for path in self._own_files(name, part):
-                    local = Path(directory, *path[start:].split("/"))
-                    local.parent.mkdir(parents=True, exist_ok=True)
-                    self._files.get_file(path, str(local))
+        with tempfile.TemporaryDirectory(prefix=f"{candidate.name}-", dir=self._scratch) as directory:
+            self._files.invalidate_cache()
+            # Only what the mark lists: an earlier save of this step, by more ranks, may have left other files.
+            for name in (*candidate.mark.files, COMPLETE):
+                local = Path(directory, name)
+                local.parent.mkdir(parents=True, exist_ok=True)
+                with _as_os_errors(), contextlib.suppress(FileNotFoundError):
+                    self._files.get_file(self._path(candidate.name, candidate.part, name), str(local))
             yield Path(directory)
 
     def _own_files(self, name: str, part: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.checkpoint.choice import Registration
+from diloco.checkpoint.choice import Candidate, Registration
 from diloco.checkpoint.mark import COMPLETE, Mark, records_below, write_mark
 from diloco.checkpoint.store import RemoteStore, Store, open_store, own_part
 from diloco.errors import UserError
@@ -48,8 +48,14 @@ def put(
     return mark
 
 
+def opened(store, step: int, part: str = PART):
+    name = f"model_step_{step}"
+    mark = Mark.from_bytes(store.mark(name, part))
+    return store.opened(Candidate(name=name, part=part, mark=mark))
+
+
 def content(store, step: int, part: str = PART) -> dict[str, str]:
-    with store.opened(f"model_step_{step}", part) as directory:
+    with opened(store, step, part) as directory:
         names = [path for path in directory.rglob("*") if path.is_file() and path.name != COMPLETE]
         return {path.relative_to(directory).as_posix(): path.read_text() for path in names}
 
@@ -87,8 +93,8 @@ def test_a_file_that_another_node_wrote_on_its_own_disk_makes_no_checkpoint(tmp_
 def test_a_step_that_is_saved_again_takes_the_place_of_the_one_before(store):
     put(store, 4, files=("a", "b"))
     put(store, 4, files=("a", "c"))
-    with store.opened("model_step_4", PART) as directory:
-        assert {"a", "c"} <= {path.name for path in directory.iterdir()}
+    with opened(store, 4) as directory:
+        assert {path.name for path in directory.iterdir()} == {"a", "c", COMPLETE}
     assert list(store.marks(PART)) == ["model_step_4"]
     assert set(Mark.from_bytes(store.mark("model_step_4", PART)).files) == {"a", "c"}
 
