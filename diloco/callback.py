@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -112,8 +112,9 @@ class DilocoCallback(TrainerCallback):
             return
         outer.step(num_tokens=self._new_tokens(args, state), loss=_last_loss(state))
         self._call_on_commit(outer)
-        reached_end = state.global_step >= state.max_steps
+        before, reached_end = state.global_step, state.global_step >= state.max_steps
         self._follow_nominal_step(state, lr_scheduler)
+        _set_due(args, state, control, before)
         if outer.done:
             control.should_training_stop = True
         elif reached_end and state.global_step < state.max_steps:
@@ -249,11 +250,23 @@ def _batches_per_generation(args: TrainingArguments) -> int:
     return int(per_generation) * int(getattr(args, "num_iterations", 1))
 
 
+def _set_due(args: TrainingArguments, state: TrainerState, control: TrainerControl, before: int) -> None:
+    """Log, evaluate and save where the nominal step has jumped over a multiple, which transformers tests with `%`."""
+
+    def is_due(strategy: str, interval: int) -> bool:
+        return strategy == "steps" and interval > 0 and state.global_step // interval > before // interval
+
+    control.should_log |= is_due(args.logging_strategy, state.logging_steps)
+    if args.eval_delay <= state.global_step:
+        control.should_evaluate |= is_due(args.eval_strategy, state.eval_steps)
+    control.should_save |= is_due(args.save_strategy, state.save_steps)
+
+
 def _set_schedule(lr_scheduler: LRScheduler | None, step: int) -> None:
-    """Set a scheduler to the state that it has after `step` steps."""
+    """Set a scheduler to the state that it has after `step` steps, unless it goes by the loss."""
     # Unwrapped: accelerate's wrapper advances by one for every process.
     scheduler: Any = getattr(lr_scheduler, "scheduler", lr_scheduler)
-    if scheduler is None or not hasattr(scheduler, "last_epoch"):
+    if isinstance(scheduler, ReduceLROnPlateau) or not hasattr(scheduler, "last_epoch"):
         return
     if scheduler.last_epoch > step:
         scheduler.last_epoch = -1
