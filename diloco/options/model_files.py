@@ -109,9 +109,12 @@ def save_pretrained_dir(
     temporary.mkdir()
     try:
         tied = bool(config.get("tie_word_embeddings"))
-        tensors = {
-            k: v.detach().cpu().contiguous() for k, v in state.items() if not (tied and k == "lm_head.weight")
-        }
+        # Tied weights share memory, which safetensors refuses, or are copies of each other if the model was sharded.
+        first: dict[Any, str] = {}
+        for k, v in state.items():
+            if not (tied and k == "lm_head.weight"):
+                first.setdefault((v.data_ptr(), v.shape, v.stride()) if v.numel() else k, k)
+        tensors = {k: state[k].detach().cpu().contiguous() for k in first.values()}
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         text = json.dumps({**config, "dtype": _dtype_name(tensors)}, indent=2, sort_keys=True)
         (temporary / _CONFIG).write_text(text + "\n", encoding="utf-8")

@@ -113,6 +113,15 @@ def test_a_saved_model_loads_with_transformers_and_with_us(tmp_path, tied):
     assert torch.equal(ours(ids).logits, model(ids).logits)
 
 
+def test_a_model_that_is_tied_by_default_is_saved_without_its_second_name(tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 264}
+    model = model_from_config(config, seed=1)
+    save_pretrained_dir(tmp_path / "model", model.state_dict(), config, None)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert digest(theirs) == digest(model)
+
+
 def test_a_save_that_fails_leaves_the_old_model(tmp_path):
     directory = tmp_path / "model"
     model = model_from_config(SMALL, seed=1)
