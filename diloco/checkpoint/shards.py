@@ -104,8 +104,10 @@ def load(directory: Path, inner: InnerLoop, *, rank: int, with_random: bool = Tr
         directory,
         lambda there: state_of(inner) | {name: random[name] for name in random if name in there},
     )
-    for name, before in asdict(inner.loss_scale).items():
-        setattr(inner.loss_scale, name, type(before)(state[f"loss_scale.{name}"].item()))
+    # Whether to scale is this run's to say: the checkpoint may be of another precision.
+    if inner.loss_scale.interval and state["loss_scale.interval"]:
+        inner.loss_scale.scale = state["loss_scale.scale"].item()
+        inner.loss_scale.good_steps = int(state["loss_scale.good_steps"].item())
     if (numbers := state.get(f"rng.cpu.{rank}")) is not None:
         torch.set_rng_state(numbers)
     if (numbers := state.get(f"rng.cuda.{rank}")) is not None:

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from diloco.checkpoint.export import own_weights
-from diloco.checkpoint.shards import read, save
+from diloco.checkpoint.shards import load, make_optimizer_state, read, save, state_to_write
 from diloco.errors import UserError
+from diloco.train.inner import InnerLoop, LossScale
+from diloco.train.sharding import Precision
 from peers.state.whole_files import write_tensors
 
 
@@ -31,6 +33,40 @@ def test_what_is_written_are_the_copies_and_every_bit_comes_back(tmp_path):
     copies = saved(tmp_path, state)
     found = read(tmp_path, lambda there: {name: torch.zeros_like(state[name]) for name in there})
     assert found.keys() == copies.keys() and all(torch.equal(found[name], copies[name]) for name in copies)
+
+
+def inner_loop(dtype):
+    model = torch.nn.Linear(4, 4)
+    return InnerLoop(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        precision=Precision(dtype),
+        device=torch.device("cpu"),
+        micro_batch_size=1,
+        max_grad_norm=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scale"),
+    [
+        (torch.float16, torch.float16, LossScale(scale=8.0, good_steps=3)),
+        (torch.bfloat16, torch.float16, LossScale()),
+        (torch.float16, torch.bfloat16, LossScale(scale=1.0, interval=0)),
+    ],
+    ids=str,
+)
+def test_the_loss_scale_is_restored_where_both_runs_scale_and_left_alone_otherwise(
+    tmp_path, before, after, scale
+):
+    one, other = inner_loop(before), inner_loop(after)
+    if before == torch.float16:
+        one.loss_scale = LossScale(scale=8.0, good_steps=3)
+    make_optimizer_state(one)
+    saved(tmp_path, {name: tensor.clone() for name, tensor in state_to_write(one, 0).items()})
+    load(tmp_path, other, rank=0, with_random=False)
+    assert other.loss_scale == scale
+    assert torch.equal(other.model.weight, one.model.weight)
 
 
 def test_a_rank_that_cannot_write_fails_as_a_disk_does():
