@@ -36,6 +36,8 @@ _COUNTED_TOKENS = 2**18
 _FAKE_VALIDATION_BLOCK = 2**40
 # On random ids a few windows give the same loss as many.
 _FAKE_EVAL_TOKENS = 8192
+# Steps whose samples wait to be trained on.
+_READ_AHEAD = 2
 # Limit of `check_data`.
 _CHECK_S = 2.0
 
@@ -84,6 +86,8 @@ def open_data(
             tokenizer,
             seq_length=config.seq_length,
             samples_per_block=block,
+            # A commit of which training went ahead leaves samples that were read ahead to be read again.
+            num_kept=(_READ_AHEAD + 1) * config.total_batch_size,
             eval_tokens=config.eval_tokens,
         )
     return FiniteSource(
@@ -263,7 +267,7 @@ class Prefetched(Generic[T]):
     A context manager: leaving it ends the thread, even if items are left.
     """
 
-    def __init__(self, items: Iterator[T], depth: int = 2) -> None:
+    def __init__(self, items: Iterator[T], depth: int = _READ_AHEAD) -> None:
         self._items = items
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead = deque(self._submitted() for _ in range(depth + 1))

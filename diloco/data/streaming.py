@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ Documents = Callable[[], Iterable[bytes]]
 
 
 class StreamingSource:
-    """A SampleSource over a streamed dataset. Reading backward restarts the stream from the beginning."""
+    """A SampleSource over a streamed dataset. Reading far backward restarts the stream from the beginning."""
 
     def __init__(
         self,
@@ -45,14 +46,17 @@ class StreamingSource:
         *,
         seq_length: int,
         samples_per_block: int,
+        num_kept: int,
         eval_tokens: int,
     ) -> None:
+        """`num_kept` is how many samples back from the last one can be read again without restarting the stream."""
         self.seq_length = seq_length
         self.samples_per_block = samples_per_block
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._eval_tokens = eval_tokens
         self._lane: tuple[int, Iterator[np.ndarray], int] | None = None
+        self._last: deque[np.ndarray] = deque(maxlen=num_kept)
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
         """Samples of the peer's block, int64 [len(offsets), seq_length + 1]. Offsets must be ascending."""
@@ -83,8 +87,9 @@ class StreamingSource:
         return validation_of(tokens, counts, self._tokenizer, **limits)
 
     def _window(self, lane: int, number: int) -> np.ndarray:
-        if self._lane is None or self._lane[0] != lane or self._lane[2] > number:
+        if self._lane is None or self._lane[0] != lane or self._lane[2] - len(self._last) > number:
             self._lane = (lane, self._windows(lane), 0)
+            self._last.clear()
         _, windows, position = self._lane
         if number - position >= _SKIP_WORTH_A_LINE:
             log.info(
@@ -92,9 +97,12 @@ class StreamingSource:
                 number - position,
                 self._dataset.name,
             )
-        window = next(itertools.islice(windows, number - position, None))
-        self._lane = (lane, windows, number + 1)
-        return window
+        # If reading fails, the next call starts over.
+        self._lane = None
+        self._last.extend(itertools.islice(windows, max(0, number + 1 - position)))
+        position = max(position, number + 1)
+        self._lane = (lane, windows, position)
+        return self._last[number - position]
 
     def _windows(self, lane: int) -> Iterator[np.ndarray]:
         """Yields the lane's packed windows, repeating the lane for ever."""

@@ -34,7 +34,7 @@ def streamed(tmp_path, *, num_documents=640, num_files=1, column="text", prefix=
 
 def source_of(dataset, tokenizer, *, seq_length=16, samples_per_block=3, eval_tokens=256):
     limits = {"seq_length": seq_length, "samples_per_block": samples_per_block, "eval_tokens": eval_tokens}
-    return StreamingSource(dataset, tokenizer, **limits)
+    return StreamingSource(dataset, tokenizer, num_kept=2, **limits)
 
 
 @pytest.mark.parametrize("num_files", [1, NUM_LANES])
@@ -61,6 +61,23 @@ def test_a_lane_is_read_the_same_from_any_point(tokenizer, tmp_path):
     stream = [ids for epoch in epochs for window in epoch for ids in window[:-1]]
     text = bytes(token for token in stream if token < 256)
     assert b"".join(dataset.lane(2)).startswith(text[:100])
+
+
+def test_what_was_read_a_moment_ago_is_read_again_without_a_new_start(tokenizer, tmp_path, monkeypatch):
+    dataset = HubDataset("local", streamed(tmp_path)[1])
+    source, passes, lane = source_of(dataset, tokenizer), [], dataset.lane
+    monkeypatch.setattr(dataset, "lane", lambda number: passes.append(number) or lane(number))
+    offsets = np.arange(3)
+    once, following = (
+        source.read(Block(epoch=e, world_rank=2, data_base=0), offsets).tolist() for e in (0, 1)
+    )
+    assert source.read(Block(epoch=1, world_rank=2, data_base=0), offsets[1:]).tolist() == following[1:]
+    assert passes == [2]
+    assert source.read(Block(epoch=0, world_rank=2, data_base=0), offsets).tolist() == once
+    assert passes == [2, 2]
+    assert source.read(Block(epoch=1, world_rank=2, data_base=0), offsets).tolist() == following
+    source.read(Block(epoch=1, world_rank=3, data_base=0), offsets[2:])
+    assert passes == [2, 2, 3]
 
 
 def test_a_lane_that_ends_begins_its_next_pass(tokenizer, tmp_path):
