@@ -19,7 +19,7 @@ from diloco.data.corpus import is_held_out, text_column_of, text_of
 from diloco.data.held_out import Validation, validation_of
 from diloco.data.sampling import Block, check_offsets
 from diloco.data.tokenizer import encode_documents, is_byte_level
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +135,10 @@ class HubDataset:
         self.name = name
         self._train = train
         self._validation = validation
-        first = next(iter(self._rows(train)), None)
+        try:
+            first = next(iter(self._rows(train)), None)
+        except DilocoError as error:
+            raise UserError(str(error)) from error
         if first is None:
             raise UserError(f"{name} is empty; name a dataset with text")
         self._column = text_column_of(first, named=text_column, dataset=name)
@@ -170,8 +173,10 @@ class HubDataset:
     def _rows(self, dataset: Any) -> Iterator[dict[str, Any]]:
         try:
             yield from dataset
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"reading {self.name} failed: {error}") from error
+        # Not UserError, after which no worker is started again: mostly the hub or the network is down for a while.
+        # As in `open_hub_dataset`, its client lets the errors of any HTTP library through.
+        except Exception as error:
+            raise DilocoError(f"reading {self.name} failed: {error}") from error
 
 
 def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:

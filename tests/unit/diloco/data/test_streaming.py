@@ -9,7 +9,7 @@ from diloco.data.batches import Block
 from diloco.data.corpus import is_held_out
 from diloco.data.streaming import NUM_LANES, HubDataset, StreamingSource
 from diloco.data.tokenizer import load_tokenizer
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,27 @@ def test_validation_without_a_split_is_in_no_lane(tokenizer, tmp_path):
     trained = b"\n".join(content for lane in range(NUM_LANES) for content in dataset.lane(lane))
     first = bytes(token for token in validation.windows[0].tolist() if token < 256)
     assert first.split(b" ")[0] + b" " not in trained
+
+
+class Interrupted:
+    """Rows until the hub's HTTP library, whose errors have a base of their own, raises one."""
+
+    num_shards = 1
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __iter__(self):
+        yield from ({"text": f"document {n}"} for n in range(self.num_rows))
+        raise type("HTTPError", (Exception,), {})("server disconnected")
+
+
+def test_an_outage_in_mid_training_lets_the_worker_be_started_again():
+    with pytest.raises(DilocoError, match="reading far failed: server disconnected") as outage:
+        list(HubDataset("far", Interrupted(200)).lane(0))
+    assert not isinstance(outage.value, UserError)
+    with pytest.raises(UserError, match="reading far failed: server disconnected"):
+        HubDataset("far", Interrupted(0))
 
 
 def test_a_stream_without_text_or_documents_is_refused(tokenizer, tmp_path):
