@@ -281,6 +281,7 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
         config=model_config,
         optimizer=config.optimizer,
         on_gpu=device.type == "cuda",
+        recomputes=config.activation_checkpointing,
         # If this worker was restarted, its daemon has already allocated its share of the memory.
         in_swarm=False,
     )

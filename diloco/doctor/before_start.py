@@ -40,6 +40,7 @@ def check_memory_and_disk(
         activation_tokens=tokens,
         gpu_bytes=machine.gpu_bytes * machine.num_gpus // num_peers or None,
         has_adapters=config.trains_adapters or (not is_settled and config.mode == "grpo"),
+        recomputes=config.activation_checkpointing,
     )
     for finding in check_disk(config, state_dir, num_peers=num_peers):
         if finding.verdict == "fail":

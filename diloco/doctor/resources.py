@@ -78,6 +78,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             optimizer=config.optimizer,
             on_gpu=on_gpu,
             has_adapters=config.trains_adapters,
+            recomputes=config.activation_checkpointing,
         )
 
     def problem_of(samples: int) -> str:

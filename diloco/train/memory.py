@@ -17,7 +17,9 @@ _SWARM_BYTES_PER_PARAMETER = 16
 _FROZEN_BYTES_PER_PARAMETER = 4
 """Of weights beside adapters, which are not averaged."""
 _GIB = 2**30
-_FEWER_TOKENS = "a smaller --per-device-train-batch-size or a shorter --seq-length"
+_FEWER_TOKENS = (
+    "a smaller --per-device-train-batch-size, a shorter --seq-length, or --activation-checkpointing"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,16 @@ def memory_needed_bytes(
     on_gpu: bool = False,
     in_swarm: bool = True,
     has_adapters: bool = False,
+    recomputes: bool = False,
 ) -> MemoryNeed:
     """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks on this machine.
+
+    `recomputes` is --activation-checkpointing.
 
     The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
     activations are underestimated, and adapters, which are trained in place of the weights, are not counted.
     """
-    activations = activation_tokens * _activation_bytes_per_token(config)
+    activations = activation_tokens * _activation_bytes_per_token(config, recomputes=recomputes)
     per_parameter = _FROZEN_BYTES_PER_PARAMETER if has_adapters else _WORKER_BYTES_PER_PARAMETER[optimizer]
     worker = num_parameters * per_parameter + activations
     swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm and not has_adapters else 0
@@ -128,11 +133,15 @@ def _meminfo_available(text: str | None) -> int | None:
     return None
 
 
-def _activation_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """A lower bound: 16 values of the hidden size per layer, 2 bytes each, plus fp32 logits and their gradient."""
+def _activation_bytes_per_token(config: Mapping[str, Any], *, recomputes: bool) -> int:
+    """A lower bound: 16 values of the hidden size per layer, 2 bytes each, plus fp32 logits and their gradient.
+
+    With activation checkpointing each layer keeps its input only, except the one that is being recomputed.
+    """
     hidden = number_in(config, "hidden_size", "n_embd")
     layers = number_in(config, "num_hidden_layers", "n_layer")
-    return layers * hidden * 16 * 2 + number_in(config, "vocab_size") * 8
+    values = layers + 16 if recomputes else layers * 16
+    return hidden * values * 2 + number_in(config, "vocab_size") * 8
 
 
 def number_in(config: Mapping[str, Any], *names: str) -> int:
@@ -156,6 +165,7 @@ def check_peers_fit(
     activation_tokens: int = 0,
     gpu_bytes: int | None = None,
     has_adapters: bool = False,
+    recomputes: bool = False,
 ) -> None:
     """Raise UserError if the model is invalid, or if `num_peers` peers training it do not fit this machine.
 
@@ -170,6 +180,7 @@ def check_peers_fit(
         config=model,
         on_gpu=on_gpu,
         has_adapters=has_adapters,
+        recomputes=recomputes,
     )
     check_memory(need, path_model=path_model, num_peers=num_peers, device_available=gpu_bytes)
 

@@ -186,6 +186,8 @@ def test_a_batch_that_is_too_large_is_told_which_would_fit():
     fitting = TrainConfig(path_model="15m", per_device_train_batch_size=size)
     assert [one.verdict for one in check_model_memory(fitting, 1, 3 * 2**30)] == ["pass"]
     assert 32 % size == 0 and size < 32
+    recomputing = TrainConfig(path_model="15m", activation_checkpointing=True)
+    assert [one.verdict for one in check_model_memory(recomputing, 1, 3 * 2**30)] == ["pass"]
 
 
 def test_an_epoch_that_would_take_hours_is_a_warning_and_its_length_is_said(monkeypatch):

@@ -73,6 +73,15 @@ def test_weights_gradients_optimizer_and_swarm_are_counted():
     assert on_gpu.host_bytes == 16 * 10**9 and on_gpu.device_bytes > 16 * 10**9
 
 
+def test_activations_that_are_recomputed_are_counted_for_one_layer():
+    config = {"hidden_size": 1024, "num_hidden_layers": 20, "vocab_size": 100}
+    kept, recomputed = (
+        memory_needed_bytes(0, activation_tokens=1, config=config, recomputes=it) for it in (False, True)
+    )
+    assert kept.activation_bytes == 2 * 1024 * 16 * 20 + 800
+    assert recomputed.activation_bytes == 2 * 1024 * (16 + 20) + 800
+
+
 def test_a_model_too_large_for_the_machine_is_refused_with_both_figures():
     need = memory_needed_bytes(10**9, activation_tokens=0, config={})
     check_memory(need, path_model="1b", available=30 * GIB)
@@ -87,7 +96,7 @@ def test_what_is_advised_would_help():
             check_memory(need, path_model="2m", num_peers=peers, available=gib * GIB)
         return str(refusal.value).rpartition("; take ")[2]
 
-    shorter = "a smaller --per-device-train-batch-size or a shorter --seq-length"
+    shorter = "a smaller --per-device-train-batch-size, a shorter --seq-length, or --activation-checkpointing"
     assert advice(10**6, 10**8) == advice(10**6, 10**8, peers=2) == shorter
     assert advice(10**10, 0) == advice(10**10, 10**8) == advice(10**10, 0, peers=2) == "a smaller model"
     assert advice(10**9, 0, peers=2) == "a smaller model, or fewer peers here"
