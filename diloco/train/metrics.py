@@ -109,7 +109,7 @@ def opened_metrics(
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _cut_off_partial_line(path: Path) -> None:

@@ -48,8 +48,10 @@ def test_records_are_there_as_soon_as_they_are_written(tmp_path):
 def test_a_loss_that_is_not_finite_is_null_in_strict_json(tmp_path):
     with Metrics(tmp_path / "m.jsonl") as metrics:
         metrics.write("step", loss=math.nan, grad_norm=math.inf)
-    (record,) = lines(tmp_path / "m.jsonl")
-    assert (record["loss"], record["grad_norm"]) == (None, None)
+        metrics.write("activations", rms=[1.0, math.inf])
+    step, activations = lines(tmp_path / "m.jsonl")
+    assert (step["loss"], step["grad_norm"]) == (None, None)
+    assert activations["rms"] == [1.0, None]
 
 
 def test_a_restart_appends_after_the_last_whole_line(tmp_path):
