@@ -136,9 +136,10 @@ class Checkpoints:
         return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
 
     def close(self) -> None:
-        """Wait for the save in progress, for at most LAST_SAVE_TIMEOUT_S."""
+        """Wait for the save in progress, for at most LAST_SAVE_TIMEOUT_S, after which it has failed."""
         if not self._saver.wait(LAST_SAVE_TIMEOUT_S):
-            log.error("the last checkpoint was not written within %g s", LAST_SAVE_TIMEOUT_S)
+            # Saves begin only in `save`, so the one in progress is of this step.
+            self._saver.failed(self._checked_step, f"it was not written within {LAST_SAVE_TIMEOUT_S:g} s")
             self._discard()
 
     def discard_partial(self) -> None:

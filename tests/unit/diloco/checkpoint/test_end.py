@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
+
+import pytest
 
 import diloco.checkpoint.checkpoint
 from diloco.checkpoint.checkpoint import Checkpoints
+from diloco.checkpoint.saver import check_saved
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.world import World
@@ -13,6 +17,23 @@ from diloco.outer.world import World
 
 def snapshot_of_a_daemon_that_was_killed(_directory) -> None:
     raise DilocoError("the daemon has ended")
+
+
+def test_a_last_checkpoint_that_takes_too_long_has_failed_and_a_required_one_ends_the_training(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(diloco.checkpoint.checkpoint, "LAST_SAVE_TIMEOUT_S", 0.0)
+    released = threading.Event()
+    config = CkptConfig(path=str(tmp_path / "kept"), interval=1, required=True)
+    checkpoints = Checkpoints(config, World(), SimpleNamespace(), scratch=tmp_path / "scratch")
+    checkpoints.begin(5)
+    checkpoints._saver.begin(5, lambda: int(released.wait(20)), blocked_s=0.0)
+    checkpoints.close()
+    (event,) = checkpoints.events()
+    released.set()
+    assert (event["event"], event["step"]) == ("checkpoint_failed", 5)
+    with pytest.raises(DilocoError, match=r"checkpoint of step 5 was not saved .*not written within 0 s"):
+        check_saved(event, is_required=True)
 
 
 def test_a_directory_is_removed_that_was_made_a_moment_ago(tmp_path, monkeypatch):
