@@ -15,8 +15,8 @@ from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.worker import exit_code, exit_process
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.rl.adapters import merged, with_adapters
-from diloco.rl.generator import Generator, of_model, of_servers, prompts_at_once
-from diloco.rl.rollouts import opened_servers
+from diloco.rl.generator import Generator, of_model, of_server, prompts_at_once
+from diloco.rl.rollouts import opened_server
 from diloco.rl.task_choice import open_task
 from diloco.rl.weights import BadBlob
 from diloco.train.devices import visible_gpus
@@ -60,7 +60,7 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
         yield of_model(config, task, tokenizer, model, dtype)
         return
     assert config.run_dir is not None
-    servers = opened_servers(
+    server = opened_server(
         config,
         Path(config.run_dir),
         dict(merged(model, full_state(model).items())),
@@ -70,9 +70,9 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
         environment=os.environ,
         on_event=lambda **_: None,
     )
-    clean_ups.append(servers.close)
-    with contextlib.closing(servers):
-        yield of_servers(config, task, tokenizer, model, servers)
+    clean_ups.append(server.close)
+    with contextlib.closing(server):
+        yield of_server(config, task, tokenizer, model, server)
 
 
 def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:

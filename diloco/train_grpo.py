@@ -44,7 +44,7 @@ from diloco.rl.evaluation import evaluated
 from diloco.rl.generator import generated
 from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
 from diloco.rl.recorder import EvaluateWhenDue, Recorder
-from diloco.rl.rollouts import Rollouts, opened_servers
+from diloco.rl.rollouts import Rollouts, opened_server
 from diloco.rl.sampling import AT_ONCE, sampled
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.task_choice import open_task
@@ -103,7 +103,7 @@ class Training:
         *,
         server_gpu: str | None = None,
     ) -> None:
-        """Load the model and the task, and start or find the inference servers. Raises UserError."""
+        """Load the model and the task, and start the inference server. Raises UserError."""
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
         self.progress = progress = progress or Progress(tells=False)
@@ -168,13 +168,13 @@ class Training:
             is_own=self.resume is None or self.resume.is_own,
         )
         clean_ups.append(self.discard_partial)
-        self.servers: Rollouts | None = None
+        self.server: Rollouts | None = None
         self.peer_rollouts: PeerRollouts | None = None
         self.pushed_at = -1
         """The step whose weights were pushed last."""
         if config.grpo.rollout == "vllm":
             with progress.phase("starting", "the inference server"):
-                self.open_servers(clean_ups, server_gpu)
+                self.open_server(clean_ups, server_gpu)
         self.trainer = self.built(args)
         if config.grpo.rollout == "peers":
             self.open_peer_rollouts(assignment.link_path, clean_ups)
@@ -226,12 +226,12 @@ class Training:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def open_servers(self, clean_ups: CleanUps, gpu: str | None) -> None:
-        """Start or find the servers on rank 0. A collective: if rank 0 fails, all ranks raise."""
+    def open_server(self, clean_ups: CleanUps, gpu: str | None) -> None:
+        """Start the server on rank 0. A collective: if rank 0 fails, all ranks raise."""
         weights = self.whole_weights()
 
         def opened() -> None:
-            self.servers = opened_servers(
+            self.server = opened_server(
                 self.config,
                 self.run_dir,
                 weights,
@@ -241,7 +241,7 @@ class Training:
                 environment=os.environ,
                 on_event=partial(self.metrics.write, "event"),
             )
-            clean_ups.append(self.servers.close)
+            clean_ups.append(self.server.close)
 
         on_rank_zero(opened)
 
@@ -299,8 +299,8 @@ class Training:
         try:
             self.trainer.train(resume_from_checkpoint=str(own) if own else None)
         finally:
-            if self.servers:
-                self.servers.close()
+            if self.server:
+                self.server.close()
             if self.peer_rollouts:
                 self.peer_rollouts.close()
             self.fetched.close()
@@ -325,8 +325,8 @@ class Training:
         return rows_of(self.task, groups)
 
     def push(self) -> None:
-        """Give the newest weights to who generates: servers or rollout peers, if there are any. A collective."""
-        takers = self.servers or self.peer_rollouts
+        """Give the newest weights to who generates: the server or rollout peers, if there are any. A collective."""
+        takers = self.server or self.peer_rollouts
 
         def pushed() -> None:
             if takers:
@@ -337,8 +337,8 @@ class Training:
         self.pushed_at = self.trainer.state.global_step
 
     def taken_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Rollout peers have the weights beside the adapters already, while servers take no adapters."""
-        if self.servers:
+        """Rollout peers have the weights beside the adapters already, while the server takes no adapters."""
+        if self.server:
             return merged(self.model, self.model.named_parameters())
         return trained(self.model).items()
 
@@ -359,7 +359,7 @@ class Training:
         self.peer_rollouts.compared(differences)
 
     def own_groups(self, numbers: Sequence[int]) -> list[Group]:
-        """Completions of these examples by this rank's model, or the servers."""
+        """Completions of these examples by this rank's model, or the server."""
         seed = self.rollout_seed()
         groups = generated(self.task, self.tokenizer, numbers, self.config.grpo, self.written, seed)
         return [own_group(number, group) for number, group in zip(numbers, groups, strict=True)]
@@ -426,9 +426,9 @@ class Training:
     def written(
         self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int
     ) -> list[Written]:
-        """`count` completions of each prompt by the servers, or the trainer's own model."""
-        if self.servers:
-            return self.servers.complete(prompts, count, sampling, seed=seed)
+        """`count` completions of each prompt by the server, or the trainer's own model."""
+        if self.server:
+            return self.server.complete(prompts, count, sampling, seed=seed)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         # The memory for a generation of this rank suffices for as many completions of any kind.
         share = -(-self.prompts.prompts_per_generation // self.world.num_ranks)
@@ -443,17 +443,17 @@ class Training:
         return random.Random(str(place)).getrandbits(31)
 
     def rollout_figures(self) -> dict[str, Any]:
-        """Figures of the last rollouts, or of the last push of weights to the servers, for the step's record."""
+        """Figures of the last rollouts, or of the last push of weights to the server, for the step's record."""
         if self.peer_rollouts:
             return self.peer_rollouts.figures()
-        if not self.servers or not self.servers.last_push:
+        if not self.server or not self.server.last_push:
             return {}
-        last = self.servers.last_push
+        last = self.server.last_push
         return {
             "weights_version": last["version"],
             "push_bytes": last["bytes"],
             "push_s": last["push_s"],
-            "server_restarts": self.servers.own.num_restarts if self.servers.own else 0,
+            "server_restarts": last["server_restarts"],
         }
 
     def finish(self) -> None:
@@ -472,7 +472,7 @@ class Training:
         discard_partial_model(self.run_dir)
 
     def discard_scratch(self) -> None:
-        """Remove the trainer's temporary checkpoints, and the weights for servers and rollout peers."""
+        """Remove the trainer's temporary checkpoints, and the weights for the server and rollout peers."""
         for name in ("trainer", "served", "policies"):
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
 

@@ -27,7 +27,6 @@ PER_INSTANCE_FIELDS = (
     "run_dir",
     "ckpt.path",
     "ckpt.delta_path",
-    "grpo.rollout_url",
     "grpo.run_suffix",
     "grpo.vllm_gpu",
     "hv.world_rank",

@@ -236,22 +236,17 @@ class GrpoConfig:
     """What generates completions: a vLLM server, transformers (hf; slow), or peers with --role rollout."""
     max_staleness: Whole = 8
     """With --rollout peers: maximum age of a rollout's policy in optimizer steps; older rollouts are dropped."""
-    rollout_url: Annotated[
-        tuple[str, ...],
-        Parameter(alias="--rollout-url", consume_multiple=1, negative="", metavar="URL..."),
-    ] = ()
-    """URLs of running vLLM servers (http://host:port); default: this peer starts its own."""
     vllm_python: str | None = None
     """The Python interpreter that has vLLM, if it is in another environment than this one."""
     vllm_gpu: str | None = None
-    """The GPU of this peer's own server; default: the last one, which the trainer then does not use."""
+    """The GPU of this peer's server; default: the last one, which the trainer then does not use."""
     vllm_args: Annotated[
         tuple[str, ...],
         Parameter(consume_multiple=1, allow_leading_hyphen=True, negative="", metavar="ARG..."),
     ] = ()
-    """Additional arguments for this peer's own server."""
+    """Additional arguments for this peer's server."""
     vllm_timeout: Seconds = 300.0
-    """Seconds to wait until this peer's own server has answered its first request."""
+    """Seconds to wait until this peer's server has answered its first request."""
     logp_alarm: Rate | None = None
     """Limit of the mean difference between the server's log-probabilities and the trainer's; default: by dtype."""
     run_suffix: Annotated[str, Parameter(alias="--run-suffix")] = ""

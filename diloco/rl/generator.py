@@ -1,4 +1,4 @@
-"""What generates and judges rollouts by the policies of a learner: a model in this process, or vLLM servers."""
+"""What generates and judges rollouts by the policies of a learner: a model in this process, or a vLLM server."""
 
 from __future__ import annotations
 
@@ -105,24 +105,24 @@ def of_model(
     return Generator(config, task, tokenizer, expected_of(model), use=use, complete=complete)
 
 
-def of_servers(
+def of_server(
     config: TrainConfig,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
-    servers: Rollouts,
+    server: Rollouts,
 ) -> Generator:
-    """Generates by vLLM servers, to which each policy is pushed before its first rollout."""
+    """Generates by a vLLM server, to which each policy is pushed before its first rollout."""
 
     def use(state: dict[str, Tensor]) -> None:
         if not has_adapters(model):
-            servers.publisher.take(state.items())
+            server.publisher.take(state.items())
             return
         _load(model, state)
-        servers.publisher.take(merged(model, model.named_parameters()))
+        server.publisher.take(merged(model, model.named_parameters()))
 
     def complete(prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int) -> list[Written]:
-        return servers.complete(prompts, count, sampling, seed=seed)
+        return server.complete(prompts, count, sampling, seed=seed)
 
     return Generator(config, task, tokenizer, expected_of(model), use=use, complete=complete)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -15,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import diloco
-from diloco.errors import DilocoError, UserError
+from diloco.errors import UserError
 from diloco.rl.server_client import ServerClient, ServerLost
 from diloco.train.run_dir import last_words
-from peers.daemon.restarts import restart_delay_s
 
 EXTENSION = "diloco.rl.server_extension.WeightsExtension"
-MAX_DEATHS = 5
 _PROBE_TIMEOUT_S = 60.0
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 10.0
@@ -51,7 +48,6 @@ class OwnServer:
         self.command = command
         self.url = f"http://127.0.0.1:{command.port}"
         self.num_restarts = 0
-        self._deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> OwnServer:
@@ -72,26 +68,13 @@ class OwnServer:
                 f"{last_words(self.command.log_path)}"
             ) from error
 
-    def restart(self) -> None:
-        """Restart the server, with growing delays. Raises DilocoError after MAX_DEATHS deaths in a row."""
-        while True:
-            self.stop()
-            self._deaths += 1
-            if self._deaths >= MAX_DEATHS:
-                raise DilocoError(
-                    f"the vLLM server died {self._deaths} times in a row; the end of {self.command.log_path}:\n"
-                    f"{last_words(self.command.log_path)}"
-                )
-            time.sleep(restart_delay_s(self._deaths))
-            self._spawn()
-            self.num_restarts += 1
-            with contextlib.suppress(ServerLost):
-                self._wait_until_it_serves()
-                return
-
-    def note_served(self) -> None:
-        """Note that the server has completed a request, which resets the count of deaths in a row."""
-        self._deaths = 0
+    def restart(self, *, delay_s: float) -> None:
+        """Stop the server, and start it after a delay. Raises ServerLost if it does not serve."""
+        self.stop()
+        time.sleep(delay_s)
+        self._spawn()
+        self.num_restarts += 1
+        self._wait_until_it_serves()
 
     def stop(self) -> None:
         """Stop the server, by SIGKILL after a deadline. Repeating it is safe."""
@@ -230,7 +213,7 @@ def check_has_vllm(python: str, environment: Mapping[str, str]) -> None:
     if found.returncode:
         raise UserError(
             f"{python} has no vLLM: pip install 'diloco[vllm]', name an environment that has it with "
-            "--grpo.vllm-python, a running server with --rollout-url, or do without it by --rollout hf"
+            "--grpo.vllm-python, or do without it by --rollout hf"
         )
 
 

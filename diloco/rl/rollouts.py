@@ -1,11 +1,8 @@
-"""The servers of a trainer: pushes weights to them, distributes prompts among them, and recovers lost ones.
-
-The version is checked again after each rollout: another trainer that pushes to the same server would otherwise go
-unnoticed.
-"""
+"""The vLLM server of a trainer: pushes weights to it, has it complete prompts, and restarts it when it is lost."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +17,11 @@ from diloco.errors import DilocoError, UserError
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig
 from diloco.rl.own_server import OwnServer, vllm_command
-from diloco.rl.push import Offers, Publisher, address_towards
+from diloco.rl.push import Publisher
 from diloco.rl.server_client import RequestRefused, Sampling, ServerClient, ServerLost, Written
 from diloco.rl.weights import own_copies
+from diloco.train.run_dir import last_words
+from peers.daemon.restarts import restart_delay_s
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,36 +29,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-RETURN_TIMEOUT_S = 600.0
-_HEALTH_TIMEOUT_S = 10.0
-_POLL_S = 0.2
 _MAX_CONCURRENT = 64
 
 
-class PushRefused(DilocoError):
-    """A server has rejected the weights and still serves its previous ones."""
-
-
 class Rollouts:
-    """Used on the main rank only. A lost server is restarted if it is the trainer's own, else waited for."""
+    """Used on the main rank only. Owns the server, which runs already."""
 
     def __init__(
         self,
-        urls: Sequence[str],
+        server: OwnServer,
+        directory: Path,
         publisher: Publisher,
-        own: OwnServer | None = None,
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        self.servers = [ServerClient(url) for url in urls]
-        self.publisher, self.own = publisher, own
+        """`directory`: where weights lie while the server reads them."""
+        self._server, self.publisher = server, publisher
         self.last_push: dict[str, Any] = {}
-        """A server's answer to the last push that sent weights, with our own figures added."""
+        """The server's answer to the last push that sent weights, with our own figures added."""
+        self._client, self._blob = ServerClient(server.url), directory / "pushed"
         self._on_event = on_event
-        self._offers = {host: Offers(host) for host in {address_towards(url) for url in urls}}
 
     def push(self) -> None:
-        """Push the newest weights to all servers. Raises DilocoError if one is lost for good or rejects them."""
-        self._until_done(self._push_to_all)
+        """Push the newest weights. Raises DilocoError if the server is lost for good or rejects them."""
+        self._until_done(self._push_newest)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *, seed: int
@@ -68,105 +60,81 @@ class Rollouts:
 
         def attempt() -> list[Written]:
             # A restarted server has its initial weights. If no weights have to be sent, this is quick.
-            self._push_to_all()
+            self._push_newest()
             return self._complete(prompts, count, sampling, seed)
 
         return self._until_done(attempt)
 
     def close(self) -> None:
-        for offers in self._offers.values():
-            offers.close()
-        if self.own:
-            self.own.stop()
+        self._server.stop()
 
-    def _push_to_all(self) -> None:
-        for server in self.servers:
-            publisher, version = server.served()
-            if (publisher, version) != (self.publisher.name, self.publisher.version):
-                self.last_push = self._push(server, publisher, version)
-
-    def _push(self, server: ServerClient, publisher: str, version: int) -> dict[str, Any]:
+    def _push_newest(self) -> None:
+        publisher, version = self._client.served()
+        if (publisher, version) == (self.publisher.name, self.publisher.version):
+            return
         began = time.monotonic()
         label, blob = self.publisher.blob_for(publisher, version)
-        offers = self._offers[address_towards(server.url)]
-        url = offers.blob(blob)
         try:
-            answer = server.pull(url)
+            self._write(blob)
+            answer = self._client.pull(self._blob, hashlib.sha256(blob).hexdigest())
         finally:
-            offers.withdraw(url)
+            self._blob.unlink(missing_ok=True)
         if answer.get("is_lost"):
-            raise ServerLost(f"{server.url} did not get the weights: {answer['error']}")
+            raise ServerLost(f"the weights were not loaded: {answer['error']}")
         if not answer["ok"]:
-            raise PushRefused(f"{server.url} refused version {label.version}: {answer['error']}")
-        return {
+            raise DilocoError(f"the vLLM server refused version {label.version}: {answer['error']}")
+        self.last_push = {
             **answer,
             "is_patch": label.base is not None,
             "whole_bytes": self.publisher.whole_bytes,
             "push_s": time.monotonic() - began,
+            "server_restarts": self._server.num_restarts,
         }
+
+    def _write(self, blob: bytes) -> None:
+        try:
+            self._blob.write_bytes(blob)
+        except OSError as error:
+            raise DilocoError(f"the weights for the vLLM server cannot be written: {error}") from error
 
     def _complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, seed: int
     ) -> list[Written]:
         def completed(number: int) -> Written:
-            server = self.servers[number % len(self.servers)]
-            return server.complete(prompts[number], count, sampling, seed=seed + number)
+            return self._client.complete(prompts[number], count, sampling, seed=seed + number)
 
         with ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts))) as pool:
             written = list(pool.map(completed, range(len(prompts))))
-        for server in self.servers:
-            publisher, version = server.served()
-            if (publisher, version) != (self.publisher.name, self.publisher.version):
-                raise ServerLost(
-                    f"{server.url} changed to other weights meanwhile; give each trainer servers of its own"
-                )
+        # The port may have been another trainer's, which still pushes to it before it notices that its server is gone.
+        if self._client.served() != (self.publisher.name, self.publisher.version):
+            raise ServerLost("another trainer has changed the weights meanwhile")
         return written
 
     def _until_done(self, action: Callable[[], Any]) -> Any:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                result = action()
+                if attempt > 1:
+                    self._server.restart(delay_s=restart_delay_s(attempt - 1))
+                    self._on_event(event="server_restarted", restarts=self._server.num_restarts)
+                return action()
             except RequestRefused as error:
                 raise UserError(
-                    f"a rollout server refuses what it is asked for: {error}. A prompt and "
+                    f"the vLLM server refuses what it is asked for: {error}. A prompt and "
                     "--grpo.max-completion-length have to fit into the model's context together"
                 ) from error
             except ServerLost as error:
-                log.warning("a rollout server was lost: %s", error)
+                log.warning("the vLLM server was lost: %s", error)
                 self._on_event(event="server_lost", reason=str(error), attempt=attempt)
                 if attempt == MAX_ATTEMPTS:
-                    raise DilocoError(f"no rollout after {attempt} attempts: {error}") from error
-                if self.own:
-                    self.own.restart()
-                    self._on_event(event="server_restarted", restarts=self.own.num_restarts)
-                else:
-                    self._wait_for_return()
-            else:
-                if self.own:
-                    self.own.note_served()
-                return result
+                    path = self._server.command.log_path
+                    raise DilocoError(
+                        f"the vLLM server failed {attempt} times in a row: {error}; the end of {path}:\n"
+                        f"{last_words(path)}"
+                    ) from error
         raise AssertionError
 
-    def _wait_for_return(self) -> None:
-        """Wait for servers that this trainer has not started. Raises DilocoError after RETURN_TIMEOUT_S."""
-        deadline = time.monotonic() + RETURN_TIMEOUT_S
-        for server in self.servers:
-            while True:
-                try:
-                    server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
-                    break
-                except ServerLost as error:
-                    if time.monotonic() > deadline:
-                        raise DilocoError(
-                            f"{server.url} has not come back within {RETURN_TIMEOUT_S:g} s: {error}"
-                        ) from error
-                time.sleep(_POLL_S)
 
-
-_DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
-
-
-def opened_servers(
+def opened_server(
     config: TrainConfig,
     run_dir: Path,
     weights: Mapping[str, Tensor],
@@ -177,14 +145,11 @@ def opened_servers(
     environment: Mapping[str, str],
     on_event: Callable[..., None],
 ) -> Rollouts:
-    """Start this peer's own server, or connect to those that the user named. Raises UserError if one does not serve.
+    """Start this peer's server. Raises UserError if it does not serve.
 
-    `weights` are written to disk for the start of an own server; the weights to serve are pushed before each rollout.
+    `weights` are written to disk for its start; the weights to serve are pushed before each rollout.
     """
-    grpo = config.grpo
-    if grpo.rollout_url:
-        return Rollouts(grpo.rollout_url, Publisher(_dtype_of(grpo.rollout_url)), on_event=on_event)
-    served = run_dir / "served"
+    grpo, served = config.grpo, run_dir.resolve() / "served"
     save_pretrained_dir(
         served, own_copies(weights.items(), dtype), load_model_config(config.path_model), tokenizer
     )
@@ -201,17 +166,4 @@ def opened_servers(
         )
     )
     server.start()
-    return Rollouts([server.url], Publisher(dtype), server, on_event)
-
-
-def _dtype_of(urls: tuple[str, ...]) -> torch.dtype:
-    try:
-        found = {url: ServerClient(url).dtype() for url in urls}
-    except ServerLost as error:
-        raise UserError(
-            f"--rollout-url: {error}. A server needs VLLM_SERVER_DEV_MODE=1 in its environment, and "
-            "--worker-extension-cls diloco.rl.server_extension.WeightsExtension with this package on its PYTHONPATH"
-        ) from error
-    if len(set(found.values())) > 1 or next(iter(found.values())) not in _DTYPES:
-        raise UserError(f"--rollout-url: the servers' types are {found}; give all of them the same --dtype")
-    return _DTYPES[next(iter(found.values()))]
+    return Rollouts(server, served, Publisher(dtype), on_event)

@@ -1,10 +1,11 @@
-"""HTTP client of one inference server. Every request has a deadline, and none uses a proxy: servers are local."""
+"""HTTP client of the vLLM server. Every request has a deadline, and none uses a proxy: the server is local."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -67,19 +68,11 @@ class ServerClient:
         with self._expected_format(state):
             return str(state["publisher"]), int(state["version"])
 
-    def dtype(self) -> str:
-        """The dtype of its weights, as torch prints it."""
-        state = self.call("diloco_state")
-        with self._expected_format(state):
-            return str(state["dtype"])
-
-    def pull(self, blob_url: str) -> dict[str, Any]:
-        """Make it fetch a blob and serve its weights. Returns its answer, whose `ok` may be false."""
+    def pull(self, blob: Path, sha256: str) -> dict[str, Any]:
+        """Make it read this file and serve its weights. Returns its answer, whose `ok` may be false."""
         self._request("/pause?mode=keep", {})
         try:
-            answer = self.call(
-                "diloco_pull", timeout_s=_TRANSFER_TIMEOUT_S, url=blob_url, timeout=str(_TRANSFER_TIMEOUT_S)
-            )
+            answer = self.call("diloco_pull", timeout_s=_TRANSFER_TIMEOUT_S, path=str(blob), sha256=sha256)
             # The prefix cache holds activations of the old weights.
             self._request("/reset_prefix_cache", {})
         finally:

@@ -1,4 +1,4 @@
-"""Runs in the workers of a vLLM server: fetches weights over HTTP and loads them after checking all of them.
+"""Runs in the workers of a vLLM server: reads weights from a file and loads them after checking all of them.
 
 With `--worker-extension-cls diloco.rl.server_extension.WeightsExtension`, vLLM mixes the class into its worker class,
 and `/collective_rpc` calls its methods. diloco is not installed in the server's Python environment: this file and
@@ -9,10 +9,7 @@ engine.
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from torch import Tensor
 
 from diloco.rl.weights import BadBlob, Expected, Held, Label, State
 
-_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
 
@@ -29,34 +25,28 @@ class WeightsExtension:
     """Methods added to vLLM's worker. Answers are plain dicts: {"ok": bool, "error": str, ...}."""
 
     def diloco_state(self) -> dict[str, Any]:
-        """The publisher, version, digest and dtype of the weights that are served."""
+        """The publisher, version and digest of the weights that are served."""
         held = _held(self)
         return {
             "ok": True,
             "version": held.label.version,
             "publisher": held.label.publisher,
             "digest": held.label.digest,
-            "dtype": str(self.model_config.dtype),  # type: ignore[attr-defined]
         }
 
-    def diloco_pull(self, url: str, timeout: str) -> dict[str, Any]:
-        """Fetch a blob, check it completely, and load it. If a check fails, the old weights stay in use.
+    def diloco_pull(self, path: str, sha256: str) -> dict[str, Any]:
+        """Read a blob, check it completely, and load it. If a check fails, the old weights stay in use.
 
-        The URL ends with the sha256 of the blob. `is_lost` in the answer means that another attempt may succeed.
+        `is_lost` in the answer means that a restarted server may succeed.
         """
-        held, began = _held(self), time.monotonic()
+        held = _held(self)
         try:
-            blob = _downloaded(url, float(timeout))
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            # The sender may have died during the download.
-            return {"ok": False, "is_lost": True, "error": repr(error)}
-        try:
-            if hashlib.sha256(blob).hexdigest() != url.rpartition("/")[2]:
+            blob = Path(path).read_bytes()
+            if hashlib.sha256(blob).hexdigest() != sha256:
                 raise BadBlob("its sha256 is not the one announced")
             label, state = held.after(blob, _expected(self))
         except (BadBlob, OSError) as error:
             return {"ok": False, "error": str(error)}
-        fetched = time.monotonic()
         try:
             _load(self, state)
         except Exception as error:  # noqa: BLE001 - vLLM would stop the engine without a reason
@@ -64,13 +54,7 @@ class WeightsExtension:
             held.label = Label(version=0)
             return {"ok": False, "is_lost": True, "error": f"{type(error).__name__}: {error}"}
         held.state, held.label = state, label
-        return {
-            "ok": True,
-            "version": label.version,
-            "bytes": len(blob),
-            "fetch_s": fetched - began,
-            "apply_s": time.monotonic() - fetched,
-        }
+        return {"ok": True, "version": label.version, "bytes": len(blob)}
 
 
 def _held(worker: Any) -> Held:
@@ -80,16 +64,6 @@ def _held(worker: Any) -> Held:
         worker._diloco_held = Held()
     held: Held = worker._diloco_held
     return held
-
-
-def _downloaded(url: str, timeout_s: float) -> bytes:
-    """Fetch a URL. Raises OSError and HTTPException, and ValueError if it is not an HTTP URL."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is not an HTTP URL")
-    # Without the environment's proxy: trainers are on this machine or in the same network.
-    with _WITHOUT_PROXY.open(url, timeout=timeout_s) as answer:
-        blob: bytes = answer.read()
-        return blob
 
 
 def _expected(worker: Any) -> Expected:

@@ -6,7 +6,7 @@ learning rates few weights change after rounding from fp32 to bf16 (arXiv 2602.0
 so a patch may be a hundredth of the whole: gaps between indices and differences are small numbers, of which zlib packs
 the planes of their bytes. NaN payloads and signed zeros are preserved.
 
-Used by trainers and, in another Python environment, by the servers: this module imports only torch and safetensors.
+Used by trainers and, in another Python environment, by the vLLM server: this module imports only torch and safetensors.
 """
 
 from __future__ import annotations

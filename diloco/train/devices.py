@@ -123,9 +123,8 @@ def thread_settings(environment: Mapping[str, str], num_workers: int) -> dict[st
 
 
 def starts_server(config: TrainConfig) -> bool:
-    """Whether this peer starts a vLLM server of its own."""
-    grpo = config.grpo
-    return config.mode == "grpo" and grpo.rollout == "vllm" and not grpo.rollout_url
+    """Whether this peer starts a vLLM server."""
+    return config.mode == "grpo" and config.grpo.rollout == "vllm"
 
 
 def gpus_for_ranks(config: TrainConfig, num_gpus: int) -> int:
@@ -150,7 +149,7 @@ def split_gpus(
     if len(gpus) <= num_ranks:
         raise UserError(
             f"the vLLM server needs a GPU beside the {num_ranks} that train on, and {len(gpus)} are here; let them "
-            f"share by --grpo.vllm-gpu {gpus[-1]} --grpo.vllm-args --gpu-memory-utilization 0.4, or name a server "
-            "elsewhere with --rollout-url"
+            f"share by --grpo.vllm-gpu {gpus[-1]} --grpo.vllm-args --gpu-memory-utilization 0.4, or take --rollout "
+            "peers and start peers with --role rollout elsewhere"
         )
     return tuple(gpus[:num_ranks]), gpus[-1]

@@ -87,7 +87,6 @@ def test_a_task_that_there_is_not_ends_the_trainer_with_exit_code_2(start, bare)
     ("flags", "says"),
     [
         (("--device", "cpu", "--grpo.vllm-python", sys.executable), "has no vLLM"),
-        (("--device", "cpu", "--rollout-url", "http://127.0.0.1:1"), "VLLM_SERVER_DEV_MODE=1"),
         ((*SHORT, "--total-batch-size", 12, "--grpo.num-generations", 8), "--total-batch-size 16 would do"),
         ((*SHORT, "--grpo.steps-per-generation", 6), "a multiple of"),
         (("--mode", "pretrain", *SHORT), "start diloco.train_fsdp"),

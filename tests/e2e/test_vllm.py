@@ -75,19 +75,17 @@ def check_none_lives(processes: list[psutil.Process]) -> None:
 
 def test_after_every_push_the_server_has_the_trainers_log_probabilities(served):
     server, directory = served
-    with contextlib.closing(Trainer(directory, server)) as trainer:
-        check_pushes(trainer)
+    check_pushes(Trainer(directory, server))
 
 
 def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_on(served):
     server, directory = served
-    with contextlib.closing(Trainer(directory, server)) as trainer:
-        check_refusals(trainer)
+    check_refusals(Trainer(directory, server))
 
 
 def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_asked_again(served):
     server, directory = served
-    trainer = Trainer(directory, server, restarts=True)
+    trainer = Trainer(directory, server)
     trainer.push(1)
     before = processes_of(server.command.port)
     # Long enough that the rollout is under way when the server's own process is killed; its children are not.
@@ -107,9 +105,6 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     assert [len(one.token_ids) for one in written] == [2] * 16
     assert difference(trainer.model, written[:2]) <= CLOSE
     check_none_lives(before)
-    # The server is the fixture's.
-    trainer.rollouts.own = None
-    trainer.close()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -306,9 +306,9 @@ def test_how_far_a_sampler_is_off_is_told_of_the_very_completion_without_a_pass_
 
 
 class Server:
-    """In place of inference servers: a model that has the weights that were pushed last."""
+    """In place of the inference server: a model that has the weights that were pushed last."""
 
-    own, last_push = None, None
+    last_push = None
 
     def __init__(self, training: Training) -> None:
         self.publisher = Publisher(torch.float32)
@@ -332,7 +332,7 @@ def test_tokens_are_weighted_by_the_trainers_probability_over_the_servers_but_no
     """By 8 tokens of 0.5 nats a completion is e^4 times as probable as the server said: TRL leaves it out."""
 
     def opened(self, *_):
-        self.servers = Server(self)
+        self.server = Server(self)
 
     def off(*asked, **named):
         for one in (found := sampled(*asked, **named)):
@@ -340,7 +340,7 @@ def test_tokens_are_weighted_by_the_trainers_probability_over_the_servers_but_no
         return found
 
     monkeypatch.setattr(train_grpo, "sampled", off)
-    monkeypatch.setattr(Training, "open_servers", opened)
+    monkeypatch.setattr(Training, "open_server", opened)
     own = replace(config.grpo, rollout=rollout)
     records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
     steps = [record for record in records if record["kind"] == "step"]

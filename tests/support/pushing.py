@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -9,23 +10,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diloco.rl.own_server import OwnServer
-from diloco.rl.push import Offers, Publisher
+from diloco.rl.push import Publisher
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import ServerClient
 from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused_blobs, train_a_little
 
 
 class Trainer:
-    """A model, and its way to a server that runs. Close it."""
+    """A model, and its way to a server that runs, which it starts again when it dies."""
 
-    def __init__(self, directory: Path, server: OwnServer, *, restarts: bool = False) -> None:
-        """`restarts`: it starts the server again that has died."""
+    def __init__(self, directory: Path, server: OwnServer) -> None:
+        self.directory = directory
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.publisher, self.events = Publisher(torch.float32), list[str]()
         self.client = ServerClient(server.url)
-        own = server if restarts else None
         self.rollouts = Rollouts(
-            [server.url], self.publisher, own, lambda **event: self.events.append(event["event"])
+            server, directory, self.publisher, lambda **event: self.events.append(event["event"])
         )
 
     def push(self, seed: int, *, share: float = 1.0) -> None:
@@ -37,9 +37,6 @@ class Trainer:
     def is_close(self, seed: int) -> bool:
         """Whether the server writes by this trainer's weights."""
         return difference(self.model, self.rollouts.complete(PROMPTS, 2, SAMPLING, seed=seed)) <= CLOSE
-
-    def close(self) -> None:
-        self.rollouts.close()
 
 
 def check_pushes(trainer: Trainer) -> None:
@@ -56,17 +53,17 @@ def check_pushes(trainer: Trainer) -> None:
 
 def check_refusals(trainer: Trainer) -> None:
     """What is not to be loaded is refused by name, and the old weights serve on."""
-    offers = Offers("127.0.0.1")
+    path = trainer.directory / "blob"
     for step in range(2):
         trainer.push(step)
     before = trainer.client.call("diloco_state")
     for blob, words in refused_blobs(trainer.publisher.state, trainer.publisher.name, before["version"]):
-        answer = trainer.client.pull(offers.blob(blob))
+        path.write_bytes(blob)
+        answer = trainer.client.pull(path, hashlib.sha256(blob).hexdigest())
         assert not answer["ok"] and not answer.get("is_lost")
         assert re.search(words, answer["error"]), answer["error"]
         assert trainer.client.call("diloco_state") == before
-    true = offers.blob(b"as announced")
-    offers._offered[true[-65:]] = b"other bytes"
-    assert "not the one announced" in trainer.client.pull(true)["error"]
+    assert "not the one announced" in trainer.client.pull(path, "0" * 64)["error"]
+    path.unlink()
+    assert "No such file" in trainer.client.pull(path, "0" * 64)["error"]
     assert trainer.is_close(3)
-    offers.close()

@@ -10,7 +10,7 @@ import torch
 from diloco.data.tokenizer import load_tokenizer
 from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.adapters import merged, trained, with_adapters
-from diloco.rl.generator import of_model, of_servers
+from diloco.rl.generator import of_model, of_server
 from diloco.rl.push import Publisher
 from diloco.rl.task_choice import open_task
 from diloco.rl.weights import BadBlob
@@ -111,13 +111,13 @@ def test_a_rollout_peer_takes_the_adapters_alone(directory, model, config):
         generator.load(whole.blob_for("", 0)[1])
 
 
-def test_its_servers_are_given_whole_weights(directory, model, config):
+def test_its_server_is_given_whole_weights(directory, model, config):
     learner, publisher = adapted_and_moved(model), Publisher(torch.float32)
     publisher.take(trained(learner).items())
     own = with_adapters(load_model(directory, seed=0), RANK, seed=0)
-    servers = SimpleNamespace(publisher=Publisher(torch.float32))
+    server = SimpleNamespace(publisher=Publisher(torch.float32))
     task, tokenizer = open_task(config.grpo, seed=0), load_tokenizer(directory)
-    of_servers(config, task, tokenizer, own, servers).load(publisher.blob_for("", 0)[1])
+    of_server(config, task, tokenizer, own, server).load(publisher.blob_for("", 0)[1])
     served = load_model(directory, seed=0)
-    assert served.load_state_dict(servers.publisher.state).missing_keys == []
+    assert served.load_state_dict(server.publisher.state).missing_keys == []
     assert torch.allclose(logits(served), logits(learner), atol=CLOSE)

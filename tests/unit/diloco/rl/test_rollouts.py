@@ -1,0 +1,92 @@
+"""What a trainer does about its server when a request fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diloco.errors import DilocoError
+from diloco.rl.push import Publisher
+from diloco.rl.rollouts import MAX_ATTEMPTS, Rollouts
+from diloco.rl.server_client import Sampling, ServerClient, ServerLost
+from diloco.rl.weights import unpacked
+
+
+class FakeServer:
+    """Holds a version, is paused or not, and fails at this path `failures` times."""
+
+    url, num_restarts = "http://127.0.0.1:9", 0
+
+    def __init__(self, log_path: Path, fails_at: str, failures: int) -> None:
+        self.command = SimpleNamespace(log_path=log_path)
+        self.fails_at, self.failures, self.num_pushes = fails_at, failures, 0
+        self._start()
+
+    def _start(self) -> None:
+        self.is_paused, self.held = False, {"publisher": "", "version": 0}
+
+    def restart(self, *, delay_s: float) -> None:
+        self.num_restarts += 1
+        self._start()
+
+    def request(self, path, body=None, **_):
+        path = path.partition("?")[0]
+        if path == self.fails_at and self.failures:
+            self.failures -= 1
+            raise ServerLost("connection reset")
+        match path:
+            case "/pause" | "/resume":
+                self.is_paused = path == "/pause"
+            case "/collective_rpc" if body["method"] == "diloco_state":
+                return {"results": [{"ok": True, **self.held}]}
+            case "/collective_rpc":
+                blob = Path(body["kwargs"]["path"]).read_bytes()
+                label, _ = unpacked(blob)
+                self.num_pushes += 1
+                self.held = {"publisher": label.publisher, "version": label.version}
+                return {"results": [{"ok": True, "version": label.version, "bytes": len(blob)}]}
+            case "/v1/models":
+                return {"data": [{"id": "m"}]}
+            case "/v1/completions":
+                assert not self.is_paused
+                choice = {"index": 0, "finish_reason": "stop", "token_ids": [1]}
+                return {"choices": [{**choice, "logprobs": {"token_logprobs": [-1.0]}}]}
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    def opened(server: FakeServer) -> Rollouts:
+        monkeypatch.setattr(ServerClient, "_request", server.request)
+        found = Rollouts(server, tmp_path, Publisher(torch.float32))
+        found.publisher.take([("w", torch.zeros(2))])
+        return found
+
+    return opened
+
+
+@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume", "/v1/completions"])
+def test_a_server_that_fails_around_a_push_is_restarted_and_given_the_weights_again(opened, tmp_path, path):
+    server = FakeServer(tmp_path / "log", path, failures=1)
+    found = opened(server)
+    assert len(found.complete([[1]], 1, Sampling(max_tokens=1), seed=0)) == 1
+    assert server.num_restarts == found.last_push["server_restarts"] == 1
+    assert server.num_pushes == (1 if path == "/pause" else 2)
+    assert list(tmp_path.iterdir()) == [], "nothing of a push stays"
+
+
+def test_a_server_that_fails_again_and_again_is_given_up_with_the_end_of_its_log(opened, tmp_path):
+    server = FakeServer(tmp_path / "log", "/resume", failures=99)
+    server.command.log_path.write_text("out of memory\n")
+    with pytest.raises(DilocoError, match=r"failed 5 times in a row: connection reset[^$]*out of memory"):
+        opened(server).push()
+    assert server.num_restarts == MAX_ATTEMPTS - 1
+
+
+def test_a_disk_that_is_full_is_named(opened, tmp_path, monkeypatch):
+    found = opened(FakeServer(tmp_path / "log", "", failures=0))
+    monkeypatch.setattr(found, "_blob", tmp_path / "missing" / "pushed")
+    with pytest.raises(DilocoError, match="the weights for the vLLM server cannot be written"):
+        found.push()
