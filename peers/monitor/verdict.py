@@ -5,6 +5,7 @@ It says nothing about a peer that is starting, nor about unknown figures.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -314,5 +315,7 @@ def _window_means(points: Points) -> tuple[int, list[float]]:
     window = len(points) // 10
     if len(points) < _ENOUGH_POINTS:
         return window, []
-    values = [value for _, value in points]
-    return window, [statistics.fmean(values[i : i + window]) for i in range(len(values) - window + 1)]
+    # Differences from the first value: the means of a curve that stands still are exactly the same.
+    first = points[0][1]
+    sums = list(itertools.accumulate((value - first for _, value in points), initial=0.0))
+    return window, [first + (end - begin) / window for begin, end in zip(sums, sums[window:], strict=False)]

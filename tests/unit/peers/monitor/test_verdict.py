@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from peers.monitor.verdict import PeerFacts, SwarmFacts, verdict_of
+from peers.monitor.verdict import PeerFacts, SwarmFacts, judged_losses, judged_rewards, verdict_of
 
 
 def swarm(*changes: dict[str, Any], **of_swarm: Any) -> SwarmFacts:
@@ -168,3 +169,16 @@ def test_an_observer_that_has_just_come_does_not_say_since_when_a_peer_is_lost()
 
 def test_a_loss_of_few_points_that_stands_says_little():
     assert verdict_of(swarm({"losses": falling(100, then=0.0002, last=300)})).level == "good"
+
+
+def test_a_curve_of_two_hundred_thousand_points_is_judged_at_once():
+    began_s = time.process_time()
+    assert len(list(judged_losses(falling(100_000, then=1e-4, last=1_000_000)))) == 1
+    # A minute where each window is summed anew.
+    assert time.process_time() - began_s < 10
+
+
+def test_a_reward_that_stays_has_not_risen_by_a_rounding_error():
+    assert [text[:24] for text in judged_rewards([(s, 0.1) for s in range(500)])] == [
+        "the reward has not risen"
+    ]
