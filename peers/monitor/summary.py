@@ -37,9 +37,10 @@ def summary_of(
     by_rank = {rank: shown[peer_id] for rank, peer_id in holders.items()}
     there = [shown[i] for i in in_order if states[i] not in (LOST, SILENT)]
     rounds = rounds_of(by_rank)
-    differs_at = next((entry["epoch"] for entry in rounds if not entry["agrees"]), None)
     ranked = [i for i in in_order if shown[i].announcement.world_rank != NO_RANK]
-    facts = SwarmFacts(peers=[peer_facts(shown[i], states[i], now) for i in ranked], differs_at=differs_at)
+    facts = SwarmFacts(
+        peers=[peer_facts(shown[i], states[i], now) for i in ranked], differs_at=_differs_at(by_rank.values())
+    )
     return {
         "run_id": run_id,
         "verdict": dataclasses.asdict(verdict_of(facts)),
@@ -163,6 +164,20 @@ def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
         for entry in peer.rounds:
             by_epoch.setdefault(entry.epoch, {})[rank] = entry
     return [_round(epoch, entries, ranks) for epoch, entries in sorted(by_epoch.items())]
+
+
+def _differs_at(peers: Iterable[Observation]) -> int | None:
+    """The first epoch since which those who tell of the same epoch differ; a fork that has healed is none."""
+    told: dict[int, list[str]] = {}
+    for entry in (entry for peer in peers for entry in peer.rounds):
+        told.setdefault(entry.epoch, []).append(entry.anchor_digest)
+    found = None
+    for epoch, digests in sorted(told.items(), reverse=True):
+        if len(set(digests)) > 1:
+            found = epoch
+        elif len(digests) > 1:
+            break
+    return found
 
 
 def _with_ranks(text: str, ranks: Mapping[str, int]) -> str:

@@ -306,6 +306,20 @@ def test_the_summary_is_what_programs_rely_on():
     assert [peer["world_rank"] for peer in summary["rounds"][1]["peers"]] == [0, 1]
 
 
+def test_a_fork_that_has_healed_is_no_fault_and_one_that_lasts_is_named_by_its_first_epoch():
+    def verdict(*last: str) -> str:
+        observations = Observations()
+        for rank, (own, end) in enumerate(zip("ab", last, strict=True)):
+            # Epoch 5 is told of by the first peer alone, as the other one went over to its side then.
+            epochs = {3: "c", 4: own, **({5: own} if own == "a" else {}), 6: end, 7: end}
+            rounds = tuple(entry(e, 800.0 + e, anchor_digest=64 * digest) for e, digest in epochs.items())
+            reported(observations, own.upper(), 0.6, world_rank=rank, rounds=rounds)
+        return summary_of("run", observations, now=1.0, unix_now=1000.0)["verdict"]["text"]
+
+    assert "weights" not in verdict("c", "c")
+    assert verdict("a", "b").startswith("peers hold different weights since epoch 4")
+
+
 def test_a_step_that_a_later_version_names_is_shown_as_idle():
     observations = three()
     for step in ("voted", "dreaming"):
