@@ -182,9 +182,14 @@ async def confirmed(question: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise UserError("Nothing was changed: nobody is there to be asked. Give --yes to go on.")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    if (await _typed_line()).strip().lower() not in ("y", "yes"):
+    if not await says_yes(question):
         raise UserError("Nothing was changed.")
+
+
+async def says_yes(question: str) -> bool:
+    """What somebody at the terminal answers."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return (await _typed_line()).strip().lower() in ("y", "yes")
 
 
 async def _typed_line() -> str:

@@ -37,6 +37,7 @@ from diloco.cli.pods_flags import (
     locked,
     results_of,
     say,
+    says_yes,
     shouted,
 )
 from diloco.cli.state_files import opened, opened_existing, say_if_empty, tell_other_state_files, typed
@@ -369,12 +370,15 @@ async def given_back(
 
     async with renters(ledger, where, say, fetches=fetches) as found:
         failures = await found.down(names, discard_results=yes)
-        kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
+        kept = {name: error for name, error in failures.items() if isinstance(error, ResultsNotFetched)}
+        code = 0
         if kept and sys.stdin.isatty():
-            await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
+            # Before the question: it says why there is one.
+            code = shouted(kept)
             failures = {name: error for name, error in failures.items() if name not in kept}
-            failures |= await found.down(kept, discard_results=True)
+            if await says_yes(f"Give back {', '.join(kept)} without their results?"):
+                code, failures = 0, failures | await found.down(list(kept), discard_results=True)
     if not ledger.rows():
         watcher.stop(ledger.path)
     ensure_watcher(ledger)
-    return shouted(failures)
+    return shouted(failures) or code

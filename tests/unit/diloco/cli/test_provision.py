@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from diloco.cli.provision import PodFlags
+from diloco.cli import pods_flags, provision
+from diloco.cli.provision import PodFlags, given_back
 from diloco.errors import UserError
+from provisioning.errors import ProviderError, ResultsNotFetched
 from provisioning.errors import UserError as ProvisioningUserError
+from provisioning.renting import renters
 
 
 def asked(**flags):
@@ -61,3 +68,34 @@ def test_flags_that_name_no_pods_or_name_them_twice_are_refused(tmp_path):
     path.write_text("[[pods]]\ngpu_count = 0\n")
     with pytest.raises(ProvisioningUserError, match="`gpu_count`"):
         asked(file=path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "others", "code"),
+    [
+        ("n\n", {"pod-2": ProviderError("lium says 500")}, 1),
+        ("y\n", {"pod-2": ProviderError("lium says 500")}, 1),
+        ("n\n", {}, 1),
+        ("y\n", {}, 0),
+    ],
+)
+async def test_a_pod_that_still_costs_is_told_of_whatever_is_answered_about_another_ones_results(
+    monkeypatch, capsys, answer, others, code
+):
+    async def down(names, *, discard_results):
+        assert not discard_results or (names, answer) == (["pod-1"], "y\n")
+        return {} if discard_results else {"pod-1": ResultsNotFetched("no space left"), **others}
+
+    async def typed():
+        asked = "!!! pod-1: no space left\nGive back pod-1 without their results? [y/N] "
+        assert capsys.readouterr().err == asked
+        return answer
+
+    found = contextlib.nullcontext(SimpleNamespace(down=down))
+    monkeypatch.setattr(renters, "renters", lambda *_, **__: found)
+    monkeypatch.setattr(pods_flags, "_typed_line", typed)
+    monkeypatch.setattr(provision, "ensure_watcher", lambda _: None)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    ledger = SimpleNamespace(rows=lambda: ["pod-1"])
+    assert await given_back(ledger, None, (), None, yes=False) == code
+    assert capsys.readouterr().err == "".join(f"!!! {name}: {error}\n" for name, error in others.items())
