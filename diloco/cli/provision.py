@@ -116,9 +116,17 @@ class PodFlags:
         return specs_of(tables, origin, gpu_types=self.gpu_types, **common)
 
     def filters(self) -> list[PodSpec]:
-        """What to list offers by: flags that are not given exclude nothing, spot machines included."""
+        """What to list offers by: flags that are not given exclude nothing, spot machines included.
+
+        Raises UserError for --file, whose tables may name several providers.
+        """
         from provisioning.pods.spec import PodSpec
 
+        if self.file is not None:
+            raise UserError(
+                f"--offers goes by flags: in place of --file {self.file}, give --provider, --gpu-type and the like; "
+                "--plan shows which offers the pods of a file would take."
+            )
         common = {**self._common(), "name": "any", "spot": True}
         return [PodSpec(gpu_type=gpu_type, **common) for gpu_type in self.gpu_types or (None,)]
 
