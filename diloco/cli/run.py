@@ -21,7 +21,7 @@ from diloco.options.trainer import (
     with_fitting_batch_size,
     with_mode_defaults,
 )
-from diloco.train.devices import this_machine
+from diloco.train.devices import needs_two_gpus, this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, created_run_dir
 from peers.core.weights import Aggregation
@@ -77,6 +77,7 @@ def run(
     for note in notes_on_unused_flags(train, _SOURCE.named):
         print_note(note)
     machine = this_machine(os.environ, train.device, num_peers=peers)
+    _check_enough_gpus(train, machine.num_gpus, peers)
     choice = chosen(with_mode_defaults(train, _SOURCE.named), _SOURCE.named, machine)
     train = with_fitting_batch_size(choice.config, _SOURCE.named)
     check_choices(train, machine)
@@ -110,6 +111,16 @@ def _check_enough_peers(rule: Rule, num_peers: int) -> None:
     needed = Aggregation(rule=rule).least_group
     if num_peers < needed:
         raise UserError(f"--hv.aggregation {rule} needs {needed} or more peers: use --peers {needed}.")
+
+
+def _check_enough_gpus(train: TrainConfig, num_gpus: int, num_peers: int) -> None:
+    """Raise UserError if the peers' vLLM servers would have no GPU."""
+    if needs_two_gpus(train) and 0 < num_gpus < 2 * num_peers:
+        raise UserError(
+            f"{num_peers} peers with a vLLM server each need {2 * num_peers} GPUs, two each, but this machine has "
+            f"{num_gpus}; use fewer --peers, name the servers' GPU by --grpo.vllm-gpu, or do without them by "
+            "--rollout hf"
+        )
 
 
 @dataclass

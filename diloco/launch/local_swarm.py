@@ -20,7 +20,7 @@ from diloco.launch.live import PeerRow
 from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
-from diloco.train.devices import thread_settings, visible_gpus
+from diloco.train.devices import needs_two_gpus, thread_settings, visible_gpus
 from diloco.train.run_dir import reason_in
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import WORKER_ENDED, WorkerEnd
@@ -148,7 +148,7 @@ class LocalSwarm:
         }
         command = WorkerCommand(
             argv=(sys.executable, "-m", "diloco", "peer", *(part for pair in flags.items() for part in pair)),
-            env={**self._environment, **gpu_of_peer(rank, visible_gpus(os.environ))},
+            env={**self._environment, **self._gpus(rank, visible_gpus(os.environ))},
             cwd=Path.cwd(),
             log_path=row.run_dir / "logs" / "peer.log",
             reason_in=reason_in,
@@ -163,6 +163,12 @@ class LocalSwarm:
 
         supervisor = Supervisor(command, on_exit, stop_timeout_s=_STOP_TIMEOUT_S)
         return LocalPeer(rank, supervisor, row, LogTail(command.log_path))
+
+    def _gpus(self, rank: int, gpus: list[str]) -> dict[str, str]:
+        """Its own GPU; where it starts a server, then that of the server, as in a sweep."""
+        if gpus and needs_two_gpus(self.config):
+            return {"CUDA_VISIBLE_DEVICES": f"{gpus[2 * rank + 1]},{gpus[2 * rank]}"}
+        return gpu_of_peer(rank, gpus)
 
 
 def coordinator_command(

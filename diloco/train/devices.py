@@ -127,6 +127,11 @@ def starts_server(config: TrainConfig) -> bool:
     return config.mode == "grpo" and config.grpo.rollout == "vllm"
 
 
+def needs_two_gpus(config: TrainConfig) -> bool:
+    """Whether a peer of one rank needs a second GPU, where there are any: for a server that shares none."""
+    return starts_server(config) and config.grpo.vllm_gpu is None and config.device != "cpu"
+
+
 def gpus_for_ranks(config: TrainConfig, num_gpus: int) -> int:
     """How many of a machine's GPUs are left for training."""
     return max(num_gpus - 1, 1) if num_gpus and starts_server(config) and config.device != "cpu" else num_gpus

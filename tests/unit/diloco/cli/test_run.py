@@ -7,6 +7,16 @@ import pytest
 from diloco.cli.app import exit_code
 
 
+@pytest.mark.parametrize(("peers", "is_refused"), [("2", True), ("1", False)])
+def test_servers_without_a_gpu_are_noticed_before_the_start(tmp_path, monkeypatch, capsys, peers, is_refused):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    # Refused in any case: there is no such data set.
+    assert exit_code(["run", "--mode", "grpo", "--dataset", "none.py:None", "--peers", peers]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ("need 4 GPUs, two each, but this machine has 3" in said) == is_refused
+
+
 @pytest.mark.parametrize(
     ("flags", "is_refused"),
     [
