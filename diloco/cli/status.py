@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -60,16 +60,16 @@ async def _show_status(
 
     console = Console()
 
-    def show() -> None:
+    def show(summary: dict[str, Any]) -> None:
         if as_json:
-            print(json.dumps(observer.swarm()), flush=True)
+            print(json.dumps(summary), flush=True)
         else:
-            console.print(render(observer.swarm(), width=console.width))
+            console.print(render(summary, width=console.width))
 
     async with swarm.observed(secret) as observer:
         waiting.stop()
         if not watch:
-            show()
+            show(observer.swarm())
             return 0
         is_redrawn = sys.stdout.isatty() and not as_json
         with Live(console=console, auto_refresh=False, screen=True) if is_redrawn else nullcontext() as live:
@@ -78,7 +78,8 @@ async def _show_status(
                     table = render(observer.swarm(), width=console.width, height=console.height)
                     live.update(table, refresh=True)
                 else:
-                    # In a thread, so that Ctrl-C works even if the reader of a pipe blocks.
-                    await asyncio.to_thread(show)
+                    # Printed in a thread, so that Ctrl-C works even if the reader of a pipe blocks; summed up here,
+                    # where reports come in.
+                    await asyncio.to_thread(show, observer.swarm())
                 await asyncio.sleep(MIN_REDRAW_S)
                 await observer.changed(REDRAW_S)
