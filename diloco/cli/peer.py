@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import time
@@ -157,8 +158,10 @@ def parse_worker(worker: str | None) -> tuple[str, ...]:
         raise UserError(f"--worker {worker}: {error}.") from error
     if not words or shutil.which(words[0], path=path_with_this_python()) is None:
         raise UserError(f"--worker {worker!r} names no program that can be started on this machine.")
-    script = next((word for word in words if word.endswith(".py")), None)
-    if script is not None and not Path(script).expanduser().exists():
+    # Elsewhere such a word may be anything: an argument, a part of a shell's command, a name in another directory.
+    is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name) is not None
+    script = words[1] if is_python and len(words) > 1 else ""
+    if script.endswith(".py") and not Path(script).expanduser().exists():
         raise UserError(f"--worker {worker!r}: the file {script} does not exist.")
     return words
 

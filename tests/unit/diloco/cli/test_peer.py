@@ -24,6 +24,19 @@ def test_the_words_of_a_program_are_split_as_a_shell_would(tmp_path, monkeypatch
     assert parse_worker('python loop.py --name "two words"') == ("python", "loop.py", "--name", "two words")
 
 
+@pytest.mark.parametrize(
+    "worker",
+    [
+        'bash -c "cd sub && python loop.py"',
+        "env A=b.py true",
+        "python -m http.server --directory x.py",
+        "bash run.py",
+    ],
+)
+def test_only_the_script_of_an_interpreter_has_to_be_there(worker):
+    assert parse_worker(worker)
+
+
 @pytest.mark.parametrize("worker", ["", "no-such-program loop.py", 'python "loop.py', "python loop.py"])
 def test_a_program_that_cannot_be_started_is_refused(worker):
     with pytest.raises(UserError, match="--worker"):
