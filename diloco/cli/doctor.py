@@ -70,7 +70,8 @@ def doctor(
     if role == "rollout":
         train, named = replace(train, mode="grpo"), named_of_rollout_peer(named)
     train = with_mode_defaults(train, named)
-    if not parse_worker(worker) and role == "train":
+    program = parse_worker(worker)
+    if not program and role == "train":
         train = chosen(train, named, machine, num_ranks=ranks).config
     train = with_fitting_batch_size(train, named, num_ranks=ranks)
     found: list[Finding] = []
@@ -80,7 +81,7 @@ def doctor(
         if not as_json_:
             _print(finding)
 
-    for finding in _check_machine(train, ranks, machine):
+    for finding in _check_machine(train, ranks, machine, has_own_worker=bool(program)):
         tell(finding)
     code = _run_network_checks(train.hv, timeout, found, tell)
     if as_json_:
@@ -90,7 +91,9 @@ def doctor(
     return code or int(any(finding.verdict == "fail" for finding in found))
 
 
-def _check_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
+def _check_machine(
+    train: TrainConfig, ranks: int, machine: Machine, *, has_own_worker: bool
+) -> Iterator[Finding]:
     """The checks that need no network."""
     from diloco.doctor.resources import check_descriptors, check_disk
     from diloco.doctor.software import check_packages, check_python, check_torch, check_vllm
@@ -101,20 +104,25 @@ def _check_machine(train: TrainConfig, ranks: int, machine: Machine) -> Iterator
     loaded = list(run_check("torch", check_torch))
     yield from loaded
     if all(finding.verdict == "pass" for finding in loaded):
-        yield from _check_with_torch(train, ranks, machine)
+        yield from _check_with_torch(train, ranks, machine, has_own_worker=has_own_worker)
     if starts_server(train):
         yield from run_check("vllm", lambda: check_vllm(train.grpo))
     yield from run_check("descriptors", check_descriptors)
     yield from run_check("disk", lambda: check_disk(train, state_dir()))
 
 
-def _check_with_torch(train: TrainConfig, ranks: int, machine: Machine) -> Iterator[Finding]:
+def _check_with_torch(
+    train: TrainConfig, ranks: int, machine: Machine, *, has_own_worker: bool
+) -> Iterator[Finding]:
     """The checks that import torch."""
     from diloco.doctor.gpu import check_gpus, gpu_memory_bytes
     from diloco.doctor.resources import check_model_memory
     from diloco.doctor.speed import check_speed
 
     yield from run_check("gpu", lambda: check_gpus(train.device, compiles=train.torch_compile is not False))
+    if has_own_worker:
+        # Its model is not known.
+        return
     memory = list(run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes())))
     yield from memory
     if train.mode == "pretrain" and all(finding.verdict == "pass" for finding in memory):

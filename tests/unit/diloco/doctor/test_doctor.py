@@ -7,6 +7,7 @@ from importlib import metadata
 
 import pytest
 
+from diloco.cli.doctor import _check_with_torch
 from diloco.doctor import speed
 from diloco.doctor.findings import Finding, as_json, passed, run_check
 from diloco.doctor.gpu import judge_gpus
@@ -16,6 +17,7 @@ from diloco.doctor.software import check_packages, check_vllm
 from diloco.doctor.swarm import judge_clock
 from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig
 from diloco.options.trainer import TrainConfig
+from diloco.train.devices import Machine
 
 PUBLIC, PRIVATE = "203.0.113.7", "192.168.1.5"
 
@@ -176,6 +178,16 @@ def test_a_disk_with_too_little_room_fails_and_one_with_just_enough_warns(tmp_pa
     assert check_place(Place("disk", tmp_path / "not" / "there", 1, "fix")).verdict == "pass"
     assert check_place(Place("disk", tmp_path, 10**18, "fix")).verdict == "fail"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_of_ones_own_is_not_judged_by_the_model_that_nobody_trains(monkeypatch):
+    monkeypatch.setattr(speed, "flops_of", lambda _device: 100e9)
+    config, machine = TrainConfig(path_model="2m", device="cpu"), Machine(num_cores=2)
+    usual, own = (
+        {finding.name for finding in _check_with_torch(config, 1, machine, has_own_worker=has_one)}
+        for has_one in (False, True)
+    )
+    assert usual - own == {"memory", "speed"}
 
 
 def test_a_batch_that_is_too_large_is_told_which_would_fit():
