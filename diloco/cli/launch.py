@@ -87,7 +87,10 @@ def launch(
     from provisioning.launchers.job import LOGS, LaunchJob
 
     here = Path.cwd()
-    words = shlex.split(program)
+    try:
+        words = shlex.split(program)
+    except ValueError as error:
+        raise UserError(f"--program {program}: {error}.") from error
     if not words:
         raise UserError('--program "": name the program to run.')
     try:
