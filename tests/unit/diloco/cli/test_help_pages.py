@@ -10,6 +10,7 @@ from diloco.cli.app import exit_code, make_app
 from diloco.cli.help_pages import EXAMPLES, arguments_of, commands_of, pages
 from diloco.options.help import PAGES_DIR, requested_page
 from diloco.options.trainer import parse_train_config
+from provisioning.experiments.sets import BUILT_IN
 from tests.support.documents import MADDR
 
 RUN_ALONE = {"trainer"}
@@ -34,6 +35,11 @@ def test_every_verb_has_an_example_that_the_parser_takes():
         assert function is not app.default_command and not unused
     example = shlex.split(EXAMPLES["trainer"])
     assert parse_train_config(example[example.index("diloco/train_fsdp.py") + 1 :])[1] == {"path_model"}
+
+
+def test_the_examples_of_experiments_name_sets_that_there_are():
+    words = [shlex.split(EXAMPLES[f"experiments {verb}"]) for verb in ("run", "destroy")]
+    assert {one[one.index("--name") + 1] for one in words} <= set(BUILT_IN)
 
 
 def test_doctor_takes_every_flag_of_the_peer_that_it_stands_in_for():
