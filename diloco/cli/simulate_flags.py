@@ -92,7 +92,7 @@ class Pods:
     price: Rate = 0.0
     """Dollars per hour of one peer."""
     peers_file: Path | None = None
-    """TOML file with [[peers]]: bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, count."""
+    """TOML file with [[peers]]: bandwidth, download, rtt, gpu, gpus, flops, mfu, cores, price, step_time, count."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from diloco.cli.simulate_flags import LEAST_CORES, LEAST_FLOPS, Pods
+from cyclopts import App, CycloptsError, Parameter
+
+from diloco.cli.simulate_flags import Pods
 from diloco.errors import UserError
-from diloco.sim.command.values import bits_per_s, count, seconds
+from diloco.options.parse_errors import parse_error_text
+from diloco.options.sources import ValueSource
 from peers.protocol.limits import MAX_PEERS
+from provisioning.pods.spec import read_toml, tables_in
+
+_OF_ALL = {"peers", "peers_file", "window"}
+"""Fields of Pods that a table cannot have."""
 
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -70,67 +75,39 @@ def from_lists(pods: Pods) -> list[Pods]:
 
 
 def from_toml(path: Path, usual: Pods) -> list[Pods]:
-    """[[peers]] tables with the fields of _TABLE, and count; what a table leaves out is as usual."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("peers", [])
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} is no TOML file: {error}") from error
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise UserError(
-            f'{path} has no [[peers]]; write, for example:\n[[peers]]\nbandwidth = "500mbit"\ncount = 4'
-        )
-    return [peer for index, table in enumerate(tables) for peer in _from_table(path, index, table, usual)]
+    """[[peers]] tables with fields of Pods, and count; what a table leaves out is as usual."""
+    tables = tables_in(read_toml(path), "peers", str(path))
+    return [
+        peer
+        for index, table in enumerate(tables)
+        for peer in _from_table(f"{path}, peer {index}", table, usual)
+    ]
 
 
-def _from_table(path: Path, index: int, table: Mapping[str, Any], usual: Pods) -> list[Pods]:
-    values: dict[str, Any] = {}
+def _from_table(where: str, table: Mapping[str, Any], usual: Pods) -> list[Pods]:
     copies = table.get("count", 1)
-    for key, value in table.items():
-        if key == "count":
-            continue
-        if key not in _TABLE:
-            raise UserError(
-                f"{path}, peer {index}: unknown field {key}; there are {', '.join(_TABLE)}, count"
-            )
-        try:
-            values[key] = _TABLE[key](str(value))
-        except ValueError as error:
-            raise UserError(f"{path}, peer {index}, {key}: {error}") from error
-    values.setdefault("download", values.get("bandwidth", usual.download or usual.bandwidth))
     if type(copies) is not int or not 1 <= copies <= MAX_PEERS:
-        raise UserError(f"{path}, peer {index}: count is a number from 1 to {MAX_PEERS}, not {copies!r}")
-    return [replace(usual, **values)] * copies
+        raise UserError(f"{where}: count is a number from 1 to {MAX_PEERS}, not {copies!r}")
+    values = {name: value for name, value in table.items() if name != "count"}
+    if of_all := values.keys() & _OF_ALL:
+        raise UserError(f"{where}: {min(of_all)} is of all peers; give it as a flag")
+    source = ValueSource(values, "the table")
+    app = App(config=[source], help_flags=(), version_flags=())
+    app.default(_pods)
+    try:
+        _, bound, _ = app.parse_args([], exit_on_error=False, print_error=False, verbose=False)
+    except CycloptsError as error:
+        raise UserError(f"{where}: {parse_error_text(error)}") from error
+    own = {name: getattr(bound.arguments["pods"], name) for name in source.named}
+    if several := [name for name in ("bandwidth", "download") if len(own.get(name, (0,))) > 1]:
+        raise UserError(f"{where}: {several[0]} takes one value here")
+    return [
+        replace(usual, **{"download": own.get("bandwidth", usual.download or usual.bandwidth), **own})
+    ] * copies
 
 
-def _from(low: float, parse: Callable[[str], float]) -> Callable[[str], float]:
-    """A parser that rejects values below `low`, and text that is not a number."""
-
-    def parsed(text: str) -> float:
-        try:
-            value = parse(text)
-        except ValueError:
-            raise ValueError(f"{text!r:.40} is not a {'whole ' if parse is int else ''}number") from None
-        if not low <= value < math.inf:
-            raise ValueError(f"it must be {low:g} or more, and is {text}")
-        return value
-
-    return parsed
-
-
-_TABLE: dict[str, Callable[[str], Any]] = {
-    "bandwidth": lambda text: (bits_per_s(text),),
-    "download": lambda text: (bits_per_s(text),),
-    "rtt": seconds,
-    "gpu": str,
-    "gpus": _from(1, int),
-    "flops": _from(LEAST_FLOPS, count),
-    "cores": _from(LEAST_CORES, float),
-    "price": _from(0, float),
-    "step_time": seconds,
-}
-"""By field of a table, which is that of Pods, too: how it is read."""
+def _pods(*, pods: Annotated[Pods, Parameter(name="*")] = Pods()) -> None:  # noqa: B008
+    """The fields of a table."""
 
 
 def peak_of(peer: Pods) -> float:
