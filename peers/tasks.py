@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
+import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -63,3 +66,32 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
         async with asyncio.timeout(timeout_s):
             return await event.wait()
     return False
+
+
+async def until_signal(main: Coroutine[Any, Any, int], timeout_s: float) -> int:
+    """Run `main` and return its exit code. SIGINT or SIGTERM, number n, cancels it; the exit code is then 128 + n.
+
+    If it takes longer than `timeout_s` to end, the process exits regardless. The kernel then kills its child processes,
+    which were started with that setting (die_with_parent).
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main)
+    caught: list[int] = []
+
+    def cancel(number: int) -> None:
+        if not caught:
+            caught.append(number)
+            forced_exit = threading.Timer(timeout_s, os._exit, (128 + number,))
+            forced_exit.daemon = True
+            forced_exit.start()
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, cancel, number)
+    try:
+        code = await task
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        code = 0
+    return 128 + caught[0] if caught else code

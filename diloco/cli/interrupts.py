@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Coroutine
 from types import FrameType
 from typing import Any
@@ -26,13 +25,20 @@ def exit_at_once_on_signals() -> None:
 def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
     """Run `main` and return its exit code. Signal n cancels it; the exit code is then 128 + n.
 
-    If the clean-up takes longer than CLEAN_UP_TIMEOUT_S, the process exits regardless. The kernel then kills its child
-    processes, which were started with that setting (die_with_parent).
+    If the clean-up takes longer than CLEAN_UP_TIMEOUT_S, the process exits regardless.
     """
     # Not at the top: every `--help` imports this module, and asyncio would slow it down.
     import asyncio
 
-    return asyncio.run(_cancelled_by_signals(main))
+    from peers.tasks import until_signal
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        return asyncio.run(until_signal(main, CLEAN_UP_TIMEOUT_S))
+    finally:
+        # The loop leaves Python's own, which print a traceback.
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_with_hivemind(main: Coroutine[Any, Any, int]) -> int:
@@ -44,29 +50,3 @@ def run_with_hivemind(main: Coroutine[Any, Any, int]) -> int:
 
     load_hivemind()
     return run_interruptible(main)
-
-
-async def _cancelled_by_signals(main: Coroutine[Any, Any, int]) -> int:
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(main)
-    caught: list[signal.Signals] = []
-
-    def cancel(number: signal.Signals) -> None:
-        if not caught:
-            caught.append(number)
-            forced_exit = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
-            forced_exit.daemon = True
-            forced_exit.start()
-            task.cancel()
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, cancel, number)
-    try:
-        code = await task
-    except asyncio.CancelledError:
-        if not caught:
-            raise
-        code = 0
-    return 128 + caught[0] if caught else code

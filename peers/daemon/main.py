@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from peers.net.dht.node import Dht, load_hivemind
 from peers.net.identity import claim_slot, is_one_more
 from peers.net.socket_directory import SocketDirectory
 from peers.protocol.reports import Phase
+from peers.tasks import until_signal
 from peers.timing import PROBE_S, STOP_S
 
 _MAX_CONFIG_BYTES = 1 << 24
@@ -90,34 +90,15 @@ def main() -> int:
     load_hivemind()
     try:
         text = sys.stdin.buffer.read(_MAX_CONFIG_BYTES)
-        return asyncio.run(_until_signal(msgspec.json.decode(text, type=DaemonConfig)))
+        config = msgspec.json.decode(text, type=DaemonConfig)
+        # The worker's death sends a SIGTERM, too; the daemon then leaves the swarm.
+        return asyncio.run(until_signal(run_daemon(config, worker=None), _CLEAN_UP_TIMEOUT_S))
     except UserError as error:
         log.error("%s", error)
         return 2
     except PeersError:
         log.exception("the daemon failed")
         return 1
-
-
-async def _until_signal(config: DaemonConfig) -> int:
-    """Run the daemon. On SIGTERM, which the worker's death also sends, or SIGINT it leaves the swarm by a deadline."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(run_daemon(config, worker=None))
-    caught: list[int] = []
-
-    def leave(number: int) -> None:
-        caught.append(number)
-        task.cancel()
-        # At the deadline the kernel ends this process, and p2pd dies with it.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _CLEAN_UP_TIMEOUT_S)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, leave, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        return 128 + caught[0] if caught else 1
 
 
 if __name__ == "__main__":

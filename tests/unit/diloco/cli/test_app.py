@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.app import exit_code
+from diloco.cli.interrupts import run_interruptible
 
 
 def text_of_box(stderr: str) -> str:
@@ -61,3 +62,16 @@ def test_a_signal_cancels_what_runs_and_sets_the_exit_code(number, code, tmp_pat
         process.kill()
         process.wait()
     assert (tmp_path / "cleaned").exists()
+
+
+def test_a_signal_after_the_event_loop_is_handled_as_before_it():
+    async def main() -> int:
+        return 3
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    signal.signal(signal.SIGTERM, own := lambda *_: None)
+    try:
+        assert run_interruptible(main()) == 3
+        assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == [before[0], own]
+    finally:
+        signal.signal(signal.SIGTERM, before[1])
