@@ -110,12 +110,13 @@ class WorkerHost:
     async def _serve(self, connection: DaemonConnection) -> None:
         """Serve one local rank until it hangs up. The worker has ended when rank 0 hangs up."""
         try:
-            hello = await asyncio.wait_for(connection.receive(), START_S)
+            # However long a trainer loads its model before it speaks: its end closes the connection.
+            hello = await connection.receive()
             if hello["kind"] == "adopt":
                 runtime = await self._answer(connection, asyncio.shield(self._ready))
                 manifest = dict(self._agreement.manifest)
                 await connection.send("manifest", manifest=manifest, world_rank=runtime.core.world_rank)
-                hello = await asyncio.wait_for(connection.receive(), START_S)
+                hello = await connection.receive()
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))
                 return
@@ -137,7 +138,7 @@ class WorkerHost:
         except LinkLost:
             log.debug("local rank hung up")
         except (TimeoutError, ProtocolError) as error:
-            log.error("hung up on a worker: %s", error or "it said nothing")
+            log.error("hung up on a worker: %s", str(error) or "it took too long")
         except PeersError as error:
             # The worker's work cannot be averaged. It tells its user; its next life may succeed.
             log.error("hung up on a worker: %s", error)

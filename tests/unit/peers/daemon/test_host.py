@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from diloco.train.progress import Progress
+from peers.daemon import host as host_module
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.host import WorkerHost
 from peers.daemon.link import WorkerLink, listen
@@ -180,6 +181,26 @@ async def test_what_a_worker_tells_beside_its_training_is_heard_until_it_hangs_u
     news = host.news
     assert news[0] == ("doing", "evaluating") and ("evaluated", 7, 2.5) in news
     assert ("disk", "it is full") in news and news[-1] == ("doing", None)
+
+
+async def test_a_worker_may_load_for_long_between_its_connection_and_its_first_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_module, "START_S", 0.0)
+
+    def work() -> None:
+        loading, link = WorkerLink.connect(tmp_path / "link"), WorkerLink.connect(tmp_path / "link")
+        link.send("adopt")
+        link.receive("manifest")
+        link.close()
+        loading.hello(LAYOUT, local_rank=0)
+        loading.close()
+
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(SlowHost().serve(accept))
+        await asyncio.to_thread(work)
+        silent = await asyncio.to_thread(WorkerLink.connect, tmp_path / "link")
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        silent.close()
 
 
 class LateHost(SlowHost):
