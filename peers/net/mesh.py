@@ -29,7 +29,7 @@ from peers.net.live_peer import silence_s
 from peers.net.paths.paths import Paths
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
-from peers.protocol.records import Announcement, Lost, Spoken
+from peers.protocol.records import Announcement, Lost, Spoken, Untimely
 from peers.protocol.refusal import Refused, Why
 from peers.reduce.bandwidth import min_round_trip_s
 from peers.timing import ANSWER_S, OFTEN_S, SLICE_S, START_S, status_s
@@ -267,7 +267,7 @@ class Mesh:
                 continue
             try:
                 spoken = self._channels.decode(one.peer_id, one.record)
-            except Refused:
+            except (Refused, Untimely):
                 continue
             if spoken.version != version:
                 raise ProtocolError(f"passes on words of {one.peer_id} under a false number")

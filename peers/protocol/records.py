@@ -80,6 +80,10 @@ class Path(StrEnum):
     """Through a third peer, TLS 1.3 from end to end."""
 
 
+class Untimely(ProtocolError):
+    """A record that is too old, or of the future. Whoever passed it on may have had it in time, by its clock."""
+
+
 class Record(Struct, frozen=True, kw_only=True):
     """What a peer states about itself at `time` (Unix seconds)."""
 
@@ -105,7 +109,7 @@ class Record(Struct, frozen=True, kw_only=True):
                 f"a record of {peer_id} that belongs to {record.peer_id!r}, run {record.run_id!r}"
             )
         if not now - MAX_AGE_S <= record.time <= now + CLOCK_TOLERANCE_S:
-            raise ProtocolError(f"a record of {peer_id} that is {now - record.time:.0f} s old")
+            raise Untimely(f"a record of {peer_id} that is {now - record.time:.0f} s old")
         try:
             record.check_addresses()
         except UserError as error:

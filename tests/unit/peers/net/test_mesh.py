@@ -20,8 +20,10 @@ from peers.net.identity import claim_slot
 from peers.net.mesh import Mesh
 from peers.protocol.mesh import News, Told
 from peers.protocol.messages import Ask, Status
+from peers.protocol.records import MAX_AGE_S
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
+from peers.timing import CLOCK_TOLERANCE_S
 from tests.support.announcements import announced, spoken
 from tests.support.in_process import until
 
@@ -499,6 +501,17 @@ async def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_t
     assert not many.lost[speaker] and not many.lost[other]
     assert other in mesh._gossip.here
     await many.close()
+
+
+@pytest.mark.parametrize("early_s", [-(MAX_AGE_S + 1), CLOCK_TOLERANCE_S + 1])
+def test_a_word_that_has_grown_too_old_on_its_way_is_no_fault_of_who_passes_it_on(tmp_path, early_s):
+    identity = claim_slot(tmp_path, "run", 0)
+    posted = []
+    mesh = mesh_over(Transport(), post=posted.append)
+    record = spoken(identity.peer_id, number=3, time=time.time() + early_s).encode(identity)
+    mesh.received("b", News(told=(Told(peer_id=identity.peer_id, incarnation=1, number=3, record=record),)))
+    assert not mesh.peers and not posted
+    identity.release()
 
 
 async def test_words_that_are_passed_on_under_a_false_number_or_unsigned_end_the_channel(tmp_path):
