@@ -302,10 +302,14 @@ class Mesh:
         for one in news:
             for peer_id in self._gossip.rumoured(one) - self._channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
-            if any(lost.peer_id == self._peer_id and lost.number >= self._number for lost in one.lost):
-                self.broadcast_status()
+        if not self._gossip.is_full_mesh and any(map(self._is_said_to_be_lost, news)):
+            self.broadcast_status()
         if news:
             self._pass_on_soon(is_urgent=is_urgent)
+
+    def _is_said_to_be_lost(self, spoken: Spoken) -> bool:
+        """Whether this one says so who has heard this peer's newest word: nobody can have heard a newer one."""
+        return any(lost.peer_id == self._peer_id and lost.number == self._number for lost in spoken.lost)
 
     def _lose(self, peer_id: str, *, by_own_channel: bool) -> None:
         if not self._gossip.lose(peer_id, time.monotonic(), by_own_channel=by_own_channel):

@@ -20,7 +20,7 @@ from peers.net.identity import claim_slot
 from peers.net.mesh import Mesh
 from peers.protocol.mesh import News, Told
 from peers.protocol.messages import Ask, Status
-from peers.protocol.records import MAX_AGE_S
+from peers.protocol.records import MAX_AGE_S, Lost
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
 from peers.timing import CLOCK_TOLERANCE_S
@@ -501,6 +501,27 @@ async def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_t
     assert not many.lost[speaker] and not many.lost[other]
     assert other in mesh._gossip.here
     await many.close()
+
+
+@pytest.mark.parametrize(
+    ("full_mesh", "number", "num_answers"), [(1, 1, 1), (1, 0, 0), (1, 1 << 62, 0), (32, 1, 0)]
+)
+def test_who_is_said_to_be_lost_answers_once_and_only_those_that_have_heard_its_newest_word(
+    tmp_path, monkeypatch, full_mesh, number, num_answers
+):
+    monkeypatch.setattr(overlay, "FULL_MESH", full_mesh)
+    identities, signed = [claim_slot(tmp_path, "run", rank) for rank in range(3)], list[int]()
+    mesh = mesh_over(Transport(), own_record=lambda number, lost: bytes(signed.append(number) or 0))
+    mesh.broadcast_status()
+    monkeypatch.setattr(mesh, "_pass_on_soon", lambda **_: None)
+    lost = (Lost(peer_id="a", incarnation=1, number=number),)
+    words = {one.peer_id: spoken(one.peer_id, lost=lost).encode(one) for one in identities}
+    told = tuple(Told(peer_id=who, incarnation=1, number=0, record=word) for who, word in words.items())
+    mesh.received("b", News(told=told))
+    assert len(mesh.peers) == 3
+    assert len(signed) == 1 + num_answers
+    for identity in identities:
+        identity.release()
 
 
 @pytest.mark.parametrize("early_s", [-(MAX_AGE_S + 1), CLOCK_TOLERANCE_S + 1])
