@@ -288,8 +288,10 @@ class Channels:
             size += ANSWER_BYTES if isinstance(said, Ask | Known) else 0
             if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
                 raise ProtocolError("sends more messages than anybody has reason to")
-            if isinstance(said, Parting) and self.open.get(peer_id) is channel:
-                del self.open[peer_id]
+            if isinstance(said, Parting):
+                if self.open.get(peer_id) is channel:
+                    del self.open[peer_id]
+                return
             self._mesh.received(peer_id, said)
             # Reading what has arrived already does not yield to other tasks.
             await asyncio.sleep(0)

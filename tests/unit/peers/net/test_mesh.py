@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from peers.admission.secrets import AdmissionKey
@@ -18,7 +19,7 @@ from peers.net.channels import MAX_DIALLED, Introduced
 from peers.net.gate import Gate
 from peers.net.identity import claim_slot
 from peers.net.mesh import Mesh
-from peers.protocol.mesh import News, Told
+from peers.protocol.mesh import News, Parting, Said, Told
 from peers.protocol.messages import Ask, Status
 from peers.protocol.records import MAX_AGE_S, Lost
 from peers.protocol.refusal import Refusal, Why
@@ -522,6 +523,18 @@ def test_who_is_said_to_be_lost_answers_once_and_only_those_that_have_heard_its_
     assert len(signed) == 1 + num_answers
     for identity in identities:
         identity.release()
+
+
+async def test_a_channel_that_the_other_end_has_parted_with_is_served_no_more(tmp_path):
+    mesh = mesh_over(Transport())
+    with channel_to(mesh) as theirs:
+        parting = Channel(theirs)
+        await parting.send(Parting())
+        with pytest.raises(PeerUnreachable, match="closed the stream"):
+            await parting.read(Decoder(Said), 5.0)
+        assert not mesh._channels.open
+        assert [one.peer_id for one in mesh.peers] == ["b"]
+        await mesh.close()
 
 
 @pytest.mark.parametrize("early_s", [-(MAX_AGE_S + 1), CLOCK_TOLERANCE_S + 1])
