@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from peers.errors import PeerUnreachable
+from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.channel import Channel
 from peers.protocol.mesh import Announced, Said
 from peers.timing import DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS, heartbeat_s
@@ -73,7 +73,7 @@ class LivePeer:
                         if self._num_unanswered == DOUBT_BEATS:
                             on_silence()
                 await self.channel.send(message, timeout_s=LEAST_SILENCE_S)
-        except PeerUnreachable:
+        except (PeerUnreachable, ProtocolError):
             self.channel.break_off()
 
 

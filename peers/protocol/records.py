@@ -32,8 +32,9 @@ from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 
 MAX_RECORD_BYTES = 4096
 """In the DHT."""
-MAX_SPOKEN_BYTES = MAX_MESSAGE_BYTES - 4096
-"""In the mesh, where the status of the core comes with it, and room is left for the message around it."""
+MAX_SPOKEN_BYTES = MAX_MESSAGE_BYTES // 2
+"""In the mesh, where the status of the core comes with it: the certificate of MAX_PEERS peers with Ed25519 keys fits,
+and a message to which such a word is added last."""
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]
 STATES = frozenset(get_args(State))
 TRAINING_STATES = frozenset({"training", "averaging"})
@@ -217,7 +218,8 @@ def seal(payload: bytes, keys: Keys, max_bytes: int = MAX_RECORD_BYTES) -> bytes
 def unseal(peer_id: str, blob: bytes, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """The payload of a sealed record. Raises ProtocolError unless this peer has signed it."""
     sealed = decode(_decoder(Sealed), blob, max_bytes, what="record")
-    if not _is_signed(peer_id, sealed.payload, sealed.signature):
+    verify = _is_signed if len(blob) <= MAX_RECORD_BYTES else verify_signature
+    if not verify(peer_id, sealed.payload, sealed.signature):
         raise ProtocolError(f"a record of {peer_id} is not signed by it")
     return sealed.payload
 
@@ -227,7 +229,7 @@ def shown_rank(world_rank: int) -> str:
     return "–" if world_rank == NO_RANK else str(world_rank)
 
 
-# Cached: the same record comes from several DHT nodes, and is read repeatedly.
+# Cached: the same record comes from several DHT nodes, and is read repeatedly. Not for long words: it keeps them.
 _is_signed = lru_cache(maxsize=1024)(verify_signature)
 
 

@@ -3,8 +3,10 @@ import random
 import pytest
 
 from peers.net.gossip import Gossip, key_of
-from peers.protocol.mesh import MAX_NEWS
-from peers.protocol.records import Lost
+from peers.protocol.limits import MAX_COUNT, MAX_MESSAGE_BYTES
+from peers.protocol.mesh import MAX_NEWS, News
+from peers.protocol.records import MAX_SPOKEN_BYTES, Lost
+from peers.protocol.wire import encode
 from peers.timing import PROBE_S
 from tests.support.announcements import spoken
 
@@ -233,6 +235,20 @@ def test_a_new_neighbour_is_told_everything_a_message_at_a_time():
         told += news
     assert {one.peer_id for one in told} == {f"p{number}" for number in range(1, count)}
     assert not gossip.is_owed
+
+
+def test_news_fit_into_a_message_however_long_the_words_are_and_whatever_their_order():
+    gossip = Gossip("me")
+    long = b"l" * MAX_SPOKEN_BYTES
+    # Of the longest ids and the greatest numbers; the long word comes last into a message that is almost half full.
+    short = b"s" * (MAX_SPOKEN_BYTES // 2 // (MAX_NEWS - 1) - 1)
+    for number in range(MAX_NEWS):
+        peer_id = f"{number:0128}"
+        record = short if number else long
+        gossip.heard(word(peer_id, MAX_COUNT, MAX_COUNT), record, 0.0, peer_id)
+    told = dict(gossip.due({"neighbour"}))["neighbour"]
+    assert len(told) == MAX_NEWS and told[-1].record == long
+    assert len(encode(News(told=told))) <= MAX_MESSAGE_BYTES
 
 
 def test_in_a_full_mesh_nothing_is_passed_on_by_anybody_who_asks_first():

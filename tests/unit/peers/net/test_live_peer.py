@@ -3,7 +3,7 @@ import socket
 
 from msgspec.msgpack import Decoder
 
-from peers.net.channel import Channel
+from peers.net.channel import MAX_MESSAGE_BYTES, Channel
 from peers.net.live_peer import LivePeer, silence_s
 from peers.protocol.mesh import Announced, Said, WantManifest
 from peers.timing import BEAT_S, LEAST_SILENCE_S, heartbeat_s
@@ -49,3 +49,12 @@ async def test_a_peer_that_answers_no_heartbeat_is_silent_until_it_says_somethin
         peer.heard()
         assert not peer.is_silent
         sending.cancel()
+
+
+async def test_a_message_that_is_too_long_to_be_sent_ends_the_channel():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peer = LivePeer(Channel(ours), "b")
+        peer.enqueue(Announced(record=bytes(MAX_MESSAGE_BYTES)))
+        await peer.send_forever(lambda: b"", lambda: 1.0, on_silence=lambda: None)
+        assert theirs.recv(1) == b""

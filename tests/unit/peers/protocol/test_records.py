@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
 from peers.net.identity import Identity, claim_slot
-from peers.protocol.messages import Status
+from peers.protocol import records
+from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Work
+from peers.protocol.limits import (
+    MAX_ATTEMPT,
+    MAX_COUNT,
+    MAX_EPOCH,
+    MAX_PEERS,
+    MAX_TOKENS,
+    MAX_WORLD_RANK,
+)
+from peers.protocol.messages import Offer, Status
 from peers.protocol.records import (
     MAX_AGE_S,
     MAX_RECORD_BYTES,
@@ -111,6 +121,34 @@ def test_a_record_that_is_too_long_is_neither_made_nor_read(peer):
         seal(b"y" * MAX_RECORD_BYTES, peer)
     with pytest.raises(ProtocolError, match="at most"):
         unseal(peer.peer_id, b"\0" * (MAX_RECORD_BYTES + 1))
+
+
+def greatest_certificate(peer: Identity) -> Certificate:
+    work = Work(tokens=MAX_TOKENS, norm=1e30, step=MAX_COUNT, based_on=MAX_COUNT, bandwidth=1e15)
+    ranks = range(MAX_WORLD_RANK - MAX_PEERS, MAX_WORLD_RANK)
+    plan = Plan(
+        manifest="a" * 64,
+        parent="b" * 64,
+        epoch=MAX_EPOCH,
+        fragment=MAX_COUNT,
+        attempt=MAX_ATTEMPT,
+        contributors=tuple(Contributor(peer.peer_id, rank, work, 0.5) for rank in ranks),
+        roster=tuple(Member(peer.peer_id, rank) for rank in ranks),
+        data_base=MAX_COUNT,
+        tokens=MAX_COUNT,
+    )
+    body = Body(plan=plan, anchor="c" * 64, momentum="d" * 64)
+    return Certificate(body=body, signatures=(peer.sign(b""),) * MAX_PEERS)
+
+
+def test_the_greatest_swarm_can_begin_from_a_checkpoint_and_its_long_words_are_not_kept_in_memory(peer):
+    certificate = greatest_certificate(peer)
+    offer = Offer(anchor="c" * 64, momentum="d" * 64, certificate=certificate)
+    status = Status(incarnation=1, sequence=2, world_rank=1, phase="waiting", offer=offer)
+    blob = Spoken.of(announcement(peer), status).encode(peer)
+    before = records._is_signed.cache_info()
+    assert Spoken.decode(peer.peer_id, blob, NOW).status == status
+    assert records._is_signed.cache_info() == before
 
 
 @given(blob=st.binary(max_size=300))
