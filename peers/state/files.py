@@ -220,7 +220,13 @@ class Saving:
 
         Raises OSError if a commit is being applied.
         """
-        held = await asyncio.to_thread(HeldState, state, residuals)
+        holding = asyncio.get_running_loop().run_in_executor(None, HeldState, state, residuals)
+        try:
+            held = await asyncio.shield(holding)
+        except asyncio.CancelledError:
+            # The thread goes on. What it takes hold of is for nobody.
+            holding.add_done_callback(_release)
+            raise
         while len(self._writing) >= _MAX_REMEMBERED:
             self._writing.pop(next(iter(self._writing)))
         writing = asyncio.get_running_loop().run_in_executor(self._pool, _write, held, directory)
@@ -234,6 +240,11 @@ class Saving:
         if writing is None:
             raise OSError(f"nothing is being saved to {directory}")
         return await asyncio.shield(writing)
+
+
+def _release(holding: asyncio.Future[HeldState]) -> None:
+    if not holding.cancelled() and holding.exception() is None:
+        holding.result().close()
 
 
 def _write(held: HeldState, directory: Path) -> Written:

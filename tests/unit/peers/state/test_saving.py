@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -66,6 +67,29 @@ async def test_what_could_not_be_written_is_told_to_who_asks_and_the_memory_is_f
     place = state.anchor[0].data_ptr()
     commit(state)
     assert state.anchor[0].data_ptr() == place
+
+
+async def test_a_worker_that_dies_while_its_state_is_taken_hold_of_leaves_nothing_held(tmp_path):
+    began, go_on = threading.Event(), threading.Event()
+
+    class UnderWay(Residuals):
+        @contextlib.contextmanager
+        def held(self):
+            began.set()
+            assert go_on.wait(20)
+            with super().held() as held:
+                yield held
+
+    state = some_state()
+    beginning = asyncio.create_task(Saving().begin(state, [UnderWay(SIZE)], tmp_path))
+    assert await asyncio.to_thread(began.wait, 20)
+    beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    go_on.set()
+    async with asyncio.timeout(20):
+        while state._snapshots:
+            await asyncio.sleep(0)
 
 
 def test_residuals_of_a_save_before_do_not_stay_beside_a_state_that_has_none(tmp_path):
