@@ -1,8 +1,8 @@
 """Hands the outer state to those who need it; the messages are those of peers/protocol/states.py.
 
 A donor holds one snapshot per stream: commits that come meanwhile change nothing about what it serves. It serves each
-joiner on one stream at a time, and for no longer than a download may take: a snapshot may cost as much memory as the
-state.
+joiner on one stream at a time, for no longer than a download may take, and few different states at a time: a snapshot
+may cost as much memory as the state.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from msgspec.msgpack import Decoder
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 8
 """Streams a donor serves at once, of as many joiners; further ones wait."""
+MAX_OTHER_HEADS = 2
+"""Of states besides the one that is asked for, whose snapshots are held: each may cost as much memory as the state."""
 _POLL_S = RETRY_S / 10
 _REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
 _CHUNK = Decoder(WantChunk)
@@ -60,6 +63,8 @@ class StateServer:
         self._commit_log = commit_log or CommitLog()
         self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
         self._newest: dict[str, Channel] = {}
+        self._served = Counter[str]()
+        """Streams by the head of the state that they carry."""
 
     async def start(self) -> None:
         """Serve from now on."""
@@ -101,15 +106,23 @@ class StateServer:
 
     async def _serve_state(self, wanted_head: str, channel: Channel) -> None:
         snapshot = await self._snapshot()
-        if snapshot is None or wanted_head != snapshot.header.head:
+        if snapshot is None or wanted_head != snapshot.header.head or not self._has_room_for(wanted_head):
             head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
             await channel.send_last(Unavailable(head=head), STALL_S)
             return
-        with snapshot:
-            async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
-                await _serve_snapshot(snapshot, channel)
+        self._served[wanted_head] += 1
+        try:
+            with snapshot:
+                async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
+                    await _serve_snapshot(snapshot, channel)
+        finally:
+            self._served[wanted_head] -= 1
+
+    def _has_room_for(self, head: str) -> bool:
+        self._served = +self._served
+        return len(self._served.keys() - {head}) < MAX_OTHER_HEADS
 
     async def _snapshot(self) -> Snapshot | None:
         """The current state, once no commit is under way."""

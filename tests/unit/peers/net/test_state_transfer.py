@@ -6,11 +6,13 @@ import torch
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, StateUnavailable
-from peers.net.channel import Channel
+from peers.net.channel import Channel, call
 from peers.net.states import transfer as state_transfer
+from peers.net.states.server import MAX_OTHER_HEADS
 from peers.protocol.states import State, WantState, state_protocol
 from peers.state.header import STATE_CHUNK_NUMEL
 from tests.support.certified import begun
+from tests.support.in_process import until
 from tests.support.state_network import (
     RUN,
     SIZES,
@@ -96,6 +98,25 @@ async def test_a_donor_that_has_gone_on_says_where_it_is_and_is_no_suspect(netwo
     with pytest.raises(StateUnavailable, match=f"a: it holds the state '{later.head[:8]}") as caught:
         await download(network, ["a"], state)
     assert not caught.value.suspects
+
+
+async def test_a_donor_holds_few_states_at_a_time_for_joiners_that_take_long(network):
+    state = committed_state((8,))
+    server, streams = await serve(network, "a", state), []
+    for number in range(MAX_OTHER_HEADS):
+        stream = await call(network.transport(f"slow {number}"), "a", state_protocol(RUN), timeout_s=5)
+        streams.append(stream)
+        await stream.send(WantState(head=state.head))
+        assert await stream.read(Decoder(State), 5) == State()
+        advance(state)
+    with pytest.raises(StateUnavailable, match="a: it holds the state") as caught:
+        await download(network, ["a"], state)
+    assert not caught.value.suspects and len(state._snapshots) == MAX_OTHER_HEADS
+    streams.pop().close()
+    await until(lambda: len(state._snapshots) < MAX_OTHER_HEADS)
+    assert_same(await download(network, ["a"], state), state)
+    streams.pop().close()
+    await until(lambda: not server._newest)
 
 
 async def test_nobody_to_ask_is_an_error(network):
