@@ -263,7 +263,7 @@ class Runtime:
         try:
             self._fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s)
         except (PeersError, OSError, TimeoutError) as error:
-            log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, error or type(error).__name__)
+            log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, str(error) or type(error).__name__)
             suspects = error.suspects if isinstance(error, StateUnavailable) else frozenset()
             self.post(events.FetchFailed(head, str(error)[:300], suspects))
         else:
