@@ -29,7 +29,7 @@ from peers.protocol.records import (
 )
 from peers.protocol.refusal import Why
 from peers.tasks import is_set_within
-from peers.timing import LOOK_S, RECORD_TTL_S
+from peers.timing import LOOK_S, OFTEN_S, RECORD_TTL_S
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,39 @@ newer ones.
 """
 MAX_FOUND = 1024
 """Records that have been checked and are valid."""
+MAX_NEW_BYTES, MAX_KEPT_BYTES = 5 << 19, 3 << 20
+"""Of records under one key, which Hivemind sends in one message of at most 4 MiB: as many as this before a new one, and
+with one that replaces a shorter one. A thousand peers' take about one MB.
+"""
+_AROUND_BYTES = 32
+"""Around each record in that message."""
+
+
+class _Room:
+    """What is kept under one key, by subkey: bytes, and until when."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[int, float]] = {}
+        self._total, self._looked_at = 0, 0.0
+
+    def take(self, subkey: str, num_bytes: int, expiry: float, now: float) -> bool:
+        """Whether there is room for this record. It replaces what expires before it."""
+        before, until = self._kept.get(subkey, (0, 0.0))
+        if expiry <= until:
+            return True
+        num_bytes += len(subkey) + _AROUND_BYTES
+        growth, limit = num_bytes - before, MAX_KEPT_BYTES if before else MAX_NEW_BYTES
+        if growth > 0 and self._total + growth > limit and now >= self._looked_at + OFTEN_S:
+            self._looked_at = now
+            self._kept = {
+                known: kept for known, kept in self._kept.items() if kept[1] > now or known == subkey
+            }
+            self._total = sum(size for size, _ in self._kept.values())
+        if growth > 0 and self._total + growth > limit:
+            return False
+        self._kept[subkey] = num_bytes, expiry
+        self._total += growth
+        return True
 
 
 def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
@@ -140,7 +173,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
     """
 
     def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
-        found: dict[tuple[str, bytes], None] = {}
+        found, room = dict[tuple[str, bytes], None](), _Room()
 
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
             if expiry > time.time() + MAX_TTL_S:
@@ -153,7 +186,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
             except ProtocolError:
                 return False
             if not is_found:
-                return gate.is_admitted(record)
+                return gate.is_admitted(record) and room.take(subkey, len(value), expiry, time.time())
             found[subkey, value] = None
             while len(found) > MAX_FOUND:
                 del found[next(iter(found))]

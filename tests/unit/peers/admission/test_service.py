@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from peers.admission.service import MAX_KEPT_BYTES, MAX_NEW_BYTES, guard_storage
+from peers.net.gate import Gate
+from peers.protocol.records import MAX_RECORD_BYTES, PEERS_KEY, Announcement
+from tests.support.announcements import announced
+
+NOW = 1_800_000_000.0
+
+
+class FakeDht:
+    def __init__(self):
+        self.checks = {}
+
+    def keep(self, key, check):
+        self.checks[key] = check
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Stores records of this length under the run's key, at this time, and says whether they were taken."""
+    monkeypatch.setattr(Announcement, "decode", lambda peer_id, *_, run_id: announced(peer_id))
+    dht = FakeDht()
+    guard_storage(dht, "run", Gate.open("run"))
+    check = dht.checks[PEERS_KEY("run")]
+
+    def store(subkey, num_bytes, now=NOW):
+        monkeypatch.setattr("time.time", lambda: now)
+        return check(subkey, bytes(num_bytes), expiry=now + 20, is_found=False)
+
+    return store
+
+
+def test_strangers_cannot_fill_a_key_until_its_records_exceed_a_message_and_known_peers_stay(store):
+    assert store("honest", 1000)
+    num_taken = sum(store(f"stranger {number}", MAX_RECORD_BYTES) for number in range(1200))
+    assert 0.95 * MAX_NEW_BYTES < num_taken * MAX_RECORD_BYTES < MAX_NEW_BYTES
+    assert store("honest", 3000, NOW + 1)
+    # What has expired makes room.
+    assert not store("new", MAX_RECORD_BYTES, NOW + 1)
+    assert store("new", MAX_RECORD_BYTES, NOW + 20)
+
+
+def test_short_records_that_grow_later_do_not_exceed_a_message_either(store):
+    num_taken = sum(store(f"peer {number:05}", 200) for number in range(10_000))
+    num_grown = sum(store(f"peer {number:05}", MAX_RECORD_BYTES, NOW + 1) for number in range(num_taken))
+    assert num_grown * MAX_RECORD_BYTES + (num_taken - num_grown) * 200 <= MAX_KEPT_BYTES
+    assert store("peer 00000", MAX_RECORD_BYTES, NOW + 2) and store(f"peer {num_taken - 1:05}", 200, NOW + 2)
+
+
+def test_a_thousand_peers_find_room(store):
+    assert all(store(f"{number:052}", 1500) for number in range(1000))
+    assert all(store(f"{number:052}", 1600, NOW + 5) for number in range(1000))
