@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peers.admission.service import AdmissionService
 from peers.core import events
@@ -52,6 +52,8 @@ from peers.tasks import cancelled
 from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WorkerFactory = Callable[[Mapping[str, Scalar], bool, int, Path], WorkerCommand]
 """(manifest, whether it is this peer's own, world rank, link socket) -> the command that trains."""
@@ -136,12 +138,18 @@ class Daemon:
         self._spawn(self._host.serve(accept))
         self._spawn(self._dht.fail_with_p2pd())
         self._spawn(self._admission.run())
+        runtime = await self._until_done(self._join(waits_for_worker=worker is None))
+        return await self._until_done(self._train(runtime, link_path, worker))
+
+    async def _join(self, *, waits_for_worker: bool) -> Runtime:
+        """Enter the swarm, and agree with it. Raises UserError, which a worker is told; `waits_for_worker`:
+        one that its user starts."""
         try:
             await self._enter()
             self._monitor.preparing = "agreeing with the swarm"
             await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
         except UserError as error:
-            await self._host.refuse(error, wait=worker is None)
+            await self._host.refuse(error, wait=waits_for_worker)
             raise
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
         self._monitor.preparing = "the training process"
@@ -158,7 +166,7 @@ class Daemon:
         await server.start()
         gate = self._admission.gate
         gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
-        return await self._until_done(self._train(runtime, link_path, worker))
+        return runtime
 
     async def _tell_phases(self, on_phase: Callable[[Phase], None]) -> None:
         while True:
@@ -178,9 +186,9 @@ class Daemon:
         await self._dht.transport.serve(rollout_protocol(self._config.run_id), self._rollouts.handle)
         await self._pool.start()
 
-    async def _until_done(self, training: Coroutine[Any, Any, int]) -> int:
-        """Wait for the training. Raises the error of any part of the daemon that ends before."""
-        done = asyncio.create_task(training)
+    async def _until_done(self, stage: Coroutine[Any, Any, T]) -> T:
+        """Wait for this. Raises the error of any part of the daemon that ends before."""
+        done = asyncio.create_task(stage)
         try:
             await asyncio.wait({done, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:

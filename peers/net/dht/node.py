@@ -183,10 +183,17 @@ class Dht:
         return False
 
     async def fail_with_p2pd(self) -> None:
-        """Waits until p2pd has ended, and this membership with it. Raises PeersError then."""
-        words = await self._p2pd.wait_dead()
+        """Waits until p2pd has ended, or hivemind hears it no more. Raises PeersError then."""
+        dead, control = asyncio.create_task(self._p2pd.wait_dead()), _control_tasks(self._p2p)
+        try:
+            await asyncio.wait({dead, *control}, return_when=asyncio.FIRST_COMPLETED)
+            # The connection to a process that dies may end before it.
+            await asyncio.wait({dead}, timeout=PROBE_S)
+            what = f"has died ({dead.result()})" if dead.done() else "is not heard any more"
+        finally:
+            await cancelled([dead])
         raise PeersError(
-            f"p2pd, the process that carries this peer's connections, has died ({words}); start the same command again"
+            f"p2pd, the process that carries this peer's connections, {what}; start the same command again"
         )
 
     async def close(self) -> None:
@@ -276,11 +283,16 @@ async def _attach(p2pd: P2pd) -> P2P:
     from hivemind.utils.multiaddr import Multiaddr
 
     p2p = await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
-    control = p2p._client.control
-    for task in (control._read_task, control._write_task):
+    for task in _control_tasks(p2p):
         # When p2pd dies, whoever waits for it is told; asyncio would say it once more, in a traceback of hivemind's.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return p2p
+
+
+def _control_tasks(p2p: P2P) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
+    """They read from p2pd and write to it for as long as both live; hivemind itself does not notice when one fails."""
+    control = p2p._client.control
+    return control._read_task, control._write_task
 
 
 async def _create_node(

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from peers.daemon.daemon import Daemon
+from peers.errors import PeersError
+
+
+class WaitingDaemon(Daemon):
+    """One that waits for other peers until it is told to leave."""
+
+    def __init__(self, fail):
+        self._tasks, self.is_waiting = [], asyncio.Event()
+        self._host = SimpleNamespace(serve=lambda accept: asyncio.Event().wait())
+        self._dht = SimpleNamespace(fail_with_p2pd=lambda: fail(self))
+        self._admission = SimpleNamespace(run=asyncio.Event().wait)
+
+    async def _enter(self):
+        self.is_waiting.set()
+        await asyncio.Future()
+
+
+async def test_a_peer_that_loses_p2pd_while_it_waits_for_others_ends_at_once():
+    async def fail(daemon):
+        await daemon.is_waiting.wait()
+        raise PeersError("p2pd has died")
+
+    with pytest.raises(PeersError, match="p2pd has died"):
+        async with asyncio.timeout(2):
+            await WaitingDaemon(fail).live(None, None, None, None)
