@@ -277,7 +277,8 @@ def reconcile(
     Parameters
     ----------
     watch: bool
-        Again and again, until no pod has an end any more, no order is in doubt, and no swarm is to be kept.
+        Again and again, until no pod has an end or is being given back, no order is in doubt, and no swarm is to be
+        kept.
     interval: float
         Seconds between two looks.
     """

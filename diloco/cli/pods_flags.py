@@ -56,6 +56,7 @@ PodNames = Annotated[str, Parameter(help="Pods; default: all.")]
 Hours = Annotated[float | None, Parameter(validator=(at_least(0.01), finite))]
 Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
+_LOCK_WAIT_S = 30.0
 
 
 def say(name: str, text: str) -> None:
@@ -152,7 +153,11 @@ def access(inventory: Path | None) -> Access:
 
 def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_jobs: bool = False) -> int:
     """Do it as the one command that changes these pods, or that runs jobs on them."""
-    with ledger.locked(for_jobs=for_jobs):
+    from provisioning.swarm import watcher
+
+    # A watcher holds the lock for seconds at a time.
+    is_watched = not for_jobs and watcher.running_pid(ledger.path) is not None
+    with ledger.locked(wait_s=_LOCK_WAIT_S if is_watched else 0.0, for_jobs=for_jobs):
         return run_interruptible(work())
 
 

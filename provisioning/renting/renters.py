@@ -161,12 +161,15 @@ class Renters(dict[str, Renter]):
         return await each(rows, lambda row: self[row.provider].fetch_results(row))
 
     async def down(self, names: Sequence[str], *, discard_results: bool = False) -> Failures:
-        """Give back the pods of these names, or all, and all strays. Returns the errors by pod."""
+        """Give back the pods of these names, or all, and all strays and half-deleted pods. Returns the errors."""
         unseen = await each(self.values(), record_strays, name=lambda one: one.provider.name)
         # The pods of the ledger are given back anyway, by their ids.
         for name, error in (unseen | self.failures).items():
             self.say(name, f"cannot be asked for further pods: {error}")
-        return await self.give_back(self.ledger.named(names), discard_results=discard_results)
+        rows = self.ledger.named(names)
+        # Others that are being given back: strays, and pods whose deletion failed before.
+        rows += [row for row in self.rows if _is_leaving(row) and row not in rows]
+        return await self.give_back(rows, discard_results=discard_results)
 
     async def give_back(
         self,
@@ -227,6 +230,10 @@ class Renters(dict[str, Renter]):
             )
             taken[left[0].key] += 1
             row = self.ledger.add(spec, left[0], now=self[left[0].provider].clock())
+
+
+def _is_leaving(row: Row) -> bool:
+    return row.state == State.DELETING and row.provider_id is not None
 
 
 async def offers_of(providers: Sequence[Provider], say: Say) -> list[Offer]:

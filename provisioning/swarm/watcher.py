@@ -18,23 +18,32 @@ from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger.keys import UNSET, UNWATCHED, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
+from provisioning.pods.pod import Row, State
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each
-from provisioning.renting.renter import Say
+from provisioning.renting.renter import Patience, Say
 from provisioning.renting.renters import renters
 from provisioning.swarm.keeper import Keeper
 
 _STOP_TIMEOUT_S = 5.0
 _INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
+# Short, since it tries again: meanwhile it holds the lock of the ledger.
+_PATIENCE = Patience(destroy_s=15.0)
 # The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
 
 
 def needs_watcher(ledger: Ledger) -> bool:
-    """Whether pods need care without a command: a requested swarm, a rental end, or an order in doubt."""
-    rows = ledger.rows()
-    return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
+    """Whether pods need care without a command: a requested swarm, a rental end, an order in doubt, or a deletion."""
+    return bool(ledger.recall(WANTED)) or any(
+        row.ends_at is not None or _is_open(row) for row in ledger.rows()
+    )
+
+
+def _is_open(row: Row) -> bool:
+    """Whether settling may have something to do for this row before its rental end."""
+    return row.is_in_doubt or row.state == State.DELETING
 
 
 def lacks(ledger: Ledger, access: Access) -> bool:
@@ -128,19 +137,19 @@ async def watch(
 async def keep_time(
     ledger: Ledger, access: Access, say: Say, fetched: set[str], interval_s: float, clock: Callable[[], float]
 ) -> float:
-    """Give back pods after their rental end, and settle orders in doubt. Returns the seconds until the next call.
+    """Give back pods after their rental end, and settle open orders and deletions. Returns the seconds to wait.
 
     Results are fetched once, some minutes before the end, since some providers end rentals exactly on time; `fetched`
     contains the labels of these pods. Rentals may be extended, so the wait is at most `interval_s`.
     """
     rows, now = ledger.rows(), clock()
     ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
-    if any(row.is_in_doubt for row in rows) or any(seconds <= 0 for _, seconds in ends_in_s):
+    if any(map(_is_open, rows)) or any(seconds <= 0 for _, seconds in ends_in_s):
         failures: Failures = {}
         # UserError: another command holds the lock, perhaps for hours, or the disk is full. Overdue pods are deleted
         # below.
         with contextlib.suppress(UserError), ledger.locked():
-            async with renters(ledger, access, say) as found:
+            async with renters(ledger, access, say, _PATIENCE) as found:
                 for by_name in (await found.settle()).values():
                     failures |= by_name
         if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):

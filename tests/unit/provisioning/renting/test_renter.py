@@ -118,6 +118,13 @@ async def test_a_rental_is_no_longer_because_the_clock_was_ahead_when_it_was_ord
     assert one.rows[0].ends_at == pytest.approx(one.clock() + 3600, abs=60)
 
 
+async def test_a_stray_is_given_back_whichever_pods_are_named(one, provider):
+    rented(one, at=one.clock())
+    provider.there.append(Pod(id="stray", label=f"diloco-{one.ledger.owner}-old-1", is_ready=True))
+    assert await Renters(one.ledger, one.say, [one]).down(["pod-0"]) == {}
+    assert (one.rows, provider.there) == ([], [])
+
+
 async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
     """As with Lambda, which takes one order in twelve seconds."""
 

@@ -16,7 +16,7 @@ from provisioning.ledger.keys import RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
-from provisioning.pods.pod import Listing, Offer, Row, State
+from provisioning.pods.pod import Listing, Offer, Pod, Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
@@ -280,13 +280,14 @@ class Odd:
     name: str
     error: Exception | None
     destroyed: list[str]
+    listed: Sequence[Pod] = ()
     settle_s = doubt_s = 0.0
     repeatable = keeps_time = False
 
     async def pods(self) -> Listing:
         if self.error:
             raise self.error
-        return Listing(pods=[])
+        return Listing(pods=self.listed)
 
     async def find(self, pod_id: str) -> None:
         return None
@@ -324,6 +325,20 @@ def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_o
     assert any(f"unknown form ({type(error).__name__}: {error})" in text for text in told)
     # Its provider says that the other one is gone.
     assert [one.name for one in ledger.rows()] == ["odd"]
+    ledger.close()
+
+
+def test_a_deletion_that_failed_is_tried_again_by_the_watcher(tmp_path, monkeypatch):
+    ledger, destroyed = Ledger(tmp_path / "pods.sqlite"), []
+    left = ledger.advance(ledger.add(PodSpec(name="left", provider="lium"), OFFER, now=0.0), State.CREATING)
+    ledger.advance(ledger.set_pod(left, "left-id", None), State.DELETING)
+    provider = Odd("lium", None, destroyed)
+    provider.listed = [Pod(id="left-id", label=left.label, is_ready=True)]
+    monkeypatch.setattr("provisioning.renting.renters.open_provider", lambda name, access: provider)
+    assert watcher.needs_watcher(ledger)
+    access = Access(state_dir=tmp_path, environment={})
+    asyncio.run(watcher.watch(ledger, access, lambda name, text: None, interval_s=0.0))
+    assert (destroyed, ledger.rows()) == (["left-id"], [])
     ledger.close()
 
 
