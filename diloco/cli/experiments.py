@@ -145,8 +145,11 @@ def run(
     if not plan:
         to_fetch.remember(ledger)
 
+    has_begun = False
+
     async def rent(pods: Renters, setup: Setup, unfinished: set[str]) -> Mapping[str, Exception]:
         """What went wrong. The caller holds the ledger's lock."""
+        nonlocal has_begun
         # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
         there = {row.name for row in ledger.rows()}
         names = unfinished | there if unfinished else {spec.name for spec in found.pods}
@@ -155,22 +158,26 @@ def run(
         if plan:
             return {}
         await agreed_to(agreed, yes=yes)
+        has_begun = True
         failures = await pods.apply(agreed, lambda: ensure_watcher(ledger))
         return await pods.set_up(setup, failures, again=not no_sync, with_environment=not no_setup)
 
     async def work(pods: Renters, setup: Setup) -> int:
+        nonlocal has_begun
         failures: dict[str, Exception] = {}
         unfinished = runs.unfinished_pods(ledger, found, of)
-        if plan or (not no_deploy and (unfinished or deploy_only)):
-            with ledger.locked():
-                failures.update(await rent(pods, setup, unfinished))
-        if plan or deploy_only:
-            return shouted(failures)
         try:
+            if plan or (not no_deploy and (unfinished or deploy_only)):
+                with ledger.locked(wait_s=_LOCK_WAIT_S):
+                    failures.update(await rent(pods, setup, unfinished))
+            if plan or deploy_only:
+                return shouted(failures)
+            has_begun = True
             is_good = await trained(pods, setup)
         except Exception:
-            # Whatever keeps the results from being shown, the pods cost money.
-            shouted(await destroyed(pods))
+            # Whatever keeps the results from being shown, the pods cost money. What was not agreed to changes nothing.
+            if has_begun:
+                shouted(await destroyed(pods))
             raise
         failures.update(await destroyed(pods))
         return max(shouted(failures), 0 if is_good else 1)

@@ -100,8 +100,9 @@ class Renters(dict[str, Renter]):
             )
             if failures or taken.total() > len(rows):
                 # An order that failed may have made a pod nevertheless, or its pod may have appeared since.
+                settled = await self.settle()
                 for name in {row.provider for row in self.rows}:
-                    failures = await settle(self[name]) | failures
+                    failures = settled.get(name, {}) | failures
             return failures
         finally:
             if any(row.is_in_doubt for row in self.rows):

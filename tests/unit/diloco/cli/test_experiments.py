@@ -76,6 +76,21 @@ def test_pods_are_given_back_though_results_cannot_be_shown(run, tmp_path, monke
     assert list(pods_of(tmp_path).values()) == [[]]
 
 
+def test_pods_are_given_back_though_renting_ended_midway_and_kept_where_nothing_was_agreed_to(
+    run, tmp_path, monkeypatch
+):
+    assert run("set.toml", "--deploy-only") == 0
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no disk")
+
+    for name, is_left in (("agreed_to", True), ("shown_plan", True), ("ensure_watcher", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(experiments, name, broken)
+            assert run("set.toml", "--destroy") == FAILED
+        assert list(pods_of(tmp_path).values()) == [["one"] if is_left else []]
+
+
 def test_a_configuration_and_figures_of_no_known_form_fail_the_experiment_alone(run, tmp_path, capsys):
     (tmp_path / "python").write_text(
         '#!/bin/sh\n[ "$1" = -c ] && exit 0\nmkdir -p "$4" && echo "= no TOML" >"$4/config.toml"\n'

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.errors import NoCapacity, UserError
+from provisioning.errors import NoCapacity, ProviderError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.pods.pod import Listing, Offer, Pod, Row, State
 from provisioning.pods.spec import PodSpec
@@ -123,6 +123,28 @@ async def test_a_stray_is_given_back_whichever_pods_are_named(one, provider):
     provider.there.append(Pod(id="stray", label=f"diloco-{one.ledger.owner}-old-1", is_ready=True))
     assert await Renters(one.ledger, one.say, [one]).down(["pod-0"]) == {}
     assert (one.rows, provider.there) == ([], [])
+
+
+async def test_what_cannot_be_settled_after_a_failed_order_is_reported_with_it(one, provider, monkeypatch):
+    both = Renters(one.ledger, one.say, [one])
+    both.failures["closed"] = UserError("no key")
+    old = one.ledger.add(
+        PodSpec(name="old", provider="closed"), replace(OFFERS[0], provider="closed"), now=0.0
+    )
+    one.ledger.set_pod(one.ledger.advance(old, State.CREATING), "old-id", None)
+    rented(one, at=one.clock())
+    provider.refuses = True
+
+    async def unlisted() -> Listing:
+        raise ProviderError("502")
+
+    monkeypatch.setattr(provider, "pods", unlisted)
+    failures = await both.apply(plan([PodSpec(name="new", provider="list")], [], OFFERS))
+    assert {name: str(error) for name, error in failures.items()} == {
+        "new": "it is gone; no other offer fits",
+        "list": "502",
+        "closed": "no key",
+    }
 
 
 async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
