@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from provisioning.errors import Busy, ProvisioningError, UserError
@@ -105,22 +105,24 @@ async def watch(
             say(name, text)
 
     keeper, fetched = Keeper(ledger, access, quietly), set[str]()
+    keeping: asyncio.Task[None] | None = None
+    wait_s = interval_s
 
-    async def once() -> float:
-        """Returns the seconds until the next call."""
+    async def once() -> None:
+        nonlocal keeping, wait_s
         wait_s = await keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
         if ledger.recall(WANTED):
             wait_s = min(wait_s, _INTERVAL_S)
-            await keeper.tick()
-        return wait_s
+            if not is_keeping():
+                # It may take an hour to replace a pod, in which the rentals of others end.
+                keeping = tasks.create_task(careful(keeper.tick()))
 
-    with contextlib.suppress(UserError):
-        async with renters(ledger, access, quietly) as found:
-            ledger.remember(UNWATCHED, " ".join(found.failures))
-    while not stop() and _is_needed(ledger):
-        wait_s = interval_s
+    def is_keeping() -> bool:
+        return keeping is not None and not keeping.done()
+
+    async def careful(work: Awaitable[None]) -> None:
         try:
-            wait_s = await once()
+            await work
         except Busy:
             # Another command changes the pods now.
             pass
@@ -130,8 +132,16 @@ async def watch(
             if not is_expected:
                 with contextlib.suppress(Exception):
                     await end_overdue(ledger, access, quietly, keeper.clock())
-        if _is_needed(ledger):
-            await asyncio.sleep(wait_s)
+
+    with contextlib.suppress(UserError):
+        async with renters(ledger, access, quietly) as found:
+            ledger.remember(UNWATCHED, " ".join(found.failures))
+    async with asyncio.TaskGroup() as tasks:
+        while not stop() and (is_keeping() or _is_needed(ledger)):
+            wait_s = interval_s
+            await careful(once())
+            if is_keeping() or _is_needed(ledger):
+                await asyncio.sleep(wait_s)
 
 
 async def keep_time(

@@ -342,6 +342,31 @@ def test_a_deletion_that_failed_is_tried_again_by_the_watcher(tmp_path, monkeypa
     ledger.close()
 
 
+def test_a_rental_ends_on_time_while_the_keeper_works(tmp_path, monkeypatch):
+    ledger, destroyed, before_its_end = Ledger(tmp_path / "pods.sqlite"), [], list[str]()
+    rented = ledger.advance(ledger.add(PodSpec(name="a", provider="lium"), OFFER, now=0.0), State.CREATING)
+    rented = ledger.set_pod(rented, "id", None)
+    wanted().write(ledger)
+    monkeypatch.setattr(
+        "provisioning.renting.renters.open_provider", lambda name, access: Odd("lium", None, destroyed)
+    )
+
+    async def tick(self: keeper.Keeper) -> None:
+        """As one that replaces a pod: it holds the lock."""
+        with ledger.locked():
+            ledger.advance(rented, rented.state, ends_at=1.0)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        ledger.remember(WANTED, "")
+        before_its_end.extend(destroyed)
+
+    monkeypatch.setattr(keeper.Keeper, "tick", tick)
+    access = Access(state_dir=tmp_path, environment={})
+    asyncio.run(watcher.watch(ledger, access, lambda name, text: None, interval_s=0.0))
+    assert before_its_end and ledger.rows() == []
+    ledger.close()
+
+
 def wanted() -> Wanted:
     return Wanted(
         specs=SPECS,
