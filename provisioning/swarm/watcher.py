@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -153,27 +154,37 @@ async def keep_time(
     contains the labels of these pods. Rentals may be extended, so the wait is at most `interval_s`.
     """
     rows, now = ledger.rows(), clock()
-    ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
-    if any(map(_is_open, rows)) or any(seconds <= 0 for _, seconds in ends_in_s):
-        failures: Failures = {}
-        # UserError: another command holds the lock, perhaps for hours, or the disk is full. Overdue pods are deleted
-        # below.
-        with contextlib.suppress(UserError), ledger.locked():
-            async with renters(ledger, access, say, _PATIENCE) as found:
-                for by_name in (await found.settle()).values():
-                    failures |= by_name
-        if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):
-            failures |= await end_overdue(ledger, access, say, now)
-        for name, error in failures.items():
-            say(name, f"failed: {error}")
-        return interval_s
-    ending = [row for row, seconds in ends_in_s if seconds <= _FETCH_AHEAD_S and row.label not in fetched]
+    left_s = {row.label: row.ends_at - now for row in rows if row.ends_at is not None}
+    ahead = {label: seconds for label, seconds in left_s.items() if seconds > 0}
+    ending = [
+        row for row in rows if ahead.get(row.label, math.inf) <= _FETCH_AHEAD_S and row.label not in fetched
+    ]
     if ending:
-        fetched |= {row.label for row in ending}
-        async with renters(ledger, access, say) as found:
-            await found.fetch_results(ending)
-    left_s = (s if s <= _FETCH_AHEAD_S else s - _FETCH_AHEAD_S for _, s in ends_in_s)
-    return min([interval_s, *left_s])
+        # Until the first of them ends.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(ahead.values())), renters(ledger, access, say) as found:
+                failed = await found.fetch_results(ending)
+                fetched |= {row.label for row in ending if row.name not in failed}
+    if any(map(_is_open, rows)) or len(ahead) < len(left_s):
+        await _settle(ledger, access, say, now)
+    waits_s = (
+        seconds if seconds <= _FETCH_AHEAD_S else seconds - _FETCH_AHEAD_S for seconds in ahead.values()
+    )
+    passed_s = clock() - now
+    return min([interval_s, *(max(seconds - passed_s, 0.0) for seconds in waits_s)])
+
+
+async def _settle(ledger: Ledger, access: Access, say: Say, now: float) -> None:
+    failures: Failures = {}
+    # UserError: another command holds the lock, perhaps for hours, or the disk is full. Overdue pods are deleted below.
+    with contextlib.suppress(UserError), ledger.locked():
+        async with renters(ledger, access, say, _PATIENCE) as found:
+            for by_name in (await found.settle()).values():
+                failures |= by_name
+    if any(row.ends_at is not None and row.ends_at < now - _OVERDUE_S for row in ledger.rows()):
+        failures |= await end_overdue(ledger, access, say, now)
+    for name, error in failures.items():
+        say(name, f"failed: {error}")
 
 
 async def end_overdue(ledger: Ledger, access: Access, say: Say, now: float) -> Failures:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from provisioning.errors import Busy
+from provisioning.errors import Busy, MachineError, ProviderError
 from provisioning.ledger.keys import RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
@@ -20,6 +20,7 @@ from provisioning.pods.pod import Listing, Offer, Pod, Row, State
 from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
+from provisioning.renting.renter import Renter
 from provisioning.swarm import keeper, watcher
 from provisioning.swarm.keeper import Fate, Wanted, begin_run, fate, keep, no_longer_wanted
 from provisioning.swarm.peer import PeerProgress
@@ -364,6 +365,40 @@ def test_a_rental_ends_on_time_while_the_keeper_works(tmp_path, monkeypatch):
     access = Access(state_dir=tmp_path, environment={})
     asyncio.run(watcher.watch(ledger, access, lambda name, text: None, interval_s=0.0))
     assert before_its_end and ledger.rows() == []
+    ledger.close()
+
+
+def test_results_are_fetched_before_the_end_until_they_are_there_whatever_else_is_to_be_done(
+    tmp_path, monkeypatch
+):
+    ledger, attempts, fetched = Ledger(tmp_path / "pods.sqlite"), list[str](), set[str]()
+    for name, ends_at in (("ending", 1100.0), ("in-doubt", None)):
+        added = ledger.add(PodSpec(name=name, provider="lium"), OFFER, now=0.0)
+        ledger.advance(added, State.CREATING, ends_at=ends_at)
+    ledger.set_pod(ledger.rows()[0], "id", None)
+
+    async def fetch(self: Renter, row: Row) -> None:
+        attempts.append(row.name)
+        if len(attempts) == 1:
+            raise MachineError("no network")
+        if len(attempts) == 3:
+            await asyncio.sleep(3600)
+
+    provider = Odd("lium", ProviderError("502"), [])
+    monkeypatch.setattr("provisioning.renting.renters.open_provider", lambda name, access: provider)
+    monkeypatch.setattr(Renter, "fetch_results", fetch)
+    access = Access(state_dir=tmp_path, environment={})
+
+    def looked_at(now: float) -> float:
+        work = watcher.keep_time(ledger, access, lambda name, text: None, fetched, 60.0, lambda: now)
+        return asyncio.run(work)
+
+    assert [looked_at(1000.0) for _ in range(3)] == [60.0] * 3
+    assert attempts == ["ending"] * 2
+    # Another attempt ends with the rental.
+    fetched.clear()
+    assert looked_at(1099.99) == pytest.approx(0.01)
+    assert attempts == ["ending"] * 3 and fetched == set()
     ledger.close()
 
 
