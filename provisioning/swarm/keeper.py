@@ -71,10 +71,11 @@ def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
 
 def _is_over(fates: Collection[tuple[Status, Fate, str]], *, is_final: bool) -> bool:
     """Whether no peer runs and none will: one has finished, or nothing is replaced (`is_final`) or being set up."""
-    peers = [(one, found) for one, found, _ in fates if one.row.state == State.RUNNING]
-    if any(found is Fate.LIVES for _, found in peers):
+    peers = [(one, found, why) for one, found, why in fates if one.row.state == State.RUNNING]
+    has_finished = any(one.progress and one.progress.has_finished for one, _, _ in peers)
+    # Once one has finished, a pod of which nothing has been known for long does not hold up the others.
+    if any(found is Fate.LIVES and not (why and has_finished) for _, found, why in peers):
         return False
-    has_finished = any(one.progress and one.progress.has_finished for one, _ in peers)
     return has_finished or (is_final and all(one.row.state in _AFTER_SETUP for one, _, _ in fates))
 
 

@@ -186,6 +186,14 @@ def test_pods_are_given_back_once_no_peer_runs_and_none_will(watched, seen, repl
     assert watched.look(*seen) == done
 
 
+def test_a_pod_of_which_nothing_is_known_keeps_no_others_once_one_has_finished(watched):
+    replace(wanted(), replaces=False, stops_when_idle=True).write(watched.ledger)
+    unknown = replace(second(), is_there=None)
+    for _ in range(30):
+        assert watched.look(first(RUNS), unknown) == []
+    assert watched.look(first(FINISHED), unknown) == ["stops"]
+
+
 def test_the_budget_is_for_the_pods_of_this_run(watched):
     ledger = watched.ledger
     replace(wanted(), stops_when_idle=True).write(ledger)
