@@ -61,8 +61,8 @@ class Setup:
 
 
 def source_directory(named: Path | None) -> Path:
-    """`named`, or the source directory of this code. Raises UserError if it has no pyproject.toml."""
-    source = named or Path(__file__).resolve().parents[2]
+    """`named`, or the source directory of this code; absolute. Raises UserError if it has no pyproject.toml."""
+    source = named.absolute() if named else Path(__file__).resolve().parents[2]
     if not (source / "pyproject.toml").is_file():
         raise UserError(
             f"{source} has no pyproject.toml, so it is not the source of diloco; name a clone with --source."
