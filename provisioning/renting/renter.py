@@ -229,8 +229,9 @@ class Renter:
         if row.label not in self._machines:
             if pod.failure:
                 raise MachineError(f"{row.name} has died: {pod.failure}")
-            if not pod.is_ready:
-                is_new = row.state in (State.CREATING, State.BOOTING)
+            is_new = row.state in (State.CREATING, State.BOOTING)
+            # Before its host key is pinned, nothing connects to it but _contact.
+            if is_new or not pod.is_ready:
                 raise MachineError(f"{row.name} is not up {'yet' if is_new else 'any more'}")
             self._machines[row.label] = await self.provider.machine(pod, row.host_key)
         return self._machines[row.label]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.errors import NoCapacity, ProviderError, UserError
+from provisioning.errors import MachineError, NoCapacity, ProviderError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.pods.pod import Listing, Offer, Pod, Row, State
 from provisioning.pods.spec import PodSpec
@@ -145,6 +145,12 @@ async def test_what_cannot_be_settled_after_a_failed_order_is_reported_with_it(o
         "list": "502",
         "closed": "no key",
     }
+
+
+async def test_a_pod_whose_host_key_is_not_pinned_is_not_up_yet(one):
+    row = rented(one, at=one.clock())
+    with pytest.raises(MachineError, match="pod-0 is not up yet"):
+        await one.machine(row)
 
 
 async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
