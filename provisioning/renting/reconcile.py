@@ -222,8 +222,12 @@ async def _carry_out(renter: Renter, action: Action) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_FETCH_S):
                 await renter.fetch_results(row, discard_results=True)
-        if row.provider_id is None:
-            row = ledger.set_pod(row, pod.id, pod.price_per_hour, State.DELETING)
+        # Another task may have given it back meanwhile.
+        current = ledger.current(row)
+        if current is None:
+            return
+        if current.provider_id is None:
+            row = ledger.set_pod(current, pod.id, pod.price_per_hour, State.DELETING)
         else:
-            row = ledger.advance(row, State.DELETING)
+            row = ledger.advance(current, State.DELETING)
         await renter.end(row)

@@ -250,6 +250,10 @@ class Renter:
             self.ledger.forget(current, now=self.clock())
             return True
         await self.fetch_results(current, discard_results=discard_results)
+        # Another task may have given it back meanwhile.
+        current = self.ledger.current(row)
+        if current is None:
+            return True
         try:
             row = self.ledger.advance(self.dated(current), State.DELETING)
         except UserError:

@@ -222,6 +222,28 @@ async def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(one, prov
     assert (one.rows, provider.there) == ([], [])
 
 
+async def test_a_pod_that_several_tasks_give_back_is_given_back_once(one, provider, monkeypatch):
+    fetching, late = list[str](), asyncio.Event()
+
+    async def fetch(self: Renter, row: Row, *, discard_results: bool = False) -> None:
+        if discard_results:
+            fetching.append(row.name)
+            await late.wait()
+
+    async def first() -> bool:
+        while len(fetching) < 2:
+            await asyncio.sleep(0.001)
+        found = await one.give_back(one.rows[0])
+        late.set()
+        return found
+
+    monkeypatch.setattr(Renter, "fetch_results", fetch)
+    row = rented(one, at=0.0, ttl_hours=1)
+    others = [asyncio.create_task(settle(one)), asyncio.create_task(one.give_back(row, discard_results=True))]
+    assert await asyncio.wait_for(asyncio.gather(first(), *others), 10.0) == [True, {}, True]
+    assert (one.rows, provider.there) == ([], [])
+
+
 async def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):
     cheap, dear = HostileProvider(repeatable=True), HostileProvider(repeatable=True)
     cheap.name, dear.name = "cheap", "dear"
