@@ -26,8 +26,6 @@ from provisioning.machines.results import record_in
 from provisioning.pods.pod import Row, State
 from provisioning.renting.renters import Renters
 
-_POLL_S = 2.0
-_MAX_FAILED_POLLS = 30
 _MAX_NUMBER = 1 << 63
 RUNS = "experiments"
 
@@ -108,7 +106,7 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
         await jobs.start(machine, row.label, job, words, variables)
         renters.say(row.name, f"{config.name} begins")
-    code = await _end_of(machine, row, job)
+    code = await jobs.finished(machine, row.label, job)
     resolved, step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
     trouble = f"its trainer ended with {code}: {log}" if code else ""
     if code is None:
@@ -125,22 +123,6 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         metric=trainer.result,
         seconds=seconds,
     )
-
-
-async def _end_of(machine: Machine, row: Row, job: str) -> int | None:
-    failed_polls = 0
-    while True:
-        try:
-            state = await jobs.state(machine, row.label, job)
-            failed_polls = 0
-            if not state.is_running:
-                return state.code
-        except MachineError:
-            # The experiment goes on while the connection is lost.
-            failed_polls += 1
-            if failed_polls > _MAX_FAILED_POLLS:
-                raise
-        await asyncio.sleep(_POLL_S)
 
 
 async def _collected(

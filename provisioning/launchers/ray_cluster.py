@@ -120,14 +120,15 @@ class RayCluster:
             argv = submit_argv(self._python, await self._absolute_python(head), job)
             await jobs.start(machine, label, SUBMIT_JOB, argv, ENV)
         shown = 0
-        while True:
-            state = await jobs.state(machine, label, SUBMIT_JOB)
+
+        async def show() -> None:
+            nonlocal shown
             text = (await machine.run(f"tail -c +{shown + 1} {log} 2>/dev/null; exit 0")).stdout
             shown += len(text.encode())
             print(text, end="", flush=True)
-            if not state.is_running:
-                return 1 if state.code is None else state.code
-            await asyncio.sleep(_POLL_S)
+
+        code = await jobs.finished(machine, label, SUBMIT_JOB, show)
+        return 1 if code is None else code
 
     async def _node(self, row: Row) -> _Node:
         return _Node(row, *await self._renters[row.provider].reached(row))

@@ -5,15 +5,19 @@ A job's directory contains `run.sh`, `pid` (of the session's leader), `log` and,
 
 from __future__ import annotations
 
+import asyncio
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from provisioning.errors import MachineError
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import CODE, JOBS, MARK, SECRETS, STATE, pod_directory
 
 _STOP_S = 12
 _START_TIMEOUT_S = 30.0
+_POLL_S = 2.0
+_MAX_FAILED_POLLS = 30
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,29 @@ if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else ec
     words = (await machine.run(script)).checked(f"looking at {name}").split()
     word = words[0] if words else "none"
     return JobState(word == "runs", int(word) if word.isdigit() else None)
+
+
+async def finished(
+    machine: Machine, label: str, name: str, on_poll: Callable[[], Awaitable[None]] | None = None
+) -> int | None:
+    """Wait for the job's end, and return its exit code as in `JobState`. `on_poll` is called after each look.
+
+    Raises MachineError after many failed looks in a row: the job goes on while the connection is lost.
+    """
+    failed_polls = 0
+    while True:
+        try:
+            seen = await state(machine, label, name)
+            if on_poll is not None:
+                await on_poll()
+            failed_polls = 0
+            if not seen.is_running:
+                return seen.code
+        except MachineError:
+            failed_polls += 1
+            if failed_polls > _MAX_FAILED_POLLS:
+                raise
+        await asyncio.sleep(_POLL_S)
 
 
 async def command(machine: Machine, label: str, name: str) -> list[str]:
