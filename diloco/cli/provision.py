@@ -343,7 +343,7 @@ def down(
     from provisioning.errors import Busy
     from provisioning.ledger.keys import WANTED
     from provisioning.swarm import watcher
-    from provisioning.swarm.keeper import no_longer_wanted
+    from provisioning.swarm.keeper import no_longer_wanted, still_wanted
 
     ledger = opened_existing(state_file)
     words, kept = fetched(fetch), ledger.recall(WANTED)
@@ -352,8 +352,16 @@ def down(
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
+
+    async def work() -> int:
+        try:
+            return await given_back(ledger, access(inventory), names, words, yes=yes)
+        finally:
+            # A pod that stays, as for its results, is still to be given back when the run has ended.
+            still_wanted(ledger, kept, names)
+
     try:
-        code = locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
+        code = locked(ledger, work)
     except Busy:
         ledger.remember(WANTED, kept)
         raise
