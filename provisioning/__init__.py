@@ -11,9 +11,9 @@ Each folder imports only from those above it:
     experiments  sets of trainings over these pods
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray
 
-The life of a pod: `diloco provision` turns flags into a PodSpec (pods/spec.py) and hands it to renting/renters.py. That
+The life of a pod: `diloco provision` turns flags into a PodSpec (pods/pod.py) and hands it to renting/renters.py. That
 makes ledger and providers agree (reconcile.py), finds an offer (plan.py), writes both into the ledger as a row
-(pods/pod.py, ledger/ledger.py), has the pod ordered (renter.py, providers/), and sets it up once it answers
+(ledger/ledger.py), has the pod ordered (renter.py, providers/), and sets it up once it answers
 (machines/setup.py). Then swarm/swarm.py starts its peer, and swarm/keeper.py stores the spec, from which the watcher
 replaces the pod if it dies. `diloco pods down` removes the stored spec, stops the watcher, and hands the pod's name to
 renters.py; renter.py deletes the pod until the provider says that it does not exist.

@@ -209,7 +209,7 @@ def run(
 
 def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
     """The same without what only clouds can promise, where these machines are no cloud's."""
-    from provisioning.pods.spec import usual_for
+    from provisioning.pods.pod import usual_for
 
     usual = usual_for(provider)
     loose: dict[str, Any] = {**usual, "min_upload_mbps": None, "min_download_mbps": None} if usual else {}

@@ -13,7 +13,7 @@ from diloco.cli.pods_flags import say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from provisioning.pods.spec import PodSpec
+    from provisioning.pods.pod import PodSpec
     from provisioning.providers.registry import Access
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from provisioning.ledger.ledger import Ledger
     from provisioning.machines.setup import Setup
-    from provisioning.pods.spec import PodSpec
+    from provisioning.pods.pod import PodSpec
     from provisioning.providers.registry import Access
     from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
@@ -102,7 +102,8 @@ class PodFlags:
 
     def specs(self) -> list[PodSpec]:
         """Raises UserError."""
-        from provisioning.pods.spec import read_toml, specs_of, tables_in
+        from provisioning.pods.pod import specs_of
+        from provisioning.pods.tables import read_toml, tables_in
 
         if (self.pods is None) == (self.file is None):
             raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
@@ -120,7 +121,7 @@ class PodFlags:
 
         Raises UserError for --file, whose tables may name several providers.
         """
-        from provisioning.pods.spec import PodSpec
+        from provisioning.pods.pod import PodSpec
 
         if self.file is not None:
             raise UserError(

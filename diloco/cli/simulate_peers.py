@@ -15,7 +15,7 @@ from diloco.errors import UserError
 from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
 from peers.protocol.limits import MAX_PEERS
-from provisioning.pods.spec import read_toml, tables_in
+from provisioning.pods.tables import read_toml, tables_in
 
 _OF_ALL = {"peers", "peers_file", "window"}
 """Fields of Pods that a table cannot have."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import UserError
-from provisioning.pods.spec import PodSpec, read_toml, specs_of, tables_in, typed
+from provisioning.pods.pod import PodSpec, specs_of
+from provisioning.pods.tables import read_toml, tables_in, typed
 
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 

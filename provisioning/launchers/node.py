@@ -14,7 +14,7 @@ from pathlib import Path
 
 from provisioning.errors import UserError
 from provisioning.launchers.job import LOGS, LaunchJob, default_interface, network_env, torchrun_argv
-from provisioning.pods.spec import read_toml
+from provisioning.pods.tables import read_toml
 
 _MASTER_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 120.0

@@ -20,8 +20,7 @@ import msgspec
 
 from provisioning.errors import Busy, UserError
 from provisioning.ledger.lock import held
-from provisioning.pods.pod import Offer, Pod, Row, State, label_prefix, may_follow, stray
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, Pod, PodSpec, Row, State, label_prefix, may_follow, stray
 
 _BUSY_TIMEOUT_S = 10.0
 _VERSION = 2

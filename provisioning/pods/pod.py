@@ -1,20 +1,116 @@
-"""The data of the provider protocol: offers, pods, listings, and rows, which are the ledger's orders of pods."""
+"""Requested pods, and the data of the provider protocol: offers, pods, listings, and rows, the ledger's orders."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from provisioning.pods.spec import PodSpec
+from msgspec import Meta
 
+from provisioning.errors import UserError
+from provisioning.pods.tables import Figure, typed
+
+OWN_MACHINES = frozenset({"local", "ssh"})
+"""Providers of the user's own machines; all others rent."""
 PORTS = (30001, 30002, 30003)
 """TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. From outside, the numbers may differ."""
 
 MANY = 100
 """How many pods an offer is good for whose provider does not say it."""
+
+_MAX_PRICE_RATIO = 1.5
+# Fields about the rental, not about the machine.
+_TERMS = frozenset({"ttl_hours", "max_price"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodSpec:
+    """A requested pod. None: any value will do."""
+
+    name: str
+    gpu_type: str | None = "A100"
+    gpu_count: Annotated[int, Meta(ge=1)] | None = 8
+    country: str | None = None
+    """Two-letter code, such as NL."""
+    volume_id: str | None = None
+    """Id of a volume at the provider, to attach."""
+    ttl_hours: Annotated[float, Meta(gt=0, lt=1e12)] | None = None
+    """Hours after which the pod is given back automatically; None: never."""
+    min_upload_mbps: Figure | None = None
+    min_download_mbps: Figure | None = None
+    provider: Annotated[str, Meta(min_length=1)]
+    """One name, or several separated by commas: then the cheapest fitting offer of all is taken."""
+    max_price: Figure | None = None
+    """Dollars per hour for the whole pod."""
+    image: str | None = None
+    """Container image or template, for providers that take one; None: their default."""
+    spot: bool = False
+    """Also accept machines that the provider may take back at any time."""
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        return tuple(_names(self.provider))
+
+    def price_limit(self, agreed: float) -> float:
+        """Dollars per hour that another offer may cost in place of one of this price, which the user has agreed to."""
+        return agreed * _MAX_PRICE_RATIO if self.max_price is None else self.max_price
+
+    def same_machine(self, other: PodSpec) -> bool:
+        """Whether a pod rented for one of the two specs fits the other."""
+        names = {item.name for item in fields(self)} - _TERMS
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+def providers_of(specs: Sequence[PodSpec]) -> list[str]:
+    """All providers that these specs allow."""
+    return list(dict.fromkeys(name for spec in specs for name in spec.providers))
+
+
+def specs_of(
+    tables: Sequence[Mapping[str, Any]], origin: str, *, gpu_types: Sequence[str] = (), **common: Any
+) -> list[PodSpec]:
+    """A PodSpec for each table. Raises UserError if a field is invalid, or a name is invalid or used twice.
+
+    Fields missing in a table are taken from `common`, where None means missing, and then from the provider's defaults.
+    The provider itself has no default. Tables without a GPU type take `gpu_types` in turn. `origin` names the source in
+    error messages.
+    """
+    common = {name: value for name, value in common.items() if value is not None}
+    specs, turns = [], itertools.cycle(gpu_types)
+    for index, table in enumerate(tables):
+        values = {"name": f"pod-{index}", **common, **table}
+        if gpu_types and "gpu_type" not in values:
+            values["gpu_type"] = next(turns)
+        where = f"{origin}, pod {values['name']}"
+        if "provider" not in values:
+            raise UserError(f'{where}: say where it is to run, as in provider = "lium".')
+        specs.append(typed(PodSpec, {**usual_for(str(values["provider"])), **values}, where))
+    name, number = Counter(spec.name for spec in specs).most_common(1)[0] if specs else ("", 0)
+    if number > 1:
+        raise UserError(f"{origin} has two pods named {name}.")
+    for spec in specs:
+        is_word = spec.name.replace("-", "").replace("_", "").isalnum() and spec.name.isascii()
+        if not is_word or len(spec.name) > 40:
+            raise UserError(
+                f'"{spec.name}" is not a valid pod name: use up to 40 letters, digits and dashes.'
+            )
+    return specs
+
+
+def usual_for(provider: str) -> dict[str, Any]:
+    """Defaults other than PodSpec's for the user's own machines: any GPUs will do. Empty for other providers.
+
+    Local pods share this machine's CPU, so each gets one training process.
+    """
+    names = set(_names(provider))
+    if not names or not names <= OWN_MACHINES:
+        return {}
+    return {"gpu_count": None, "gpu_type": None if "ssh" in names else "cpu-1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,3 +313,7 @@ def label_prefix(owner: str) -> str:
 def name_in_label(label: str, owner: str) -> str:
     """The name of the pod that was ordered with this label."""
     return label.removeprefix(label_prefix(owner)).rpartition("-")[0] or label
+
+
+def _names(provider: str) -> list[str]:
+    return [name for name in provider.split(",") if name]

@@ -16,7 +16,7 @@ from provisioning.machines.jobs import sweep_script
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
 from provisioning.pods.pod import PORTS, Listing, Offer, Pod, Row
-from provisioning.pods.spec import Figure
+from provisioning.pods.tables import Figure
 from provisioning.providers.protocol import Provider
 
 _FULL = 8

@@ -11,7 +11,7 @@ from provisioning.machines.keys import key_at
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
 from provisioning.pods.pod import Offer
-from provisioning.pods.spec import read_toml, tables_in, typed
+from provisioning.pods.tables import read_toml, tables_in, typed
 from provisioning.providers.cloud import check_programs
 from provisioning.providers.hosts import Host, HostsProvider
 

@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from provisioning.errors import NoOffer
-from provisioning.pods.pod import Offer, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec, Row, State
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from provisioning.ledger.keys import INVENTORY, PYTHON
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.setup import Setup, set_up
-from provisioning.pods.pod import Offer, Row, State
-from provisioning.pods.spec import PodSpec, providers_of
+from provisioning.pods.pod import Offer, PodSpec, Row, State, providers_of
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import Access, open_provider

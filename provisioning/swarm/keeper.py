@@ -22,8 +22,7 @@ from provisioning.errors import ProviderError, UserError
 from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup, secrets_of
-from provisioning.pods.pod import State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec, State
 from provisioning.providers.registry import Access
 from provisioning.renting.clock import Clock
 from provisioning.renting.each import Failures

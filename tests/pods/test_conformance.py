@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import Pod, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Pod, PodSpec, Row, State
 from provisioning.providers.backoff import repeated
 from provisioning.providers.local import LocalProvider
 from provisioning.providers.protocol import Provider

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.local import LocalProvider
 from provisioning.swarm.swarm import SwarmOptions
 from tests.support.fleets import TestFleet

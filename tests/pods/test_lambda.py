@@ -12,7 +12,7 @@ import pytest
 
 from provisioning.errors import UserError
 from provisioning.machines.keys import public_key
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
 from provisioning.renting.renter import Patience

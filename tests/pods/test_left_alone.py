@@ -18,8 +18,7 @@ import pytest
 
 from provisioning.ledger.keys import WANTED
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec, State
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
 from provisioning.swarm import watcher

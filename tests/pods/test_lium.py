@@ -13,7 +13,7 @@ import pytest
 from provisioning.errors import ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.lium import LiumProvider
 from provisioning.providers.registry import Access
 from provisioning.renting.renter import Patience

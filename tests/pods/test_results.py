@@ -15,7 +15,7 @@ from provisioning.machines.local import LocalMachine
 from provisioning.machines.paths import PODS
 from provisioning.machines.results import fetch_results, patterns_of
 from provisioning.machines.setup import mount_of, secrets_of
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.local import LocalProvider
 from provisioning.providers.ssh import SshProvider
 from tests.support.fleets import TestFleet

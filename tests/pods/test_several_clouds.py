@@ -12,7 +12,7 @@ import pytest
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.renters import renters
 from provisioning.swarm.status import overview

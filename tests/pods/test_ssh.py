@@ -18,7 +18,7 @@ from provisioning.ledger.keys import FETCH, RUN_DIR
 from provisioning.machines.paths import PODS
 from provisioning.machines.setup import Setup, mount_of, set_up
 from provisioning.machines.ssh import Address, SshMachine
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
 from provisioning.renting.renter import Patience

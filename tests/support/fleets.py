@@ -12,7 +12,7 @@ from provisioning.ledger.keys import FETCH, RUN_DIR
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.results import DEFAULT
 from provisioning.machines.setup import Setup
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures

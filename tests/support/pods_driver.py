@@ -20,7 +20,7 @@ from typing import Any
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.local import LocalProvider
 from provisioning.renting.renter import Patience, Renter
 from provisioning.renting.renters import Renters

@@ -10,8 +10,7 @@ from diloco.cli.experiments import print_results
 from diloco.cli.pod_tables import print_offers, print_status
 from diloco.cli.provision import print_plan
 from provisioning.experiments.runs import Result
-from provisioning.pods.pod import Offer, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec, Row, State
 from provisioning.renting.plan import Creation, Plan, Removal
 from provisioning.swarm.status import Overview, Status
 

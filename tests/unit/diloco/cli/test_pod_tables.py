@@ -9,8 +9,7 @@ from diloco.cli.pod_tables import print_offers, print_status
 from diloco.cli.provision import plan_json, print_plan
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
-from provisioning.pods.pod import Offer, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec, Row, State
 from provisioning.renting.plan import Creation, Plan
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status

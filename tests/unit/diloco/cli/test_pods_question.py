@@ -16,8 +16,7 @@ from diloco.errors import UserError
 from diloco.cli.interrupts import run_interruptible
 from diloco.cli.provision import agreed_to
 from provisioning.renting.plan import Creation, Plan
-from provisioning.pods.pod import Offer
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec
 
 offer = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=9.0)
 agreed = Plan(create=(Creation(PodSpec(provider="lium", name="pod-0"), offer),), keep=(), destroy=())

@@ -11,8 +11,7 @@ from diloco.cli.app import exit_code
 from diloco.errors import USER_ERROR
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
-from provisioning.pods.pod import Offer, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec, Row, State
 
 WITHOUT = [
     "pods down --state-file typo.sqlite",

@@ -13,8 +13,7 @@ from diloco.launch.ray_node import rank_env, run_all
 from provisioning.launchers.job import LaunchJob
 from provisioning.launchers.ray_cluster import RayJob
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Offer, Pod, Row
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, Pod, PodSpec, Row
 
 
 def job_on(directory: Path, *gpu_counts: int, nproc: str = "auto") -> RayJob:

@@ -7,8 +7,7 @@ import pytest
 
 from provisioning.errors import Busy, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Offer, Pod, State, may_follow
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, Pod, PodSpec, State, may_follow
 
 SPEC = PodSpec(provider="lium", name="pod-0", gpu_count=1, ttl_hours=2)
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=1, price_per_hour=3.0, details={"a": [1]})

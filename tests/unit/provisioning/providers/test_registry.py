@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from provisioning.pods.spec import OWN_MACHINES
+from provisioning.pods.pod import OWN_MACHINES
 from provisioning.providers import registry
 from tests.support.clouds import CLOUDS
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import Offer
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec
 from provisioning.renting.plan import assign, candidates, is_gpu, objections
 
 GPUS = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Row, name_in_label
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import PodSpec, Row, name_in_label
 from provisioning.providers.registry import Access
 from provisioning.renting.reconcile import Observation, settle
 from provisioning.renting.renter import Patience, Renter

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import Offer, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, PodSpec, Row, State
 from provisioning.renting.plan import plan
 
 OFFERS = [

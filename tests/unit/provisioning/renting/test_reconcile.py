@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioning.pods.pod import Offer, Pod, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Offer, Pod, PodSpec, Row, State
 from provisioning.renting.reconcile import Action, Do, Observation, decide
 from tests.support.hostile_provider import HostileProvider
 

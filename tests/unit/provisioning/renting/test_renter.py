@@ -10,8 +10,7 @@ import pytest
 
 from provisioning.errors import MachineError, NoCapacity, ProviderError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.pods.pod import Listing, Offer, Pod, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.renting.plan import plan
 from provisioning.renting.reconcile import settle
 from provisioning.renting.renter import Patience, Renter

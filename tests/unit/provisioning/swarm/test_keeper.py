@@ -16,8 +16,7 @@ from provisioning.ledger.keys import RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
-from provisioning.pods.pod import Listing, Offer, Pod, Row, State
-from provisioning.pods.spec import PodSpec
+from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
 from provisioning.renting.renter import Renter
