@@ -45,14 +45,6 @@ def run_script(argv: Sequence[str], env: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def argv_in(script: str) -> list[str]:
-    """The argv in a script made by `run_script`; empty if it cannot be read."""
-    try:
-        return shlex.split(script.splitlines()[-2])
-    except (IndexError, ValueError):
-        return []
-
-
 async def start(
     machine: Machine, label: str, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None
 ) -> bool:
@@ -102,12 +94,6 @@ async def finished(
             if failed_polls > _MAX_FAILED_POLLS:
                 raise
         await asyncio.sleep(_POLL_S)
-
-
-async def command(machine: Machine, label: str, name: str) -> list[str]:
-    """The argv of a job's last start; empty if it is not known. Raises MachineError."""
-    script = f'{_functions(label, name)}\ncat "$job/run.sh" 2>/dev/null; exit 0'
-    return argv_in((await machine.run(script)).checked(f"looking at how {name} was started"))
 
 
 async def any_runs(machine: Machine, label: str) -> bool:

@@ -46,14 +46,6 @@ def peer_argv(
     return [*argv, *flags]
 
 
-def flags_in(argv: Sequence[str], *, beside: Sequence[str] = ()) -> list[str]:
-    """The user's flags in a command line made by `peer_argv`, without the provider's flags `beside` before them."""
-    words = list(argv[4:])
-    while words and _is_own(words[0]):
-        words = words[2:]
-    return words[len(beside) :] if words[: len(beside)] == list(beside) else words
-
-
 def coordinator_file(run_id: str, what: str) -> str:
     """The path of the coordinator's file, `what`: swarm-secret or admission-key; relative to the pod's directory."""
     return f"{STATE}/coordinator/{run_id}.{what}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.ledger.keys import DHT_POD
+from provisioning.ledger.keys import DHT_POD, FLAGS
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.keys import write_private
@@ -27,7 +28,6 @@ from provisioning.swarm.commands import (
     address_in,
     coordinator_file,
     dht_argv,
-    flags_in,
     peer_argv,
 )
 from provisioning.swarm.peer import PeerNews, PeerProgress, end_of, read_progress
@@ -73,7 +73,9 @@ class Swarm:
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
         # Before new peers start, since a swarm with other settings refuses them.
-        failures |= await each([row for row in rows if row not in missing], self._tell_other_flags, self._say)
+        for row in rows:
+            if row not in missing:
+                self._tell_other_flags(row)
         if missing or running:
             # Also if all peers run: they train without a coordinator, but new peers could not join.
             failures |= await each([self._dht_row(rows)], lambda row: self._join_dht(row, running), self._say)
@@ -161,14 +163,14 @@ class Swarm:
             flags=[*provider.swarm_flags(row.offer), *self._options.flags],
         )
         if await jobs.start(machine, row.label, PEER_JOB, argv):
+            self._ledger.remember(FLAGS + row.label, json.dumps(list(self._options.flags)))
             self._say(row.name, "starting its peer")
 
-    async def _tell_other_flags(self, row: Row) -> None:
-        """Print a message if a running peer was started with other flags than the present ones. Raises MachineError."""
-        renter = self._renters[row.provider]
-        argv = await jobs.command(await renter.machine(row), row.label, PEER_JOB)
-        flags = flags_in(argv, beside=renter.provider.swarm_flags(row.offer))
-        if argv and flags != list(self._options.flags):
+    def _tell_other_flags(self, row: Row) -> None:
+        """Print a message if this running peer was started with other flags than the present ones."""
+        known = self._ledger.recall(FLAGS + row.label)
+        flags = json.loads(known) if known else list(self._options.flags)
+        if flags != list(self._options.flags):
             self._say(
                 row.name,
                 f"its peer keeps the flags that it was started with: {shlex.join(flags) or 'none'}. To train with "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from provisioning.machines.jobs import JobState, argv_in, run_script
+from provisioning.machines.jobs import JobState
 from provisioning.pods.pod import Pod
-from provisioning.swarm.commands import flags_in, peer_argv
+from provisioning.swarm.commands import peer_argv
 from provisioning.swarm.peer import PeerNews, PeerProgress
 
 RUNS = JobState(is_running=True, code=None)
@@ -37,16 +37,3 @@ def test_peers_on_one_machine_are_told_how_many_share_it():
     shared = peer_argv("python", pod, num_peers_here=3, **common)
     assert shared[shared.index("--peers-here") + 1] == "3"
     assert "--peers-here" not in peer_argv("python", pod, num_peers_here=1, **common)
-
-
-def test_what_a_peer_was_started_with_is_read_from_its_job():
-    """Its addresses inside and outside, the provider's flags and the user's, of which one has a space."""
-    pod = Pod(id="a", label="a", is_ready=True, host="10.0.0.1", ports=((1, 11), (2, 12), (3, 13)))
-    common = {"run_id": "r", "listens_on": "0.0.0.0", "address": "x", "num_peers": 3, "num_peers_here": 2}
-    beside, flags = ["--nproc-per-node", "1"], ["--total-steps", "1200", "--project", "two words"]
-    argv = peer_argv("python", pod, **common, flags=[*beside, *flags])
-    assert argv_in(run_script(argv, {"NAME": "value"})) == argv
-    assert flags_in(argv, beside=beside) == flags
-    assert flags_in(argv) == [*beside, *flags]
-    assert flags_in(peer_argv("python", pod, **common, flags=())) == []
-    assert argv_in("") == argv_in("one line\n") == argv_in("'\nend\n") == []
