@@ -85,8 +85,7 @@ def run(
     """Rent the pods of a set of experiments, run the experiments, and report the results.
 
     Experiments run one after the other on each pod, and on all pods in parallel. The same command again continues:
-    finished experiments are not repeated, running ones are waited for. An experiment fails if a setting did not reach
-    its trainer. The exit code is 0 only if all succeeded.
+    finished experiments are not repeated, running ones are waited for. The exit code is 0 only if all succeeded.
 
     Parameters
     ----------
@@ -223,14 +222,13 @@ def print_results(results: Sequence[Result], figure_of: str) -> None:
             result.name,
             result.pod,
             "done" if result.ok else f"failed: {result.trouble}",
-            str(result.resolved.get("lr", "–")),
             str(result.step),
             "–" if result.figure is None else f"{result.figure:.4f}",
             f"{result.seconds:.0f}",
         )
         for result in results
     ]
-    print_table(("experiment", "pod", "what"), ("lr", "step", figure_of, "seconds"), rows)
+    print_table(("experiment", "pod", "what"), ("step", figure_of, "seconds"), rows)
     for result in results:
         if not result.ok:
             print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)

@@ -9,14 +9,15 @@ import asyncio
 import json
 import math
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from provisioning.errors import MachineError, ProvisioningError
+import msgspec
+
+from provisioning.errors import ProvisioningError
 from provisioning.experiments.sets import ExperimentSet, Placed
-from provisioning.experiments.trainers import Trainer, argv, environment, job_name, wanted_values
+from provisioning.experiments.trainers import Trainer, argv, environment, job_name
 from provisioning.ledger.keys import EXPERIMENT
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
@@ -39,8 +40,6 @@ class Result:
     job: str
     ok: bool
     trouble: str = ""
-    resolved: Mapping[str, Any] = field(default_factory=dict)
-    """The experiment's values in the trainer's resolved configuration."""
     step: int = 0
     figure: float | None = None
     """Last value of the trainer's main metric; None: there is none."""
@@ -68,7 +67,8 @@ async def run(renters: Renters, python: str, found: ExperimentSet, trainer: Trai
 def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
     """The recorded result of this experiment with exactly these values; None: there is none."""
     text = ledger.recall(EXPERIMENT + job_name(trainer, placed.config))
-    return Result(**json.loads(text)) if text else None
+    # It ignores fields of earlier versions.
+    return msgspec.convert(json.loads(text), Result) if text else None
 
 
 def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> set[str]:
@@ -107,7 +107,7 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         await jobs.start(machine, row.label, job, words, variables)
         renters.say(row.name, f"{config.name} begins")
     code = await jobs.finished(machine, row.label, job)
-    resolved, step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
+    step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
     trouble = f"its trainer ended with {code}: {log}" if code else ""
     if code is None:
         trouble = f"its trainer was killed together with its pod's processes: {log}"
@@ -117,7 +117,6 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         job=job,
         ok=not trouble,
         trouble=trouble,
-        resolved={name: resolved.get(name) for name in wanted_values(trainer, config, has_gpus=has_gpus)},
         step=step,
         figure=figure,
         metric=trainer.result,
@@ -127,26 +126,19 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
 
 async def _collected(
     machine: Machine, row: Row, job: str, run_dir: str, trainer: Trainer
-) -> tuple[dict[str, Any], int, float | None, float, str]:
-    """The resolved configuration, the last step, the main metric, the duration in seconds, and the end of the log."""
+) -> tuple[int, float | None, float, str]:
+    """The last step, the main metric, the duration in seconds, and the end of the log."""
     script = f"""
 cd {shlex.quote(pod_directory(row.label))} || exit 9
-cat {run_dir}/config.toml 2>/dev/null; echo; echo ---metrics
 grep -m 1 -E '"kind": ?"(step|eval)"' {run_dir}/metrics.jsonl 2>/dev/null
 grep -E '"kind": ?"(step|eval)"' {run_dir}/metrics.jsonl 2>/dev/null | tail -n 200; echo ---log
 tail -n 12 {JOBS}/{job}/log 2>/dev/null; exit 0
 """
     text = (await machine.run(script)).checked("collecting the result")
-    config, _, rest = text.partition("---metrics\n")
-    metrics, _, log = rest.partition("---log\n")
+    metrics, _, log = text.partition("---log\n")
     records = [record for line in metrics.splitlines() if (record := record_in(line))]
     figures, times = _numbers(records, trainer.result), _numbers(records, "time")
-    try:
-        resolved = _flat(tomllib.loads(config))
-    except tomllib.TOMLDecodeError as error:
-        raise MachineError(f"the trainer's config.toml is not TOML: {error}") from error
     return (
-        resolved,
         max((int(step) for step in _numbers(records, "step") if math.isfinite(step)), default=0),
         figures[-1] if figures else None,
         max(times) - min(times) if times else 0.0,
@@ -167,13 +159,3 @@ def _numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def _failed(placed: Placed, trainer: Trainer, trouble: str) -> Result:
     name = placed.config.name
     return Result(name=name, pod=placed.pod, job=job_name(trainer, placed.config), ok=False, trouble=trouble)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat

@@ -24,7 +24,7 @@ def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(r
     first = run(sweep)
     assert first.code == 0, first.stderr
     results = json.loads(first.stdout)["experiments"]
-    assert [result["resolved"]["lr"] for result in results] == [1e-6, 3e-6, 5e-6, 1e-5]
+    assert [result["name"] for result in results] == ["lr-1e-06", "lr-3e-06", "lr-5e-06", "lr-1e-05"]
     assert [result["pod"] for result in results] == ["lr-sweep-0", "lr-sweep-1"] * 2
     assert all((result["ok"], result["step"]) == (True, 4) for result in results)
     assert len({result["figure"] for result in results}) == 4

@@ -91,13 +91,11 @@ def test_pods_are_given_back_though_renting_ended_midway_and_kept_where_nothing_
         assert list(pods_of(tmp_path).values()) == [["one"] if is_left else []]
 
 
-def test_a_configuration_and_figures_of_no_known_form_fail_the_experiment_alone(run, tmp_path, capsys):
-    (tmp_path / "python").write_text(
-        '#!/bin/sh\n[ "$1" = -c ] && exit 0\nmkdir -p "$4" && echo "= no TOML" >"$4/config.toml"\n'
-    )
-    assert run("set.toml", "--destroy", "--json") == FAILED
+def test_figures_of_no_known_form_are_left_out(run, tmp_path, capsys):
+    (tmp_path / "python").write_text(TRAINED.replace("7", "1e999").replace("2.5", '"x"'))
+    assert run("set.toml", "--destroy", "--json") == 0
     (result,) = json.loads(capsys.readouterr().out)["experiments"]
-    assert not result["ok"] and "config.toml is not TOML" in result["trouble"]
+    assert (result["ok"], result["step"], result["figure"]) == (True, 0, None)
     assert list(pods_of(tmp_path).values()) == [[]]
 
 
