@@ -107,6 +107,7 @@ async def watch(
 
     keeper, fetched = Keeper(ledger, access, quietly), set[str]()
     keeping: asyncio.Task[None] | None = None
+    is_over = asyncio.Event()
     wait_s = interval_s
 
     async def once() -> None:
@@ -116,7 +117,12 @@ async def watch(
             wait_s = min(wait_s, _INTERVAL_S)
             if not is_keeping():
                 # It may take an hour to replace a pod, in which the rentals of others end.
-                keeping = tasks.create_task(careful(keeper.tick()))
+                keeping = tasks.create_task(keep())
+
+    async def keep() -> None:
+        await careful(keeper.tick())
+        if not _is_needed(ledger):
+            is_over.set()
 
     def is_keeping() -> bool:
         return keeping is not None and not keeping.done()
@@ -142,7 +148,9 @@ async def watch(
             wait_s = interval_s
             await careful(once())
             if is_keeping() or _is_needed(ledger):
-                await asyncio.sleep(wait_s)
+                is_over.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(is_over.wait(), wait_s)
 
 
 async def keep_time(
