@@ -131,26 +131,27 @@ class Daemon:
     ) -> int:
         """Live as a peer, between joining the DHT and leaving it. Returns the exit code.
 
-        Raises the error of any part of the daemon that ends before the training does.
+        Raises the error of any part of the daemon that ends before the training does; as a UserError before it begins.
         """
         if on_phase is not None:
             self._spawn(self._tell_phases(on_phase))
         self._spawn(self._host.serve(accept))
         self._spawn(self._dht.fail_with_p2pd())
         self._spawn(self._admission.run())
-        runtime = await self._until_done(self._join(waits_for_worker=worker is None))
+        try:
+            runtime = await self._until_done(self._join())
+        except PeersError as error:
+            # Nothing has been trained yet: whatever it is, the worker tells its user.
+            told = UserError(str(error))
+            await self._host.refuse(told, wait=worker is None)
+            raise told from error
         return await self._until_done(self._train(runtime, link_path, worker))
 
-    async def _join(self, *, waits_for_worker: bool) -> Runtime:
-        """Enter the swarm, and agree with it. Raises UserError, which a worker is told; `waits_for_worker`:
-        one that its user starts."""
-        try:
-            await self._enter()
-            self._monitor.preparing = "agreeing with the swarm"
-            await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
-        except UserError as error:
-            await self._host.refuse(error, wait=waits_for_worker)
-            raise
+    async def _join(self) -> Runtime:
+        """Enter the swarm, and agree with it. Raises UserError."""
+        await self._enter()
+        self._monitor.preparing = "agreeing with the swarm"
+        await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
         self._monitor.preparing = "the training process"
         runtime = self._runtime = self._new_runtime()

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from peers.daemon.daemon import Daemon
-from peers.errors import PeersError
+from peers.errors import PeersError, UserError
+from peers.tasks import cancelled
 
 
 class WaitingDaemon(Daemon):
@@ -14,9 +15,15 @@ class WaitingDaemon(Daemon):
 
     def __init__(self, fail):
         self._tasks, self.is_waiting = [], asyncio.Event()
-        self._host = SimpleNamespace(serve=lambda accept: asyncio.Event().wait())
+        self._host, self.told = self, []
         self._dht = SimpleNamespace(fail_with_p2pd=lambda: fail(self))
         self._admission = SimpleNamespace(run=asyncio.Event().wait)
+
+    async def serve(self, accept):
+        await asyncio.Future()
+
+    async def refuse(self, error, *, wait):
+        self.told.append((str(error), wait))
 
     async def _enter(self):
         self.is_waiting.set()
@@ -28,6 +35,9 @@ async def test_a_peer_that_loses_p2pd_while_it_waits_for_others_ends_at_once():
         await daemon.is_waiting.wait()
         raise PeersError("p2pd has died")
 
-    with pytest.raises(PeersError, match="p2pd has died"):
+    daemon = WaitingDaemon(fail)
+    with pytest.raises(UserError, match="p2pd has died"):
         async with asyncio.timeout(2):
-            await WaitingDaemon(fail).live(None, None, None, None)
+            await daemon.live(None, None, None, None)
+    assert daemon.told == [("p2pd has died", True)]
+    await cancelled(daemon._tasks)
