@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco.errors import UserError
 from diloco.rl.answers import Completion, boxed, equivalent, number_of, same_answer
+from diloco.rl.evaluated_answers import evaluates_answers, may_be_evaluated
 from diloco.rl.own_code import options_of
 from diloco.rl.sandbox.run import Verdict, run_tests
 from diloco.rl.tasks import (
@@ -205,6 +206,8 @@ def open_generator(name: str, *, seed: int) -> Task:
     except (ValueError, TypeError, AssertionError, KeyError) as error:
         raise UserError(f"--dataset {name}: reasoning-gym cannot make that: {error}") from error
 
+    is_guarded = evaluates_answers(trained)
+
     def correct(completion: Completion, example: Example) -> float:
         """1 for the right answer; for answers that are not numbers, else the generator's score from 0 to 1."""
         if not completion.has_answer:
@@ -213,6 +216,8 @@ def open_generator(name: str, *, seed: int) -> Task:
             return 1.0
         if number_of(example.gold) is not None:
             # The generator's score is not used: some generators score any text that contains the number.
+            return 0.0
+        if is_guarded and not may_be_evaluated(completion.answer, example.gold):
             return 0.0
         score = float(trained.score_answer(completion.answer, example.data))
         return min(max(score, 0.0), 1.0)
