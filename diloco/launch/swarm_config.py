@@ -28,6 +28,7 @@ from diloco.options.model_files import (
     load_model_config,
 )
 from diloco.options.trainer import Scalar, TrainConfig, shared_fields, shared_values, with_shared
+from diloco.rl.task_choice import is_own_code
 from diloco.train.devices import hardware_in_words
 from peers.admission.secrets import AdmissionSettings
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
@@ -113,7 +114,13 @@ def adopt_manifest(
         for name, value in manifest.items()
         if name not in (_MODEL, _TOKENIZER, _WEIGHTS, _PATH, WORKER)
     }
+    own_dataset = config.grpo.dataset
     config = with_shared(config, shared, named=named, num_ranks=num_ranks)
+    if config.grpo.dataset != own_dataset and is_own_code(config.grpo.dataset):
+        raise UserError(
+            f"The run's environment is code: {config.grpo.dataset!r}. Whoever began the run chose it, and it would run "
+            "on this machine. If you trust it and have it here, name it yourself with --dataset, exactly so."
+        )
     if manifest.get(_MODEL) is None:
         return config
     candidates = (

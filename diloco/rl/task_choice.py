@@ -22,7 +22,7 @@ def check_task(grpo: GrpoConfig) -> None:
         check_named(FLAG, grpo.reward)
     if name.partition("=")[0] == "mbpp":
         check_sandbox()
-    if not _is_ours(name):
+    if is_own_code(name):
         check_named("--dataset", named_of(name))
         if grpo.reward:
             raise UserError(f"--dataset {name} has a reward of its own; leave out {FLAG}")
@@ -30,7 +30,7 @@ def check_task(grpo: GrpoConfig) -> None:
 
 def check_task_name(name: str) -> None:
     """Raises UserError for what names no task, whatever files there are."""
-    if not _is_ours(name) and ":" not in named_of(name):
+    if is_own_code(name) and ":" not in named_of(name):
         raise UserError(
             f"--dataset {name} is no task; name {PREFIX}:<generator> (chain_sum, countdown, ...), "
             f"{', '.join(HUB_TASKS)}, one of those from a directory, as in gsm8k=path/to/it, or file.py:Class, an "
@@ -71,5 +71,6 @@ def _checked(function: Component, name: str) -> Component:
     return score
 
 
-def _is_ours(name: str) -> bool:
-    return name.partition("=")[0] in HUB_TASKS or name.partition(":")[0] == PREFIX
+def is_own_code(name: str) -> bool:
+    """Whether `--dataset name` would run code of the user's: none of the tasks that come with diloco."""
+    return name.partition("=")[0] not in HUB_TASKS and name.partition(":")[0] != PREFIX

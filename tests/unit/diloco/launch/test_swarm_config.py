@@ -121,3 +121,14 @@ def test_a_manifest_with_a_bad_model_is_refused(tmp_path, model):
         adopt_manifest(
             TrainConfig(), {"model": model, "tokenizer": "", "path_model": ""}, (), run_dir=tmp_path
         )
+
+
+def test_code_that_the_manifest_names_is_run_only_where_the_user_names_it_too(tmp_path):
+    name = "subprocess:getoutput,cmd=id"
+    theirs = manifest_of(TrainConfig(mode="grpo", grpo=GrpoConfig(dataset=name)))
+    with pytest.raises(UserError, match=r"environment is code: 'subprocess:getoutput.* --dataset"):
+        adopt_manifest(TrainConfig(mode="grpo"), theirs, (), run_dir=tmp_path)
+    config, named = parse_train_config(["--dataset", name], "grpo")
+    assert adopt_manifest(config, theirs, named, run_dir=tmp_path).grpo.dataset == name
+    ours = manifest_of(TrainConfig(mode="grpo", grpo=GrpoConfig(dataset="gsm8k")))
+    assert adopt_manifest(TrainConfig(mode="grpo"), ours, (), run_dir=tmp_path).grpo.dataset == "gsm8k"
