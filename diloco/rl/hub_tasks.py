@@ -7,6 +7,7 @@ without a download.
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from diloco.rl.tasks import (
 )
 
 Row = Mapping[str, Any]
+log = logging.getLogger(__name__)
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 _CODE_SYSTEM = SYSTEM.replace("your answer", "the Python code, without any explanation,")
 
@@ -184,8 +186,9 @@ PREFIX = "reasoning-gym"
 DEFAULT_GENERATOR = "chain_sum"
 _NUM_EXAMPLES = 1_000_000
 _NUM_HELD_OUT = 1024
-# Added to the seed. Generators use seed + index, so the offset keeps held-out examples apart from trained ones.
-_HELD_OUT_SEED = 2**40
+# Added to the seed. Generators use seed + index, so the offset keeps held-out examples apart from trained ones. Some
+# take no more than 32 bits.
+_HELD_OUT_SEED = 2**31
 
 
 def open_generator(name: str, *, seed: int) -> Task:
@@ -219,7 +222,11 @@ def open_generator(name: str, *, seed: int) -> Task:
             return 0.0
         if is_guarded and not may_be_evaluated(completion.answer, example.gold):
             return 0.0
-        score = float(trained.score_answer(completion.answer, example.data))
+        try:
+            score = float(trained.score_answer(completion.answer, example.data))
+        except Exception as error:  # noqa: BLE001 - many scorers raise for answers of a form that they do not expect
+            log.debug("%s does not understand %.100r: %s", name, completion.answer, error)
+            return 0.0
         return min(max(score, 0.0), 1.0)
 
     return Task(

@@ -8,6 +8,7 @@ other learners of the run wait for this one's work at every epoch, and would los
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -135,7 +136,11 @@ class PeerRollouts:
             for tokens, logprobs in zip(group.tokens, group.logprobs, strict=True):
                 self._checks.came(group.peer_id, tokens, logprobs)
             one = self._random.randrange(len(group.tokens))
-            found = self._judge(group.example, group.tokens[one], group.turns[one] if group.turns else ())
+            try:
+                found = self._judge(group.example, group.tokens[one], group.turns[one] if group.turns else ())
+            except Exception as error:  # noqa: BLE001 - no rollout peer may end a learner
+                log.warning("a completion of rollout peer %s cannot be judged: %s", group.peer_id, error)
+                found = [math.inf]
             self._checks.judged_again(group.peer_id, group.scores[one], found)
 
     def figures(self) -> dict[str, Any]:

@@ -141,6 +141,17 @@ def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differe
         assert reason in daemon.events[0]["reason"]
 
 
+def test_a_completion_that_cannot_be_judged_counts_as_falsely_judged(daemon, source):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    source._judge = fail
+    for _ in range(10):
+        daemon.queue = [sent(0)]
+        assert len(source.take(1)) == 1
+    assert set(left_out(daemon)) == {"peer"}
+
+
 def test_who_cheats_is_left_out_once_though_a_generation_is_compared_in_parts_and_again(daemon, source):
     daemon.queue = [sent(0)] * 8
     source.take(8)

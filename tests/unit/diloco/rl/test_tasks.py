@@ -124,6 +124,19 @@ def test_generators_are_the_same_everywhere_and_hold_other_examples_out():
     assert reward_of(first, f"<SOLUTION>{example.gold}7</SOLUTION>", example) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("generator", "answer"), [("prime_factorization", "zzz"), ("boxnet", "-1"), ("game_of_life", "{}")]
+)
+def test_an_answer_that_a_generator_does_not_understand_scores_nothing(generator, answer):
+    task = opened(f"reasoning-gym:{generator}", seed=1)
+    assert task.scores(task.example(0), [f"<SOLUTION>{answer}</SOLUTION>"])[0] == 0.0
+
+
+def test_generators_that_take_seeds_of_32_bits_have_held_out_examples():
+    task = opened("reasoning-gym:pool_matrix", seed=42)
+    assert task.held_out(0) != task.example(0)
+
+
 def test_options_of_a_generator_are_part_of_its_name():
     task = opened("reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1", seed=0)
     assert all(0 <= int(task.example(index).gold) <= 9 for index in range(50))
