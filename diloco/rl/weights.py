@@ -16,6 +16,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import NoneType
 
 import torch
 from safetensors import SafetensorError
@@ -103,15 +104,27 @@ def unpacked(blob: bytes, most_values: int = 1 << 40) -> tuple[Label, State]:
         if metadata["format"] != FORMAT:
             raise BadBlob(f"its format is not {FORMAT}")
         label = Label(**json.loads(metadata["label"]))
+        if type(label.version) is not int or type(label.base) not in (int, NoneType):
+            raise BadBlob("its versions are no numbers")
         if label.base is None:
             return label, tensors
         shapes = json.loads(metadata["shapes"])
+        if not isinstance(shapes, dict):
+            raise BadBlob("its shapes have no names")
         if sum(int(count) for count, _ in shapes.values()) > 2 * most_values:
             raise BadBlob("the patch is larger than the model")
         return label, {
             name: _expanded(name, tensor, *map(int, shapes[name])) for name, tensor in tensors.items()
         }
-    except (SafetensorError, ValueError, KeyError, TypeError, zlib.error) as error:
+    except (
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RuntimeError,
+        zlib.error,
+    ) as error:
         if isinstance(error, BadBlob):
             raise
         raise BadBlob(f"it is no blob of weights: {error}") from error

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from diloco.rl.push import Publisher
 from diloco.rl.weights import (
+    ANY_FLOAT,
+    FORMAT,
     BadBlob,
+    Held,
     Label,
     check_state,
     digest_of,
@@ -77,9 +83,26 @@ def test_bytes_that_are_no_blob_are_refused(damage):
         unpacked(damage)
 
 
-def test_a_safetensors_file_of_others_is_refused():
-    from safetensors.torch import save
+@pytest.mark.parametrize(
+    ("label", "shapes"),
+    [
+        ({"version": "x"}, "{}"),
+        ({"version": True}, "{}"),
+        ({"version": 1, "base": "x"}, "{}"),
+        ({"version": 1, "base": 0}, "[]"),
+        ({"version": 1, "base": 0}, '{"b::at": [1e400, 4]}'),
+        ({"version": 1, "base": 0}, '{"b::at": [-1, -3]}'),
+        ({"version": 1, "base": 0}, '{"b::at": 3}'),
+    ],
+)
+def test_a_blob_whose_metadata_has_other_types_is_refused(label, shapes):
+    planes = torch.frombuffer(bytearray(zlib.compress(b"\0\0\0")), dtype=torch.uint8)
+    blob = save({"b::at": planes}, {"format": FORMAT, "label": json.dumps(label), "shapes": shapes})
+    with pytest.raises(BadBlob):
+        Held().after(blob, {"b": (ANY_FLOAT, (4,))})
 
+
+def test_a_safetensors_file_of_others_is_refused():
     with pytest.raises(BadBlob):
         unpacked(save(state()))
 
