@@ -69,7 +69,9 @@ SILENCE_TIMEOUT_S = COMMIT_S
 
 WAITING_INTERVAL_S = OFTEN_S
 _LENGTH = struct.Struct("<I")
-_MAX_FRAME_BYTES = 64 << 20
+_MAX_FRAME_BYTES = 1 << 30
+"""Both ends are of one user. The rollouts of a large generation take hundreds of megabytes."""
+_PIECE_BYTES = 1 << 20
 _FLOAT_BYTES = 4
 # The kernel passes at most 253 descriptors in one message.
 _MAX_DESCRIPTORS = 250
@@ -196,7 +198,7 @@ class WorkerLink:
         while len(body) < length:
             try:
                 piece, fds, _flags, _address = socket.recv_fds(
-                    self._sock, length - len(body), _MAX_DESCRIPTORS
+                    self._sock, min(length - len(body), _PIECE_BYTES), _MAX_DESCRIPTORS
                 )
             except OSError as error:
                 raise LinkLost(f"the daemon is gone or silent: {error}") from error
@@ -259,7 +261,7 @@ class DaemonConnection:
         body = bytearray()
         while len(body) < length:
             try:
-                piece = await self._loop.sock_recv(self._sock, length - len(body))
+                piece = await self._loop.sock_recv(self._sock, min(length - len(body), _PIECE_BYTES))
             except OSError as error:
                 raise LinkLost(f"the worker is gone: {error}") from error
             if not piece:

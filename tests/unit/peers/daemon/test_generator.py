@@ -109,3 +109,17 @@ async def test_what_no_learner_would_take_is_the_generators_fault(tmp_path):
         generates(tmp_path / "sock", lambda _: ("generated", {"groups": [[{"tokens": []}]]}), 1)
         with pytest.raises(ProtocolError, match="what no learner takes"):
             await generator.generate([3], "T")
+
+
+async def test_a_generation_of_more_than_64_mib_goes_over_the_link(tmp_path):
+    large = b"x" * (65 << 20)
+    async with listen(tmp_path / "sock") as accept:
+        link = await asyncio.to_thread(WorkerLink.connect, tmp_path / "sock")
+        connection = await accept()
+        with contextlib.closing(link), contextlib.closing(connection):
+            receiving = asyncio.create_task(asyncio.to_thread(link.receive, "rollouts"))
+            await connection.send("rollouts", rollouts=large)
+            assert (await receiving)["rollouts"] == large
+            sending = asyncio.create_task(asyncio.to_thread(link.send, "generated", groups=large))
+            assert (await connection.receive())["groups"] == large
+            await sending
