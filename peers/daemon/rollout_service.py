@@ -195,9 +195,11 @@ class RolloutService:
                 # Decoding thousands of tokens and checking a signature takes milliseconds.
                 rollout = await asyncio.to_thread(verified, peer_id, message)
                 self._gate.check_shown(peer_id, "rollouts")
-                self._arrived_at = time.monotonic()
-                dropped = self.queue.offer(peer_id, rollout, self._arrived_at)
-                self._news.set()
+                now = time.monotonic()
+                dropped = self.queue.offer(peer_id, rollout, now)
+                if not dropped:
+                    self._arrived_at = now
+                    self._news.set()
                 await channel.send(Verdict(dropped=dropped), PROBE_S)
 
     def _newest(self, held: str) -> Policy | NoPolicy:

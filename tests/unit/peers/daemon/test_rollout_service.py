@@ -151,6 +151,15 @@ async def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
     assert time.monotonic() >= service._arrived_at
 
 
+async def test_a_rollout_that_is_dropped_gives_a_trainer_no_more_patience(identity, tmp_path):
+    service = service_with()
+    publish(service, tmp_path)
+    async with stream_to(service, identity) as stream:
+        old = rollout(stream.welcome.next_number, "b" * 64)
+        assert await stream.hand_over(signed(old, identity)) == "stale"
+    assert service._arrived_at == float("-inf")
+
+
 async def test_a_false_rollout_ends_the_stream(identity, tmp_path):
     service = service_with()
     publish(service, tmp_path)
