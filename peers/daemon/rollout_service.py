@@ -20,7 +20,7 @@ from msgspec.msgpack import Decoder
 
 from peers.daemon.link import DaemonConnection
 from peers.daemon.rollout_queue import RolloutQueue, Taken, Terms, Waiting
-from peers.errors import PeersError, ProtocolError
+from peers.errors import PeersError, PeerSilent, ProtocolError
 from peers.net.channel import Channel
 from peers.net.gate import Gate
 from peers.protocol.mesh import Manifest, Scalar
@@ -52,7 +52,7 @@ _HELLO: Decoder[Hello] = Decoder(Hello)
 _ASKED: Decoder[Asked] = Decoder(Asked)
 _PIECE_BYTES = 1 << 20
 _SILENCE_S = FORGET_S
-"""Longer than a rollout peer needs to generate what it generates at once: meanwhile it may have nothing to say."""
+"""On all streams of a rollout peer."""
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class RolloutService:
         self._chat_template = ""
         self._news = asyncio.Event()
         self._streams: dict[asyncio.Task[Any], str] = {}
+        self._heard_at: dict[str, float] = {}
+        """When each rollout peer that is present last said something, on any stream."""
         self._arrived_at = float("-inf")
 
     @property
@@ -156,6 +158,7 @@ class RolloutService:
                     if peer_id not in self.present:
                         log.info("rollout peer %s is here", peer_id)
                     self._streams[task] = peer_id
+                    self._heard_at[peer_id] = time.monotonic()
                     while True:
                         await self._answer(peer_id, channel)
             except ProtocolError as error:
@@ -164,6 +167,7 @@ class RolloutService:
                 log.debug("rollout peer %s has gone: %s", peer_id, error)
             finally:
                 if self._streams.pop(task, None) and peer_id not in self.present:
+                    del self._heard_at[peer_id]
                     log.info("rollout peer %s has gone", peer_id)
 
     async def _welcomed(self, peer_id: str, channel: Channel) -> bool:
@@ -186,7 +190,7 @@ class RolloutService:
         return True
 
     async def _answer(self, peer_id: str, channel: Channel) -> None:
-        match await channel.read(_ASKED, _SILENCE_S):
+        match await self._asked(peer_id, channel):
             case WantPolicy(held):
                 await channel.send(self._newest(held), ANSWER_S)
             case WantBlob(digest):
@@ -201,6 +205,19 @@ class RolloutService:
                     self._arrived_at = now
                     self._news.set()
                 await channel.send(Verdict(dropped=dropped), PROBE_S)
+
+    async def _asked(self, peer_id: str, channel: Channel) -> Asked:
+        """What the rollout peer asks next. Raises PeerSilent if it is silent on all of its streams."""
+        while True:
+            try:
+                asked = await channel.read(_ASKED, _SILENCE_S)
+            except PeerSilent:
+                # A slow one asks for policies on one stream, and generates for the other.
+                if time.monotonic() - self._heard_at[peer_id] >= _SILENCE_S:
+                    raise
+            else:
+                self._heard_at[peer_id] = time.monotonic()
+                return asked
 
     def _newest(self, held: str) -> Policy | NoPolicy:
         """The newest weights, and the files that lead to them from those that are held."""

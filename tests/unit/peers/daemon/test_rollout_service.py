@@ -22,7 +22,7 @@ from peers.daemon.rollout_service import RolloutService, WeightsFile, way_to
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
 from peers.net.identity import Identity, load_or_create
-from peers.net.rollouts import LearnerStream
+from peers.net.rollouts import _VERDICT, LearnerStream
 from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import BlobName, signed
 from peers.protocol.tokens import BanList, Token
@@ -158,6 +158,25 @@ async def test_a_rollout_that_is_dropped_gives_a_trainer_no_more_patience(identi
         old = rollout(stream.welcome.next_number, "b" * 64)
         assert await stream.hand_over(signed(old, identity)) == "stale"
     assert service._arrived_at == float("-inf")
+
+
+async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
+    identity, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rollout_service, "_SILENCE_S", 0.2)
+    service = service_with()
+    publish(service, tmp_path)
+    began = time.monotonic()
+    async with stream_to(service, identity) as slow:
+        async with stream_to(service, identity) as policies:
+            while time.monotonic() - began < 0.6:
+                await policies.newest(POLICY)
+        given = signed(rollout(slow.welcome.next_number, POLICY), identity)
+        assert await slow.hand_over(given) == ""
+    async with stream_to(service, identity) as one, stream_to(service, identity):
+        with pytest.raises(PeerUnreachable):
+            await one._channel.read(_VERDICT, 5.0)
+    assert service._heard_at == {}
 
 
 async def test_a_false_rollout_ends_the_stream(identity, tmp_path):
