@@ -5,6 +5,7 @@ PeersError
 │   └── ClockOff      the swarm's nodes do not take this machine's clock (net/dht/bootstrap.py)
 ├── PeerUnreachable   skip this peer, or try it again later
 │   ├── PeerSilent    try another way: the stream stands, and may carry nothing
+│   ├── NotWanted     it takes no rollouts of this peer, and says why
 │   ├── NotAdmitted   it says that this peer may not be there (net/channels.py)
 │   └── NoIssuer      there is nobody who issues tokens (admission/own_token.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
@@ -33,6 +34,10 @@ class PeerUnreachable(PeersError):
 
 class PeerSilent(PeerUnreachable):
     """Nothing came in time on a stream that stands."""
+
+
+class NotWanted(PeerUnreachable):
+    """A learner takes no rollouts of this peer; the message says why."""
 
 
 class ProtocolError(PeersError):

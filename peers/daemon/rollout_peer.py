@@ -22,7 +22,7 @@ from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator
 from peers.daemon.link import Accept, listen
 from peers.daemon.supervisor import Supervisor, WorkerCommand
-from peers.errors import LinkLost, PeerUnreachable, ProtocolError, UserError
+from peers.errors import LinkLost, NotWanted, PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.net.dht.node import Dht, announced
 from peers.net.identity import Identity, claim_slot
 from peers.net.rollouts import LearnerStream
@@ -86,7 +86,9 @@ class RolloutPeer:
         self._agreed = asyncio.Event()
         """Set once there is a manifest."""
         self._seen_at = time.monotonic()
-        """When a learner was last heard."""
+        """When a learner was last there that wants this peer's rollouts."""
+        self._why = ""
+        """Why learners have not wanted them since, and what to do about it."""
         self._failed_at: dict[str, float] = {}
         self._fetched: list[Path] = []
         """Files that the generator has not loaded yet, and the digest of the weights that they lead to."""
@@ -112,7 +114,8 @@ class RolloutPeer:
 
     async def _work(self) -> int:
         """Work for one learner after the other, until none has been there for long. Raises UserError if there was never
-        one."""
+        one, or none wants what this peer generates.
+        """
         patience_s = self._config.timeout_waiting_for_peers
         while True:
             if (learner := await self._learner()) is None:
@@ -122,13 +125,10 @@ class RolloutPeer:
                 continue
             try:
                 await self._work_for(learner)
-            except Refused as error:
-                raise UserError(error.why.advice(self._identity.peer_id)) from error
             except (PeerUnreachable, ProtocolError) as error:
-                self._failed_at[learner.peer_id] = time.monotonic()
-                text = f"learner {learner.world_rank} is not there for rollouts: {error}"
-                log.log(logging.DEBUG if text == self._said else logging.INFO, "%s", text)
-                self._said = text
+                self._note_failure(learner, error)
+        if self._why:
+            raise UserError(self._why)
         if not self._manifest:
             raise UserError(
                 f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started with "
@@ -136,6 +136,18 @@ class RolloutPeer:
             )
         log.info("no learner is left")
         return 0
+
+    def _note_failure(self, learner: Announcement, error: PeersError) -> None:
+        self._failed_at[learner.peer_id] = time.monotonic()
+        text = f"learner {learner.world_rank} is not there for rollouts: {error}"
+        if isinstance(error, Refused):
+            self._why = error.why.advice(self._identity.peer_id)
+        elif isinstance(error, NotWanted):
+            self._why = (
+                f"{text}. Has this peer the learners' model and --grpo.reward, and their version of diloco?"
+            )
+        log.log(logging.DEBUG if text == self._said else logging.INFO, "%s", text)
+        self._said = text
 
     async def _learner(self) -> Announcement | None:
         """The learner that this peer is to work for now."""
@@ -161,7 +173,6 @@ class RolloutPeer:
             await LearnerStream.open(transport, run_id, learner, token) as rollouts,
         ):
             self._agree(rollouts.welcome.manifest.fields)
-            self._seen_at = time.monotonic()
             self._forget_fetched()
             log.info("working for learner %d", learner.world_rank)
             try:
@@ -170,8 +181,12 @@ class RolloutPeer:
                     self._generate(learner.peer_id, rollouts),
                     self._until_reassigned(learner.peer_id),
                 )
-            finally:
+            except NotWanted:
+                raise
+            except PeersError:
                 self._seen_at = time.monotonic()
+                raise
+            self._seen_at = time.monotonic()
 
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
         """Take over the run's settings. Raises UserError where they contradict the user, ProtocolError for others."""
@@ -293,6 +308,7 @@ class RolloutPeer:
                 completions=completions,
             )
             dropped = await stream.hand_over(signed(rollout, self._identity))
+            self._seen_at, self._why = time.monotonic(), ""
             self._num_generated += 1
             self._num_dropped += bool(dropped)
         if time.monotonic() - self._told_at > TOLD_S:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peers.errors import ProtocolError
-from peers.protocol.rollouts import Rollout, prompt_of
+from peers.protocol.limits import MAX_SHORT_TEXT
+from peers.protocol.rollouts import STALE, Rollout, prompt_of
 
 MAX_SENDERS = 256
 """Rollout peers whose numbers and figures are remembered."""
@@ -92,8 +93,8 @@ class RolloutQueue:
         self.terms: Terms | None = None
         self.step = 0
         self.senders: dict[str, Sender] = {}
-        self.left_out: set[str] = set()
-        """Who has cheated, as the learner's trainer found out."""
+        self.left_out: dict[str, str] = {}
+        """Who has cheated, and how, as the learner's trainer found out."""
         self._steps: dict[str, int] = {}
         """The step of each policy that rollouts may be of, by its digest."""
         self._waiting: deque[tuple[str, Rollout]] = deque()
@@ -120,14 +121,14 @@ class RolloutQueue:
     def offer(self, peer_id: str, rollout: Rollout, now: float) -> str:
         """Why the rollout was dropped; empty if it waits to be trained on. Raises ProtocolError for a false one."""
         if peer_id in self.left_out:
-            raise ProtocolError("it was left out")
+            raise ProtocolError(self.left_out[peer_id])
         sender = self.sender(peer_id)
         self._check(rollout, sender)
         sender.next_number += 1
         sender.first_at = sender.first_at if sender.num_received else now
         sender.num_received += 1
         if rollout.policy not in self._steps:
-            return self._dropped(peer_id, "stale")
+            return self._dropped(peer_id, STALE)
         assert self.terms is not None
         kept = self._uniform if self._is_uniform(rollout) else self._waiting
         kept.append((peer_id, rollout))
@@ -135,10 +136,10 @@ class RolloutQueue:
             self._dropped(kept.popleft()[0], "surplus")
         return ""
 
-    def leave_out(self, peer_id: str) -> None:
+    def leave_out(self, peer_id: str, reason: str) -> None:
         """Take no more from this rollout peer, and forget what waits of it."""
         if len(self.left_out) < MAX_SENDERS:
-            self.left_out.add(peer_id)
+            self.left_out[peer_id] = f"it was left out: {reason}"[:MAX_SHORT_TEXT]
         self._drop("left out", lambda sender, _: sender == peer_id)
 
     def take(self, count: int) -> Taken | None:
@@ -146,7 +147,7 @@ class RolloutQueue:
 
         Where as many of uniform reward wait as are kept, the newest of them make up what is missing.
         """
-        self._drop("stale", lambda _, rollout: rollout.policy not in self._steps)
+        self._drop(STALE, lambda _, rollout: rollout.policy not in self._steps)
         missing = max(count - len(self._waiting), 0)
         if missing and (self.terms is None or len(self._uniform) < self.terms.num_kept):
             return None

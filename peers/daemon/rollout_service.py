@@ -125,7 +125,7 @@ class RolloutService:
                         senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
                     )
                 case "leave out":
-                    self.queue.leave_out(str(message["peer_id"]))
+                    self.queue.leave_out(str(message["peer_id"]), str(message["reason"]))
                 case kind:
                     raise ProtocolError(f"unknown message {kind!r} about rollouts")
             message = await connection.receive()
@@ -177,9 +177,9 @@ class RolloutService:
         except Refused as error:
             await channel.send_last(Refusal(why=error.why), ANSWER_S)
             return False
-        is_left_out = peer_id in self.queue.left_out
-        if self.queue.terms is None or is_left_out or len(self._streams) >= MAX_STREAMS:
-            await channel.send_last(NoPolicy(), ANSWER_S)
+        why = self.queue.left_out.get(peer_id, "")
+        if self.queue.terms is None or why or len(self._streams) >= MAX_STREAMS:
+            await channel.send_last(NoPolicy(why=why), ANSWER_S)
             return False
         welcome = Welcome(
             manifest=Manifest(fields=dict(self._manifest())),
@@ -200,7 +200,11 @@ class RolloutService:
                 rollout = await asyncio.to_thread(verified, peer_id, message)
                 self._gate.check_shown(peer_id, "rollouts")
                 now = time.monotonic()
-                dropped = self.queue.offer(peer_id, rollout, now)
+                try:
+                    dropped = self.queue.offer(peer_id, rollout, now)
+                except ProtocolError as error:
+                    await channel.send_last(Verdict(dropped=str(error)), PROBE_S)
+                    raise
                 if not dropped:
                     self._arrived_at = now
                     self._news.set()

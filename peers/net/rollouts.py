@@ -9,7 +9,7 @@ from typing import Self
 
 from msgspec.msgpack import Decoder
 
-from peers.errors import PeerUnreachable, ProtocolError
+from peers.errors import NotWanted, PeerUnreachable, ProtocolError
 from peers.net.channel import Channel, call
 from peers.net.socket_io import closed_on_error
 from peers.net.transport import StreamTransport
@@ -17,6 +17,7 @@ from peers.protocol.records import Announcement
 from peers.protocol.refusal import Refusal, Refused
 from peers.protocol.rollouts import (
     MAX_MESSAGE_BYTES,
+    STALE,
     Blob,
     BlobName,
     Hello,
@@ -49,7 +50,7 @@ class LearnerStream:
     async def open(
         cls, transport: StreamTransport, run_id: str, learner: Announcement, token: bytes
     ) -> LearnerStream:
-        """Raises Refused, too, and PeerUnreachable if the learner has no policy to hand out."""
+        """Raises Refused and NotWanted, too, and PeerUnreachable if the learner has no policy to hand out."""
         channel = await call(
             transport,
             learner.peer_id,
@@ -64,6 +65,8 @@ class LearnerStream:
             if isinstance(said, Refusal):
                 raise Refused(said.why)
             if isinstance(said, NoPolicy):
+                if said.why:
+                    raise NotWanted(f"it takes no rollouts of this peer: {said.why}")
                 raise PeerUnreachable("it takes no rollouts, or not yet")
             return cls(channel, said)
 
@@ -105,6 +108,9 @@ class LearnerStream:
         return path
 
     async def hand_over(self, message: Signed) -> str:
-        """Why the learner has dropped the rollout; empty if it has taken it."""
+        """Why the learner has dropped the rollout; empty if it has taken it. Raises NotWanted if it takes no more."""
         await self._channel.send(message, STALL_S)
-        return (await self._channel.read(_VERDICT, STALL_S)).dropped
+        dropped = (await self._channel.read(_VERDICT, STALL_S)).dropped
+        if dropped not in ("", STALE):
+            raise NotWanted(f"it refuses a rollout of this peer: {dropped}")
+        return dropped

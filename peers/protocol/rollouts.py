@@ -30,7 +30,16 @@ from msgspec.msgpack import Decoder
 
 from peers.errors import ProtocolError
 from peers.protocol.certificates import Keys, Signature, verify_signature
-from peers.protocol.limits import Count, Hash, HashOrNone, PeerId, RunId, ShortText, TokenBytes
+from peers.protocol.limits import (
+    MAX_SHORT_TEXT,
+    Count,
+    Hash,
+    HashOrNone,
+    PeerId,
+    RunId,
+    ShownText,
+    TokenBytes,
+)
 from peers.protocol.mesh import Manifest
 from peers.protocol.wire import Struct, decode, encode
 
@@ -43,12 +52,15 @@ MAX_TOKEN = 1 << 24
 MAX_TURNS = 256
 MAX_TEMPLATE_CHARACTERS = 1 << 16
 MAX_STEP = 1 << 40
+STALE = "stale"
+"""Why a rollout is dropped that an honest peer may send."""
 _SIGNED_AS = b"diloco rollout v1\0"
 
 TokenId = Annotated[int, Meta(ge=0, lt=MAX_TOKEN)]
 LogProbability = Annotated[float, Meta(le=0, ge=-1e6)]
 Score = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+Reason = Annotated[ShownText, Meta(max_length=MAX_SHORT_TEXT)]
 
 
 def rollout_protocol(run_id: str) -> str:
@@ -70,6 +82,9 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
 class NoPolicy(Struct, frozen=True, tag="no policy"):
     """This peer trains on no rollouts of others, or has not begun to."""
+
+    why: Reason = ""
+    """Why it trains on none of this rollout peer's."""
 
 
 class WantPolicy(Struct, frozen=True, tag="want policy"):
@@ -141,8 +156,8 @@ class Signed(Struct, frozen=True, tag="rollout"):
 class Verdict(Struct, frozen=True, tag="verdict"):
     """What became of a rollout."""
 
-    dropped: ShortText = ""
-    """Why; empty: it was taken."""
+    dropped: Reason = ""
+    """Why; empty: it was taken. Unless it is STALE, the stream ends."""
 
 
 Answer = Welcome | NoPolicy

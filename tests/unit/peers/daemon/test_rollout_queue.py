@@ -100,7 +100,7 @@ def test_only_so_many_rollout_peers_are_remembered(queue):
 def test_nothing_more_is_taken_from_one_that_was_left_out(queue):
     queue.offer("x", rollout(FIRST), 1.0)
     queue.offer("y", rollout(FIRST), 1.0)
-    queue.leave_out("x")
+    queue.leave_out("x", "lies")
     assert [one.peer_id for one in queue.take(1).rollouts] == ["y"]
     assert queue.senders["x"].dropped == {"left out": 1}
     with pytest.raises(ProtocolError, match="left out"):
@@ -139,7 +139,7 @@ def test_rollouts_of_uniform_reward_grow_old_and_are_left_out_with_their_sender(
         queue.offer("x", uniform(FIRST + index), 1.0)
         queue.offer("y", uniform(FIRST + index), 1.0)
     assert len(queue._uniform) == terms().num_kept
-    queue.leave_out("x")
+    queue.leave_out("x", "lies")
     assert {peer_id for peer_id, _ in queue._uniform} == {"y"}
     for step, policy in enumerate(POLICIES[1:5], 11):
         queue.published(policy, step, terms())

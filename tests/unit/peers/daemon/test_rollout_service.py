@@ -19,7 +19,7 @@ from peers.core.admission import Admission
 from peers.daemon import rollout_service
 from peers.daemon.rollout_queue import Taken
 from peers.daemon.rollout_service import RolloutService, WeightsFile, way_to
-from peers.errors import PeerUnreachable, ProtocolError
+from peers.errors import NotWanted, PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
 from peers.net.identity import Identity, load_or_create
 from peers.net.rollouts import _VERDICT, LearnerStream
@@ -179,11 +179,11 @@ async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
     assert service._heard_at == {}
 
 
-async def test_a_false_rollout_ends_the_stream(identity, tmp_path):
+async def test_who_sends_a_false_rollout_hears_why_and_its_stream_ends(identity, tmp_path):
     service = service_with()
     publish(service, tmp_path)
     async with stream_to(service, identity) as stream:
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(NotWanted, match="rollout 0 in place of"):
             await stream.hand_over(signed(rollout(0, POLICY), identity))
     assert len(service.queue) == 0
 
@@ -194,11 +194,11 @@ async def test_without_a_trainer_that_wants_rollouts_a_rollout_peer_is_told_to_l
             pass
 
 
-async def test_who_was_left_out_gets_no_policy(identity, tmp_path):
+async def test_who_was_left_out_gets_no_policy_and_hears_why(identity, tmp_path):
     service = service_with()
     publish(service, tmp_path)
-    service.queue.leave_out(identity.peer_id)
-    with pytest.raises(PeerUnreachable, match="takes no rollouts"):
+    service.queue.leave_out(identity.peer_id, "false rewards")
+    with pytest.raises(NotWanted, match="takes no rollouts of this peer: it was left out: false rewards"):
         async with stream_to(service, identity):
             pass
 

@@ -190,7 +190,7 @@ WORDS: dict[str, list[Any]] = {
     "about rollouts": [
         rollouts.Hello(token=b"t"),
         rollouts.Welcome(manifest=Manifest(fields=MANIFEST), chat_template="{{ messages }}", next_number=7),
-        rollouts.NoPolicy(),
+        rollouts.NoPolicy(why="it was left out: lies"),
         rollouts.WantPolicy(held="a" * 64),
         rollouts.Policy(digest="a" * 64, step=3, blobs=(rollouts.BlobName(digest="b" * 64, num_bytes=9),)),
         rollouts.WantBlob(digest="b" * 64),
