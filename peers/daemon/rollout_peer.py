@@ -167,11 +167,7 @@ class RolloutPeer:
 
     async def _work_for(self, learner: Announcement) -> None:
         """Until the learner is lost, or another one is chosen. Raises PeerUnreachable, ProtocolError, UserError."""
-        transport, run_id, token = self._dht.transport, self._config.run_id, self._admission.token
-        with (
-            await LearnerStream.open(transport, run_id, learner, token) as policies,
-            await LearnerStream.open(transport, run_id, learner, token) as rollouts,
-        ):
+        with await self._open(learner) as policies, await self._open(learner) as rollouts:
             self._agree(rollouts.welcome.manifest.fields)
             self._forget_fetched()
             log.info("working for learner %d", learner.world_rank)
@@ -210,8 +206,21 @@ class RolloutPeer:
             await asyncio.sleep(LOOK_S)
             learner = await self._learner()
             # The DHT may know of nobody for a moment; a learner that is gone breaks its streams.
-            if learner is not None and learner.peer_id != peer_id:
+            if learner is None or learner.peer_id == peer_id:
+                continue
+            try:
+                # It may take no rollouts, while the one that this peer works for does.
+                with await self._open(learner) as stream:
+                    self._agree(stream.welcome.manifest.fields)
+            except (PeerUnreachable, ProtocolError) as error:
+                self._note_failure(learner, error)
+            else:
                 return
+
+    async def _open(self, learner: Announcement) -> LearnerStream:
+        return await LearnerStream.open(
+            self._dht.transport, self._config.run_id, learner, self._admission.token
+        )
 
     async def _follow(self, stream: LearnerStream) -> None:
         """Fetch each newer policy, while the generator works by an older one."""

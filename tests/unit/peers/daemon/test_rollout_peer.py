@@ -96,3 +96,11 @@ async def test_a_peer_that_no_learner_wants_says_why_in_the_end(peer, learners, 
     with pytest.raises(UserError, match=says):
         await peer._work()
     assert learners.opened == [THEIRS, OTHER]
+
+
+@pytest.mark.parametrize("error", [NotWanted("it takes no rollouts"), Refused(Why.NO_TOKEN)])
+async def test_a_learner_is_not_left_for_one_that_takes_no_rollouts(peer, learners, error):
+    learners.fails = [error]
+    await peer._until_reassigned(OTHER)
+    assert learners.opened == [THEIRS, THEIRS]
+    assert peer._failed_at.keys() == {THEIRS}
