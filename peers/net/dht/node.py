@@ -189,11 +189,11 @@ class Dht:
             await asyncio.wait({dead, *control}, return_when=asyncio.FIRST_COMPLETED)
             # The connection to a process that dies may end before it.
             await asyncio.wait({dead}, timeout=PROBE_S)
-            what = f"has died ({dead.result()})" if dead.done() else "is not heard any more"
+            words = dead.result() if dead.done() else "or is not heard any more"
         finally:
             await cancelled([dead])
         raise PeersError(
-            f"p2pd, the process that carries this peer's connections, {what}; start the same command again"
+            f"p2pd, the process that carries this peer's connections, has died ({words}); start the same command again"
         )
 
     async def close(self) -> None:
