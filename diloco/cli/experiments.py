@@ -167,7 +167,7 @@ def run(
         unfinished = runs.unfinished_pods(ledger, found, of)
         try:
             if plan or (not no_deploy and (unfinished or deploy_only)):
-                with ledger.locked(wait_s=_LOCK_WAIT_S):
+                with ledger.locked():
                     failures.update(await rent(pods, setup, unfinished))
             if plan or deploy_only:
                 return shouted(failures)
@@ -195,8 +195,11 @@ def run(
         """Give the pods back, if --destroy says so. Returns what went wrong."""
         if not destroy:
             return {}
-        with ledger.locked(wait_s=_LOCK_WAIT_S):
-            return await pods.give_back(pods.rows)
+        try:
+            with ledger.locked(wait_s=_LOCK_WAIT_S):
+                return await pods.give_back(pods.rows)
+        finally:
+            ensure_watcher(ledger)
 
     async def run_all() -> int:
         async with renters(ledger, access(inventory), say, to_rent=found.pods) as pods:

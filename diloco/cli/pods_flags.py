@@ -155,14 +155,15 @@ def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_
     """Do it as the one command that changes these pods, or that runs jobs on them."""
     from provisioning.swarm import watcher
 
-    # A watcher holds the lock for seconds at a time.
+    # A watcher holds the lock for some time now and then.
     is_watched = not for_jobs and watcher.running_pid(ledger.path) is not None
     with ledger.locked(wait_s=_LOCK_WAIT_S if is_watched else 0.0, for_jobs=for_jobs):
         return run_interruptible(work())
 
 
 def ensure_watcher(ledger: Ledger) -> None:
-    """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
+    """Where a pod has an end, an order is in doubt or a deletion has failed, a process of ours sees to it beside every
+    command."""
     from provisioning.swarm import watcher
 
     if not watcher.needs_watcher(ledger):
@@ -176,8 +177,8 @@ def ensure_watcher(ledger: Ledger) -> None:
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
         say(
             "–",
-            "a process in the background gives back pods whose time is over or whose orders were in doubt, and keeps "
-            "the swarm as it was asked for",
+            "a process in the background gives back pods whose time is over, whose orders were in doubt or whose "
+            "deletion failed, and keeps the swarm as it was asked for",
         )
 
 

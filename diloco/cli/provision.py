@@ -341,31 +341,22 @@ def down(
 
     A pod whose results cannot be fetched is given back only if you say so.
     """
-    from provisioning.errors import Busy
-    from provisioning.ledger.keys import WANTED
     from provisioning.swarm import watcher
-    from provisioning.swarm.keeper import no_longer_wanted, still_wanted
+    from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
-    words, kept = fetched(fetch), ledger.recall(WANTED)
+    words = fetched(fetch)
     was_empty = not ledger.rows()
-    no_longer_wanted(ledger, names)
+
+    async def work() -> int:
+        no_longer_wanted(ledger, names)
+        return await given_back(ledger, access(inventory), names, words, yes=yes)
+
     if not names:
         # It may be replacing a pod just now; what it leaves is given back like the others.
         watcher.stop(ledger.path)
-
-    async def work() -> int:
-        try:
-            return await given_back(ledger, access(inventory), names, words, yes=yes)
-        finally:
-            # A pod that stays, as for its results, is still to be given back when the run has ended.
-            still_wanted(ledger, kept, names)
-
     try:
         code = locked(ledger, work)
-    except Busy:
-        ledger.remember(WANTED, kept)
-        raise
     finally:
         # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
         ensure_watcher(ledger)

@@ -86,7 +86,7 @@ class Renters(dict[str, Renter]):
         """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
 
         `watch` starts a watcher if the ledger needs one: it is called after all orders are in the ledger, before the
-        first is sent, and again if the answer to one was lost, however this ends.
+        first is sent, and again at the end, since the answer to one may be lost, and a deletion may fail.
         """
         failures = await self.give_back([removal.row for removal in agreed.destroy], failed=self.say)
         new = [creation for creation in agreed.create if creation.spec.name not in failures]
@@ -104,8 +104,7 @@ class Renters(dict[str, Renter]):
                     failures = settled.get(name, {}) | failures
             return failures
         finally:
-            if any(row.is_in_doubt for row in self.rows):
-                watch()
+            watch()
 
     async def set_up(
         self, setup: Setup, failures: Failures, *, again: bool = False, with_environment: bool = True
@@ -161,14 +160,14 @@ class Renters(dict[str, Renter]):
         return await each(rows, lambda row: self[row.provider].fetch_results(row))
 
     async def down(self, names: Sequence[str], *, discard_results: bool = False) -> Failures:
-        """Give back the pods of these names, or all, and all strays and half-deleted pods. Returns the errors."""
+        """Give back the pods of these names, or all, and all strays. Returns the errors by pod."""
+        known = {row.label for row in self.rows}
         unseen = await each(self.values(), record_strays, name=lambda one: one.provider.name)
         # The pods of the ledger are given back anyway, by their ids.
         for name, error in (unseen | self.failures).items():
             self.say(name, f"cannot be asked for further pods: {error}")
         rows = self.ledger.named(names)
-        # Others that are being given back: strays, and pods whose deletion failed before.
-        rows += [row for row in self.rows if _is_leaving(row) and row not in rows]
+        rows += [row for row in self.rows if row.label not in known and row not in rows]
         return await self.give_back(rows, discard_results=discard_results)
 
     async def give_back(
@@ -230,10 +229,6 @@ class Renters(dict[str, Renter]):
             )
             taken[left[0].key] += 1
             row = self.ledger.add(spec, left[0], now=self[left[0].provider].clock())
-
-
-def _is_leaving(row: Row) -> bool:
-    return row.state == State.DELETING and row.provider_id is not None
 
 
 async def offers_of(providers: Sequence[Provider], say: Say) -> list[Offer]:

@@ -157,18 +157,9 @@ def keep(
 
 def no_longer_wanted(ledger: Ledger, names: Sequence[str]) -> None:
     """Remove these pods, or all if `names` is empty, from the stored swarm, so that they are not replaced."""
-    _store_without(ledger, ledger.recall(WANTED), lambda name: not names or name in names)
-
-
-def still_wanted(ledger: Ledger, before: str, names: Sequence[str]) -> None:
-    """Store the swarm as it was `before`, in the ledger's words, without those of `names` that were given back."""
-    kept = {row.name for row in ledger.rows() if row.state != State.DELETING}
-    _store_without(ledger, before, lambda name: name not in kept and (not names or name in names))
-
-
-def _store_without(ledger: Ledger, text: str, is_removed: Callable[[str], bool]) -> None:
+    text = ledger.recall(WANTED)
     found = json.loads(text) if text else {"specs": []}
-    found["specs"] = [spec for spec in found["specs"] if not is_removed(spec["name"])]
+    found["specs"] = [spec for spec in found["specs"] if names and spec["name"] not in names]
     ledger.remember(WANTED, json.dumps(found) if found["specs"] else "")
 
 

@@ -1,4 +1,5 @@
-"""The watcher: a background process that gives pods back at their rental end and keeps the swarm (keeper.py).
+"""The watcher: a background process that gives pods back at their rental end, or again where that has failed, and keeps
+the swarm (keeper.py).
 
 It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch.
 """
@@ -21,7 +22,7 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
 from provisioning.pods.pod import Row, State
 from provisioning.providers.registry import Access, open_provider
-from provisioning.renting.each import Failures, each
+from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.renter import Patience, Say
 from provisioning.renting.renters import renters
 from provisioning.swarm.keeper import Keeper
@@ -29,7 +30,7 @@ from provisioning.swarm.keeper import Keeper
 _STOP_TIMEOUT_S = 5.0
 _INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
-# Short, since it tries again: meanwhile it holds the lock of the ledger.
+# Short, since it tries again, and holds the lock of the ledger meanwhile.
 _PATIENCE = Patience(destroy_s=15.0)
 # The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
@@ -107,7 +108,7 @@ async def watch(
 
     keeper, fetched = Keeper(ledger, access, quietly), set[str]()
     keeping: asyncio.Task[None] | None = None
-    is_over = asyncio.Event()
+    nothing_left = asyncio.Event()
     wait_s = interval_s
 
     async def once() -> None:
@@ -122,7 +123,7 @@ async def watch(
     async def keep() -> None:
         await careful(keeper.tick())
         if not _is_needed(ledger):
-            is_over.set()
+            nothing_left.set()
 
     def is_keeping() -> bool:
         return keeping is not None and not keeping.done()
@@ -148,9 +149,9 @@ async def watch(
             wait_s = interval_s
             await careful(once())
             if is_keeping() or _is_needed(ledger):
-                is_over.clear()
+                nothing_left.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(is_over.wait(), wait_s)
+                    await asyncio.wait_for(nothing_left.wait(), wait_s)
 
 
 async def keep_time(
@@ -167,14 +168,18 @@ async def keep_time(
     ending = [
         row for row in rows if ahead.get(row.label, math.inf) <= _FETCH_AHEAD_S and row.label not in fetched
     ]
-    if ending:
+
+    async def fetch() -> None:
         # Until the first of them ends.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(ahead.values())), renters(ledger, access, say) as found:
                 failed = await found.fetch_results(ending)
-                fetched |= {row.label for row in ending if row.name not in failed}
-    if any(map(_is_open, rows)) or len(ahead) < len(left_s):
-        await _settle(ledger, access, say, now)
+                fetched.update(row.label for row in ending if row.name not in failed)
+
+    is_settling = any(map(_is_open, rows)) or len(ahead) < len(left_s)
+    # At the same time: a slow fetch holds up no rental end.
+    work: list[Awaitable[None]] = [fetch()] if ending else []
+    await gathered([*work, _settle(ledger, access, say, now)] if is_settling else work)
     waits_s = (
         seconds if seconds <= _FETCH_AHEAD_S else seconds - _FETCH_AHEAD_S for seconds in ahead.values()
     )

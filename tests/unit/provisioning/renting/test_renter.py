@@ -198,7 +198,8 @@ def test_a_watcher_is_started_for_an_order_whose_answer_was_lost_and_pods_of_fai
 
         run_virtually(work(), now=1e6)
         provider.clock = clock
-    assert watched == [False, True, False]
+    # Before the orders are sent and at the end, of each.
+    assert watched == [False, True, False, False]
     # The next offer was taken instead.
     assert [pod.deleted_at is not None for pod in lost.pods_made] == [False]
     assert [pod.deleted_at is not None for pod in denied.pods_made] == [True, False]

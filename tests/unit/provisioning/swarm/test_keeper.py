@@ -21,7 +21,7 @@ from provisioning.providers.registry import Access
 from provisioning.renting.plan import Creation, Plan
 from provisioning.renting.renter import Renter
 from provisioning.swarm import keeper, watcher
-from provisioning.swarm.keeper import Fate, Wanted, begin_run, fate, keep, no_longer_wanted, still_wanted
+from provisioning.swarm.keeper import Fate, Wanted, begin_run, fate, keep, no_longer_wanted
 from provisioning.swarm.peer import PeerProgress
 from provisioning.swarm.status import Overview, Status
 from provisioning.swarm.swarm import SwarmOptions
@@ -490,22 +490,4 @@ def test_pods_that_somebody_gives_back_are_not_replaced(tmp_path):
     assert found is not None and [spec.name for spec in found.specs] == ["pod-0"]
     no_longer_wanted(ledger, [])
     assert ledger.recall(WANTED) == ""
-    ledger.close()
-
-
-@pytest.mark.parametrize(
-    ("names", "left"), [([], ["pod-1"]), (["pod-0"], ["pod-1"]), (["pod-1"], ["pod-0", "pod-1"])]
-)
-def test_a_pod_that_stays_though_it_was_to_be_given_back_is_still_wanted(tmp_path, names, left):
-    ledger = Ledger(tmp_path / "pods.sqlite")
-    for name in ("pod-0", "pod-1"):
-        rented = ledger.advance(ledger.add(replace(SPECS[0], name=name), OFFER, now=0.0), State.CREATING)
-        rented = ledger.set_pod(rented, f"{name}-id", None)
-        ledger.advance(rented, State.DELETING if name == "pod-0" else State.REACHABLE)
-    wanted().write(ledger)
-    before = ledger.recall(WANTED)
-    no_longer_wanted(ledger, names)
-    still_wanted(ledger, before, names)
-    found = Wanted.read(ledger)
-    assert found is not None and [spec.name for spec in found.specs] == left and found.replaces
     ledger.close()
