@@ -2,16 +2,20 @@
 
 Answers may come from rollout peers, that is, from strangers, and some scorers pass them to eval, or to sympy's
 parse_expr, which calls eval too. They are given only lists of numbers and single characters, boards, and arithmetic
-over the variables of the right answer: nothing that runs code, or has exponents that take for ever.
+over the variables of the right answer, and functions where it has some: nothing that runs code, or has exponents that
+take for ever. What sympy simplifies may still take for ever, so time is limited, too.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import re
+import signal
 import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify|lambdify)\(|\bpickle\b|\byaml\.")
@@ -20,12 +24,13 @@ _EVALUATE_THEIR_OWN = frozenset({"bitwise_arithmetic", "codeio", "number_sorting
 _BOARD = re.compile(r"[\dQ_\s]*", re.ASCII)
 _SCIENTIFIC_OR_COMMENT = re.compile(r"[\d._]e|#", re.IGNORECASE)
 """sympy computes 1e999999999 exactly."""
-_FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sqrt", "log", "ln"})
+_FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sqrt", "log", "ln", "exp"})
 _CONSTANTS = frozenset({"C", "E", "pi"})
 _LONGEST_LIST, _LONGEST_EXPRESSION = 100_000, 1000
 _LARGEST = 1e30
 """Of numbers, and of degrees: a variable counts as 2, so that x**99 is below it."""
 _LARGEST_EXPONENT = 100.0
+_AGAIN_S = 0.1
 
 
 class _NotAllowed(ValueError):
@@ -55,9 +60,31 @@ def may_be_evaluated(answer: str, gold: str) -> bool:
             return True
         if len(answer) > _LONGEST_EXPRESSION:
             return False
-        return _size(tree, _CONSTANTS.union(re.findall(r"[^\W\d]+", gold)) - _FUNCTIONS) <= _LARGEST
+        words = frozenset(re.findall(r"[^\W\d]+", gold))
+        # A function of which the right answer has none costs more than it can tell.
+        names = (words | _CONSTANTS) - _FUNCTIONS
+        return _size(tree, names | _FUNCTIONS if words & _FUNCTIONS else names) <= _LARGEST
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return False
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer, and again and again where that is caught. In the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"it took over {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -74,7 +101,7 @@ def _is_literal(node: ast.expr) -> bool:
     return False
 
 
-def _size(node: ast.expr, names: Collection[str], *, in_exponent: bool = False) -> float:
+def _size(node: ast.expr, names: frozenset[str], *, in_exponent: bool = False) -> float:
     """A bound on how large the value is, and its degree. Raises _NotAllowed for what is no plain arithmetic.
 
     Exponents are polynomials over numbers. What is subtracted or divided there could be tiny, and its inverse huge.
@@ -86,7 +113,7 @@ def _size(node: ast.expr, names: Collection[str], *, in_exponent: bool = False) 
     match node:
         case ast.Constant(value=int() | float() as value):
             return max(2.0, abs(value), 1 / abs(value) if value else 0.0)
-        case ast.Name(id=name) if name in names:
+        case ast.Name(id=name) if name in names and name not in _FUNCTIONS:
             return 2.0
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
             return size(operand)
@@ -102,16 +129,14 @@ def _size(node: ast.expr, names: Collection[str], *, in_exponent: bool = False) 
             right, ast.Constant
         ):
             return size(left) ** _exponent(right, names)
-        case ast.Call(func=ast.Name(id="exp"), args=[argument], keywords=[]) if not in_exponent:
-            return 3.0 ** _exponent(argument, names)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if (
-            name in _FUNCTIONS and not in_exponent
+            name in names & _FUNCTIONS and not in_exponent
         ):
-            return size(argument)
+            return 3.0 ** _exponent(argument, names) if name == "exp" else size(argument)
     raise _NotAllowed
 
 
-def _exponent(node: ast.expr, names: Collection[str]) -> float:
+def _exponent(node: ast.expr, names: frozenset[str]) -> float:
     size = _size(node, names, in_exponent=True)
     if size > _LARGEST_EXPONENT:
         raise _NotAllowed

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.errors import UserError
 from diloco.rl.answers import Completion, boxed, equivalent, number_of, same_answer
-from diloco.rl.evaluated_answers import evaluates_answers, may_be_evaluated
+from diloco.rl.evaluated_answers import evaluates_answers, may_be_evaluated, time_limit
 from diloco.rl.own_code import options_of
 from diloco.rl.sandbox.run import Verdict, run_tests
 from diloco.rl.tasks import (
@@ -189,6 +189,7 @@ _NUM_HELD_OUT = 1024
 # Added to the seed. Generators use seed + index, so the offset keeps held-out examples apart from trained ones. Some
 # take no more than 32 bits.
 _HELD_OUT_SEED = 2**31
+_SCORING_S = 5.0
 
 
 def open_generator(name: str, *, seed: int) -> Task:
@@ -223,7 +224,8 @@ def open_generator(name: str, *, seed: int) -> Task:
         if is_guarded and not may_be_evaluated(completion.answer, example.gold):
             return 0.0
         try:
-            score = float(trained.score_answer(completion.answer, example.data))
+            with time_limit(_SCORING_S):
+                score = float(trained.score_answer(completion.answer, example.data))
         except Exception as error:  # noqa: BLE001 - many scorers raise for answers of a form that they do not expect
             log.debug("%s does not understand %.100r: %s", name, completion.answer, error)
             return 0.0

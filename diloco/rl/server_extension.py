@@ -45,7 +45,9 @@ class WeightsExtension:
             if hashlib.sha256(blob).hexdigest() != sha256:
                 raise BadBlob("its sha256 is not the one announced")
             label, state = held.after(blob, _expected(self))
-        except (BadBlob, OSError) as error:
+        except OSError as error:
+            return {"ok": False, "is_lost": True, "error": str(error)}
+        except BadBlob as error:
             return {"ok": False, "error": str(error)}
         try:
             _load(self, state)

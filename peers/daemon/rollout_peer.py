@@ -214,6 +214,8 @@ class RolloutPeer:
                     self._agree(stream.welcome.manifest.fields)
             except (PeerUnreachable, ProtocolError) as error:
                 self._note_failure(learner, error)
+                # There is one that wants this peer's rollouts, as far as is known.
+                self._why = ""
             else:
                 return
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from diloco.rl import hub_tasks
 from diloco.rl.evaluated_answers import evaluates_answers, may_be_evaluated
 from diloco.rl.hub_tasks import open_generator
 
@@ -50,7 +53,7 @@ def test_right_answers_in_other_forms_are_evaluated():
         "C + 2*x**9/3 - x",
         "2*(3*x + 1)**(3/2)/9 + exp(-2*x**2)*sin(x)",
     ):
-        assert may_be_evaluated(answer, "x**2 + C"), answer
+        assert may_be_evaluated(answer, "x**2 + sin(x) + C"), answer
 
 
 @pytest.mark.parametrize(
@@ -84,4 +87,19 @@ def test_right_answers_in_other_forms_are_evaluated():
     ],
 )
 def test_everything_else_is_not(answer):
-    assert not may_be_evaluated(answer, "x**2 + C")
+    assert not may_be_evaluated(answer, "x**2 + sin(x) + C")
+
+
+def test_functions_are_only_evaluated_where_the_right_answer_has_some():
+    assert not may_be_evaluated("log(" * 9 + "2" + ")" * 9, "94*4 - 61 - 6")
+    assert may_be_evaluated("log(2)", "exp(x)")
+
+
+def test_an_answer_that_takes_for_ever_to_simplify_scores_0(monkeypatch):
+    monkeypatch.setattr(hub_tasks, "_SCORING_S", 0.2)
+    task = open_generator("reasoning-gym:intermediate_integration", seed=1)
+    example = next(one for one in map(task.example, range(100)) if "sin" in one.gold)
+    answer = "(x + sin(x) + log(x))**20*(x - cos(x))**20"
+    assert may_be_evaluated(answer, example.gold)
+    assert task.scores(example, [f"<SOLUTION>{answer}</SOLUTION>"])[0] == 0.0
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
