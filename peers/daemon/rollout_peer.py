@@ -87,8 +87,8 @@ class RolloutPeer:
         """Set once there is a manifest."""
         self._seen_at = time.monotonic()
         """When a learner was last there that wants this peer's rollouts."""
-        self._why = ""
-        """Why learners have not wanted them since, and what to do about it."""
+        self._refusals: dict[str, str] = {}
+        """Why learners do not want them, and what to do about it, by peer id."""
         self._failed_at: dict[str, float] = {}
         self._fetched: list[Path] = []
         """Files that the generator has not loaded yet, and the digest of the weights that they lead to."""
@@ -113,13 +113,20 @@ class RolloutPeer:
             return int(await first_of(generator.serve(accept), *parts) or 0)
 
     async def _work(self) -> int:
-        """Work for one learner after the other, until none has been there for long. Raises UserError if there was never
-        one, or none wants what this peer generates.
+        """Work for one learner after the other, until none has been there for long.
+
+        Raises UserError if there was never one, and if each refuses this peer: at once if it has never been of use.
         """
         patience_s = self._config.timeout_waiting_for_peers
         while True:
-            if (learner := await self._learner()) is None:
-                if time.monotonic() - self._seen_at > patience_s:
+            there = await self._learners()
+            if (learner := self._chosen(there)) is None:
+                is_over = time.monotonic() - self._seen_at > patience_s
+                is_refused = bool(there) and there.keys() <= self._refusals.keys()
+                # One that has been of use is wanted again if a learner starts anew.
+                if is_refused and (is_over or not self._num_generated):
+                    raise UserError(list(self._refusals.values())[-1])
+                if is_over:
                     break
                 await asyncio.sleep(OFTEN_S)
                 continue
@@ -127,8 +134,6 @@ class RolloutPeer:
                 await self._work_for(learner)
             except (PeerUnreachable, ProtocolError) as error:
                 self._note_failure(learner, error)
-        if self._why:
-            raise UserError(self._why)
         if not self._manifest:
             raise UserError(
                 f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started with "
@@ -141,29 +146,34 @@ class RolloutPeer:
         self._failed_at[learner.peer_id] = time.monotonic()
         text = f"learner {learner.world_rank} is not there for rollouts: {error}"
         if isinstance(error, Refused):
-            self._why = error.why.advice(self._identity.peer_id)
+            self._refusals[learner.peer_id] = error.why.advice(self._identity.peer_id)
         elif isinstance(error, NotWanted):
-            self._why = (
+            self._refusals[learner.peer_id] = (
                 f"{text}. Has this peer the learners' model and --grpo.reward, and their version of diloco?"
             )
         log.log(logging.DEBUG if text == self._said else logging.INFO, "%s", text)
         self._said = text
 
-    async def _learner(self) -> Announcement | None:
-        """The learner that this peer is to work for now."""
-        now, run_id = time.monotonic(), self._config.run_id
+    async def _learners(self) -> dict[str, Announcement]:
+        """The peers that may train on this one's rollouts, by peer id."""
+        run_id = self._config.run_id
         found = await announced(
             self._dht, PEERS_KEY(run_id), Announcement, run_id, self._admission.gate.check_record
         )
-        there = {
-            peer_id
+        return {
+            peer_id: record
             for peer_id, record in found.items()
-            if record.world_rank != NO_RANK
-            and record.state != "leaving"
-            and now - self._failed_at.get(peer_id, float("-inf")) > AGAIN_S
+            if record.world_rank != NO_RANK and record.state != "leaving"
         }
-        chosen = learner_for(run_id, self._identity.peer_id, there)
-        return found[chosen] if chosen is not None else None
+
+    def _chosen(self, learners: Mapping[str, Announcement]) -> Announcement | None:
+        """The one of them that this peer is to work for now."""
+        now = time.monotonic()
+        usable = {
+            peer_id for peer_id in learners if now - self._failed_at.get(peer_id, float("-inf")) > AGAIN_S
+        }
+        chosen = learner_for(self._config.run_id, self._identity.peer_id, usable)
+        return learners[chosen] if chosen is not None else None
 
     async def _work_for(self, learner: Announcement) -> None:
         """Until the learner is lost, or another one is chosen. Raises PeerUnreachable, ProtocolError, UserError."""
@@ -204,7 +214,7 @@ class RolloutPeer:
     async def _until_reassigned(self, peer_id: str) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            learner = await self._learner()
+            learner = self._chosen(await self._learners())
             # The DHT may know of nobody for a moment; a learner that is gone breaks its streams.
             if learner is None or learner.peer_id == peer_id:
                 continue
@@ -214,8 +224,6 @@ class RolloutPeer:
                     self._agree(stream.welcome.manifest.fields)
             except (PeerUnreachable, ProtocolError) as error:
                 self._note_failure(learner, error)
-                # There is one that wants this peer's rollouts, as far as is known.
-                self._why = ""
             else:
                 return
 
@@ -319,7 +327,8 @@ class RolloutPeer:
                 completions=completions,
             )
             dropped = await stream.hand_over(signed(rollout, self._identity))
-            self._seen_at, self._why = time.monotonic(), ""
+            self._seen_at = time.monotonic()
+            self._refusals.pop(learner, None)
             self._num_generated += 1
             self._num_dropped += bool(dropped)
         if time.monotonic() - self._told_at > TOLD_S:

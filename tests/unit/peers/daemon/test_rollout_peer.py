@@ -78,7 +78,7 @@ async def test_a_learner_that_refuses_this_peer_leaves_it_to_the_others(peer, le
         del learners.there[learner.peer_id]
         if learner.peer_id == THEIRS:
             raise Refused(Why.BANNED)
-        peer._why = ""
+        peer._num_generated = 1
 
     monkeypatch.setattr(peer, "_work_for", work_for)
     peer._manifest = {"mode": "grpo"}
@@ -89,8 +89,9 @@ async def test_a_learner_that_refuses_this_peer_leaves_it_to_the_others(peer, le
 @pytest.mark.parametrize(
     ("error", "says"), [(Refused(Why.BANNED), "peers unban"), (NotWanted("forged rewards"), "forged rewards")]
 )
-async def test_a_peer_that_no_learner_wants_says_why_in_the_end(peer, learners, monkeypatch, error, says):
+async def test_a_peer_that_no_learner_wants_says_why_at_once(peer, learners, monkeypatch, error, says):
     monkeypatch.setattr(rollout_peer, "AGAIN_S", 60.0)
+    peer._config.timeout_waiting_for_peers = 600.0
     learners.fails = [error, error]
     peer._manifest = {"mode": "grpo"}
     with pytest.raises(UserError, match=says):
