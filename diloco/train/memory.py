@@ -18,7 +18,7 @@ _FROZEN_BYTES_PER_PARAMETER = 4
 """Of weights beside adapters, which are not averaged."""
 _GIB = 2**30
 _FEWER_TOKENS = (
-    "a smaller --per-device-train-batch-size, a shorter --seq-length, or --activation-checkpointing if off"
+    "a smaller --per-device-train-batch-size, a shorter --seq-length, or --activation-checkpointing"
 )
 
 
