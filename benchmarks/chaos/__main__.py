@@ -109,7 +109,7 @@ def _results(settings: Settings, calm: Outcome, struck: Outcome) -> list[Result]
     ]
     if recoveries:
         rows += [
-            ("death to next commit", "s", history.recoveries_s(0.0)),
+            ("death to next commit", "s", history.waits_after_deaths_s()),
             ("recovery beyond an epoch", "s", recoveries),
             ("recovery, 95th percentile", "s", [quantile(recoveries, 0.95)]),
         ]
@@ -123,7 +123,7 @@ def _notes(settings: Settings, struck: Outcome) -> list[str]:
     return [
         f"{settings.seconds / 60:g} minutes, a fault every {settings.mean_s:g} s on average: {kinds}.",
         "Goodput is committed tokens by the seconds that peers train and are not frozen, against the same without "
-        "faults; recovery is from a peer's death to the others' next commit, less an epoch's length.",
+        "faults; recovery is the time between the others' commits around a peer's death, less an epoch's length.",
         *struck.unplanned[:5],
     ]
 

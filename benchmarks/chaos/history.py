@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,21 +160,30 @@ class History:
         return gaps[len(gaps) // 2]
 
     def recoveries_s(self, epoch_s: float) -> list[float]:
-        """For every death, the time until the next commit of another peer, minus `epoch_s`, at least 0."""
-        return [
-            max(0.0, after - fault.at - epoch_s)
-            for fault in self.faults
-            if (fault.kind in KINDS and KINDS[fault.kind].is_death)
-            and (after := self._next_commit(fault)) is not None
-        ]
+        """For every death, the time between the others' commits around it, minus `epoch_s`, at least 0."""
+        return [max(0.0, after - before - epoch_s) for before, _, after in self._deaths()]
+
+    def waits_after_deaths_s(self) -> list[float]:
+        """For every death, the time until the next commit of another peer."""
+        return [after - at for _, at, after in self._deaths()]
 
     def rejoins_s(self) -> list[float]:
         """Times from a start of a peer to its worker's first step."""
         return [at - life.started_at for life in self.lives if (at := self._trains_at(life)) is not None]
 
-    def _next_commit(self, fault: Struck) -> float | None:
-        times = (r["time"] for r in self.commits if r["time"] > fault.at and r["rank"] not in fault.ranks)
-        return next(times, None)
+    def _deaths(self) -> Iterator[tuple[float, float, float]]:
+        """For every death: the time of the others' commit before it, its own, that of their commit after it."""
+        for fault in self.faults:
+            if fault.kind not in KINDS or not KINDS[fault.kind].is_death:
+                continue
+            times = sorted(
+                min(others)
+                for records in self._by_head.values()
+                if (others := [r["time"] for r in records if r["rank"] not in fault.ranks])
+            )
+            following = bisect(times, fault.at)
+            if 0 < following < len(times):
+                yield times[following - 1], fault.at, times[following]
 
     def _lived_s(self, life: Life, begin: float, end: float, from_training: bool) -> float:
         started = self._trains_at(life) if from_training else life.started_at

@@ -149,7 +149,8 @@ def test_recovery_is_what_the_others_take_beyond_an_epoch_and_time_away_is_no_li
     found = history(
         tmp_path, *good, lives=lives, faults=[Struck("kill daemon", (2,), 16.0), Struck("clock", (1,), 17.0)]
     )
-    assert found.recoveries_s(3.0) == [pytest.approx(1.0)]
+    assert found.recoveries_s(3.0) == [pytest.approx(2.0)]
+    assert found.waits_after_deaths_s() == [pytest.approx(4.0)]
     assert found.tokens_per_live_second() == pytest.approx(60 / (6.0 + 10.0 + 1.0))
 
 
