@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import Chain, Fork, adoptable_prefix, prefers_theirs
+from peers.core.chain import Chain, Fork, adoptable_prefix, num_majorities, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
 from peers.core.plans import fault_of_successor, is_quorum
@@ -44,14 +44,11 @@ class CatchUp:
     timing: Timing
     target: Certificate | None = None
     """The certificate of the state that is being fetched; None: nothing is."""
-    genesis: str = ""
-    """Head of the genesis of the run that this peer is in."""
     path: tuple[Certificate, ...] = ()
     """The certificates up to the target, from this peer's chain on if that link is known."""
     _asked: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By peer and head, when the peer was last asked for the certificates up to that head."""
-    _unknown: set[tuple[str, str]] = field(default_factory=set)
-    """(peer, head): the peer has answered that it does not know this head."""
+    """By peer and head, when the peer was last asked for the certificates up to that head; infinite: it has answered
+    that it does not know this head."""
     _sound: dict[str, bool] = field(default_factory=dict)
     """By head, whether its certificate can follow its parent by the rules."""
     _failed: tuple[str, float] = "", 0.0
@@ -76,7 +73,7 @@ class CatchUp:
     def on_unknown(self, peer_id: str, head: str) -> None:
         """A peer that was asked does not know this head."""
         if self.has_asked(peer_id, head):
-            self._unknown.add((peer_id, head))
+            self._asked[peer_id][head] = math.inf
 
     def advance(self, turn: Turn, *, can_fetch: bool, has_worker: bool, voting_on: int) -> bool:
         """Request missing certificates, and fetch the best state that may be adopted. True if a fetch began.
@@ -138,7 +135,6 @@ class CatchUp:
 
     def head_moved(self) -> None:
         self._asked.clear()
-        self._unknown.clear()
 
     def _announced(self) -> Heads:
         """The heads of live peers that are not on this peer's chain."""
@@ -169,7 +165,7 @@ class CatchUp:
         asked_at = {
             peer_id: self._asked.get(peer_id, {}).get(wanted, -math.inf)
             for peer_id in holders
-            if (peer_id, wanted) not in self._unknown
+            if not self._is_unknown_to(peer_id, wanted)
         }
         due = [peer_id for peer_id, at in asked_at.items() if turn.passed(at + self.timing.reaction_s)]
         num_members = len(self.swarm.roster) or len(holders)
@@ -297,19 +293,20 @@ class CatchUp:
         """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
-        still here. On a tie, and where nobody of the roster is left but this peer, it goes to two members that stand
-        together there, since they would not come here; else the smaller genesis hash wins, and within one run the
-        smaller head: so on both sides. Only a founder that has followers waits for its first commit with them.
+        still here. Where nobody of the roster is left but this peer, it goes only if no other peer has signed a commit
+        of its chain: what members made together is not given up to strangers. It then goes, as on a tie, to two members
+        that stand together there, since they would not come here; else to the run whose genesis is too old to be known,
+        or has the smaller hash: so on both sides. Only a founder that has followers waits for its first commit with
+        them.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
-        if not path or not (path[0].is_genesis or self._is_unknown_to(holders, path[0].plan.parent)):
+        if not path or not (path[0].is_genesis or self._are_without(holders, path[0].plan.parent)):
             return ()
         own = self.chain.newest
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
-        theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
-        is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, own.head)
+        is_smaller = (path[0].head if path[0].is_genesis else "") < self.chain.genesis
         # Those that have followed a founder to its genesis are members only with its first commit.
         is_founder = own.is_genesis and self.me in own.plan.roster_set
         is_followed = is_founder and not (holders | roster).issuperset(self.swarm.live_at(own.head))
@@ -320,11 +317,16 @@ class CatchUp:
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
             may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
         else:
-            wins, may_go = gives_way, all(map(self.swarm.is_gone, roster))
+            wins = gives_way and own.is_genesis
+            may_go = all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
 
-    def _is_unknown_to(self, holders: set[str], head: str) -> bool:
-        return bool(holders) and all((p, head) in self._unknown for p in holders)
+    def _are_without(self, holders: set[str], head: str) -> bool:
+        """Whether all of them have answered that they do not know this head."""
+        return bool(holders) and all(self._is_unknown_to(peer_id, head) for peer_id in holders)
+
+    def _is_unknown_to(self, peer_id: str, head: str) -> bool:
+        return self._asked.get(peer_id, {}).get(head) == math.inf
 
     def newest_of_largest_run(self, turn: Turn) -> Certificate | None:
         """For a newcomer: the newest certificate of the chain that most live peers are on, once it has arrived."""
@@ -332,37 +334,55 @@ class CatchUp:
         return path[-1] if path else None
 
     def _newcomer_path(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """The head that most live peers are at, on the chain that most are on; on ties the one with more signers, then
-        the newest. Empty until its certificate has arrived.
+        """The newest head of the run that most live peers are in. Empty until its certificate has arrived.
 
-        A single peer therefore cannot lead a newcomer to an old head. Nor can the first one to answer: this waits for
-        the others, unless a majority of the roster has answered already.
+        Where chains of that run part, the Fork rule decides. Of heads that follow each other it is the last to which
+        majorities of the rosters lead from the first, so a member that made commits with strangers leads nobody there.
+        Nor can the first peer to answer: this waits for the others, unless a majority of the roster has answered.
         """
         if not heads or self._heads_since is None:
             return ()
-
-        def supporters_of(head: str) -> set[str]:
-            return {p for other in heads if self._are_on_one_chain(other, head) for p in heads[other]}
-
-        def rank(head: str) -> tuple[int, int, int, int, str]:
-            supporters = supporters_of(head)
-            certificate = self.chain.get(head)
-            plan = certificate.plan if certificate else None
-            num_signers, epoch = (len(plan.signers), plan.epoch) if plan else (0, 0)
-            return -len(supporters), -len(heads[head]), -num_signers, -epoch, head
-
-        best = min(heads, key=rank)
-        certificate = self.chain.get(best)
+        paths = {head: self.chain.path_back(head) for head in heads}
+        # Paths that share a certificate go back to the same one.
+        runs: dict[str, list[str]] = {}
+        for head, path in paths.items():
+            runs.setdefault(path[0].head if path else head, []).append(head)
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
-        if certificate is None:
+
+        def rank(first: str) -> tuple[int, int, int, str]:
+            num_holders = sum(len(heads[head]) for head in runs[first])
+            plans = [paths[head][-1].plan for head in runs[first] if paths[head]]
+            num_signers, epoch = max(((len(plan.signers), plan.epoch) for plan in plans), default=(0, 0))
+            return num_holders, num_signers, epoch, first
+
+        best: Sequence[Certificate] = ()
+        for head in runs[max(runs, key=rank)]:
+            best = _better_backed(best, paths[head])
+        if not best:
             return ()
-        supporters = supporters_of(best)
+        announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
+        end = announced[0] + num_majorities(best[announced[0]], best[announced[0] + 1 :])
+        newest = max(place for place in announced if place <= end)
+        certificate = best[newest]
+        supporters = {p for place in announced if place >= newest for p in heads[best[place].head]}
         is_agreed = len(supporters) > 1 and is_quorum(supporters, certificate, 0.5)
         return (certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
 
-    def _are_on_one_chain(self, head: str, other: str) -> bool:
-        """Whether one of the two heads is a descendant of the other, or the same."""
-        return self._is_or_follows(head, other) or self._is_or_follows(other, head)
+
+def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) -> Sequence[Certificate]:
+    """Of two paths that begin alike: the longer one if it continues the other, else the one of which a majority of the
+    roster before it has signed its side, else the one that the Fork rule prefers."""
+    shared = 0
+    while shared < min(len(path), len(other)) and path[shared].head == other[shared].head:
+        shared += 1
+    ours, theirs = tuple(path[shared:]), tuple(other[shared:])
+    if not ours or not theirs:
+        return other if theirs else path
+    ancestor = path[shared - 1]
+    is_backed, is_other_backed = (num_majorities(ancestor, side) > 0 for side in (ours, theirs))
+    if is_backed != is_other_backed:
+        return other if is_other_backed else path
+    return other if prefers_theirs(Fork(ancestor, ours, theirs)) else path
 
 
 def _prefers_path(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:

@@ -65,6 +65,16 @@ class Chain:
         oldest = next(iter(self._own.values()), None)
         return "" if oldest is None or oldest.is_genesis or len(self._own) >= MAX_OWN else oldest.plan.parent
 
+    @property
+    def genesis(self) -> str:
+        """Head of the genesis that this peer's chain begins with; empty if it is not known from there on."""
+        oldest = next(iter(self._own.values()), None)
+        return oldest.head if oldest is not None and oldest.is_genesis else ""
+
+    def has_commits_of_nobody_but(self, me: str) -> bool:
+        """Whether no other peer has signed a commit of this peer's chain, as far back as it is known."""
+        return all(commit.is_genesis or commit.plan.signer_set == {me} for commit in self._own.values())
+
     def get(self, head: str) -> Certificate | None:
         return self._own.get(head) or self._others.get(head)
 
@@ -204,7 +214,7 @@ def prefers_theirs(fork: Fork) -> bool:
 def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:
     """(epoch, attempt) of the last certificate that this peer signed on this side; (-1, -1): none."""
     return max(
-        ((c.plan.epoch, c.plan.attempt) for c in side if peer_id in c.plan.signers),
+        ((c.plan.epoch, c.plan.attempt) for c in side if peer_id in c.plan.signer_set),
         default=(-1, -1),
     )
 
@@ -235,14 +245,15 @@ def adoptable_prefix(
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
-    for certificate, endorsers in zip(fork.theirs, _endorsers(fork.theirs), strict=True):
+    last_signed = _last_signed_at(fork.theirs)
+    for place, certificate in enumerate(fork.theirs):
         roster = before.plan.roster_set
-        all_signers = set(certificate.plan.signers)
+        all_signers = certificate.plan.signer_set
         signers = roster & all_signers
         objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
-        supporters = roster & endorsers
+        supporters = {p for p in roster if last_signed.get(p, -1) >= place}
         is_majority = 2 * len(supporters) > len(roster)
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
@@ -258,12 +269,21 @@ def adoptable_prefix(
     return tuple(accepted)
 
 
-def _endorsers(path: Sequence[Certificate]) -> list[frozenset[str]]:
-    """For each certificate, the peers that have signed it or one that follows it on this path."""
-    found: list[frozenset[str]] = []
-    for certificate in reversed(path):
-        found.append(certificate.plan.signer_set | (found[-1] if found else frozenset()))
-    return found[::-1]
+def num_majorities(ancestor: Certificate, path: Sequence[Certificate]) -> int:
+    """How many certificates of `path`, which follows `ancestor`, have each been signed by a majority of the roster that
+    the one before it names: this certificate itself, or one that follows it on the path."""
+    last_signed, before = _last_signed_at(path), ancestor
+    for place, certificate in enumerate(path):
+        roster = before.plan.roster_set
+        if 2 * sum(last_signed.get(peer_id, -1) >= place for peer_id in roster) <= len(roster):
+            return place
+        before = certificate
+    return len(path)
+
+
+def _last_signed_at(path: Sequence[Certificate]) -> dict[str, int]:
+    """By signer, the place on the path of the last certificate that it has signed."""
+    return {peer_id: place for place, commit in enumerate(path) for peer_id in commit.plan.signers}
 
 
 def _are_faultless(recent: Sequence[Certificate]) -> bool:

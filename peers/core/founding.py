@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from peers.core.effects import Pledge, Send
 from peers.core.health import Swarm
-from peers.core.plans import is_free, lowest_free
+from peers.core.plans import attempt_of_most, is_free, lowest_free
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -45,6 +45,8 @@ class Founding:
     """What this peer has proposed in this attempt."""
     _signatures: dict[str, Signature] = field(default_factory=dict)
     """The signatures under `_body` so far, by founder."""
+    _followed_at: float = -math.inf
+    """When this peer last went on to the attempt of most founders."""
     _attempt_since: float | None = None
     """Since when the founders have been complete and this attempt has run; starts its timeout."""
     _unwilling: set[str] = field(default_factory=set)
@@ -53,7 +55,7 @@ class Founding:
     """The last proposal of each other founder. It may arrive before the statuses that it was made from."""
 
     def __post_init__(self) -> None:
-        self.attempt = self.signed + 1
+        self.attempt = min(MAX_ATTEMPT, self.signed + 1)
 
     def heard_of_a_run(self, now: float) -> None:
         """A peer announces a head. Has an effect once only, so that announcing runs which do not exist cannot delay the
@@ -101,15 +103,15 @@ class Founding:
         return True
 
     def _majority_attempt(self, founders: Iterable[str]) -> int:
-        """The highest attempt that a majority of the founders has reached."""
         statuses = [self.swarm.status(peer_id) for peer_id in founders if peer_id != self.keys.peer_id]
-        attempts = sorted([self.attempt, *(status.attempt for status in statuses if status is not None)])
-        return attempts[(len(attempts) - 1) // 2]
+        return attempt_of_most([self.attempt, *(status.attempt for status in statuses if status is not None)])
 
     def _follow_majority(self, turn: Turn, founders: Collection[str]) -> bool:
+        # One bounded step at a time, as in a round: peers that announce huge attempts cannot use up all of them.
         most_reached = min(self._majority_attempt(founders), self.attempt + 2 * len(founders))
-        if most_reached <= self.attempt:
+        if most_reached <= self.attempt or turn.now <= self._followed_at:
             return False
+        self._followed_at = turn.now
         self._enter_attempt(turn, most_reached)
         return True
 
@@ -133,7 +135,9 @@ class Founding:
                 turn.do(Send(peer_id, Found(body=body)))
 
     def on_found(self, sender: str, body: Body) -> None:
-        self._proposals[sender] = body
+        status = self.swarm.status(sender)
+        if status is not None and status.offer is not None:
+            self._proposals[sender] = body
 
     def _answer(self, turn: Turn, sender: str, body: Body, founders: Mapping[str, tuple[int, Offer]]) -> bool:
         """Sign this proposal if it is the sender's turn and this peer would propose the same. True if signed."""

@@ -162,19 +162,30 @@ class Group:
             settings=self._settings,
         )
 
-    def _off(self, entries: Mapping[str, Entry]) -> set[str]:
+    def removed_by(self, plan: Plan) -> frozenset[str]:
+        """Members that the plan removes though they did not say in it that they leave. That they left, or are gone, may
+        reach others at different times: a disagreement about it is nobody's fault."""
+        return self.roster - plan.roster_set - plan.signer_set
+
+    def would_remove(self, removed: Collection[str], contributors: Collection[str]) -> bool:
+        """Whether this peer would remove them, too."""
+        return self._off(contributors).issuperset(removed)
+
+    def _off(self, contributors: Collection[str]) -> set[str]:
         """Roster members to remove: those that left, and those that are gone and missed the last commits."""
         return {
             peer_id
-            for peer_id in self.roster - entries.keys() - {self._me}
+            for peer_id in self.roster - set(contributors) - {self._me}
             if self._swarm.has_left(peer_id)
             or (self._swarm.is_gone(peer_id) and self._absent.get(peer_id, 0) + 1 >= ABSENT_COMMITS)
         }
 
     def data_width(self, entries: Mapping[str, Entry]) -> int:
-        """How many data blocks the epoch hands out: one per rank up to the highest of the roster and of `entries`, plus
-        one per newcomer that trains here, whatever rank it claims: an honest newcomer claims the next free one."""
-        ranks = [member.world_rank for member in self._parent.plan.roster]
-        ranks += [min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()]
-        num_newcomers = len(self._swarm.live_at(self._parent.head).keys() - self.roster - entries.keys())
-        return 1 + max(ranks) + min(num_newcomers, SPARE_BLOCKS // 2)
+        """How many data blocks the epoch hands out: one per rank of the roster and per newcomer that trains here or has
+        an entry, up to the highest claimed by an entry. An honest newcomer claims the next free one, so workers that go
+        ahead expect the same width before its entry as the plan with it has."""
+        highest = max(member.world_rank for member in self._parent.plan.roster)
+        here = self._swarm.live_at(self._parent.head).keys() | {self._me}
+        newcomers = (here | entries.keys()) - self.roster
+        claimed = [min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()]
+        return 1 + max(highest + min(len(newcomers), SPARE_BLOCKS // 2), *claimed, 0)

@@ -2,7 +2,8 @@
 evidence only.
 
 A peer is *live* while it is heard, *lost* once its channel breaks or it misses heartbeats for `silence_s`, and *gone*
-once it has left or been lost for `regain_s` (timing.py). It is *left out* of groups for some epochs after `STRIKES`.
+once it has left or been lost for `regain_s` (timing.py). It is *left out* of groups for some epochs after `STRIKES`;
+so long its objections to other chains do not count either (catch_up.py).
 """
 
 from __future__ import annotations
@@ -122,6 +123,9 @@ class Swarm:
                 return False
             self._add(peer_id, status, now)
             return True
+        if status is None and health.status is _UNHEARD:
+            # Whatever else it sends: without a status it is no member, and nobody waits for it for long.
+            return False
         if health.is_gone:
             health.missed = 0
         was_lost = health.lost_at != math.inf
@@ -189,7 +193,7 @@ class Swarm:
         """A channel to `peer_id` is open. If it has sent no status yet, it gets `silence_s` to do so, once only."""
         if peer_id not in self._peers and self._make_room():
             self.expect(peer_id, now)
-        elif not self._is_unheard(peer_id):
+        else:
             self.heard(peer_id, None, now)
 
     def has_unheard(self) -> bool:
@@ -312,11 +316,6 @@ class Swarm:
 
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at
-
-    def genesis(self, peer_id: str) -> str:
-        """Head of the genesis of the run that `peer_id` says it is in."""
-        health = self._peers.get(peer_id)
-        return health.status.genesis if health else ""
 
     def strikes(self, peer_id: str) -> float:
         health = self._peers.get(peer_id)

@@ -301,7 +301,10 @@ class Peer:
         """Add those that were asked for or that concern this peer, up to the first invalid one."""
         if not message.certificates:
             self.catch_up.on_unknown(sender, message.head)
-        is_wanted = self.catch_up.has_asked(sender, message.head)
+        elif not message.is_path:
+            self.swarm.strike(sender, self.epoch)
+            return
+        is_wanted = self.chain.get(message.head) is None and self.catch_up.has_asked(sender, message.head)
         for certificate in message.certificates:
             if self.chain.get(certificate.head) is not None:
                 continue
@@ -542,14 +545,8 @@ class Peer:
             self.last_failures = tuple(self.round.failures)
             if self.round.stage is Stage.REDUCE:
                 turn.do(CancelReduce())
-        is_first, is_linked = not self.chain.head, self.chain.is_on_own_chain(path[0].plan.parent)
+        is_first = not self.chain.head
         self.chain.move_to(path)
-        if path[0].is_genesis:
-            self.catch_up.genesis = path[0].head
-        elif not is_linked:
-            # No certificate here says it: perhaps it is another run's.
-            donors = (status.genesis for status in self.swarm.live_at(path[-1].head).values())
-            self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self._take_rank(turn, parent.plan)
@@ -603,7 +600,6 @@ class Peer:
             sequence=0,
             world_rank=self.world_rank,
             phase=phase,
-            genesis=self.catch_up.genesis,
             head=self.head,
             epoch=self.epoch,
             attempt=self.round.attempt if self.round else self._founding.attempt,

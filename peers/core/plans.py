@@ -129,7 +129,10 @@ def fault_in(
     if any(entry.work.based_on > parent.plan.epoch for entry in entries.values()):
         return "work of an epoch that is yet to come"
     leaving = {peer_id for peer_id, entry in entries.items() if entry.work.last}
-    off = (before | set(peer_ids)) - plan.roster_set - leaving
+    everybody = before | set(peer_ids)
+    # If nobody is left after this commit, its plan keeps everybody: a roster is never empty.
+    remaining = set() if leaving and plan.roster_set == everybody else plan.roster_set
+    off = everybody - remaining - leaving
     if not off <= set(off_allowed):
         return f"takes {', '.join(sorted(off - set(off_allowed)))} off the roster, who are there"
     width = plan.data_base - parent.plan.data_base
@@ -139,6 +142,11 @@ def fault_in(
     if wanted != plan:
         return "other weights, ranks, roster or counts than these contributions lead to"
     return ""
+
+
+def attempt_of_most(attempts: Sequence[int]) -> int:
+    """The latest attempt that more than half of these peers have reached. A minority cannot raise it."""
+    return sorted(attempts)[(len(attempts) - 1) // 2]
 
 
 def is_quorum(present: Collection[str], parent: Certificate, quorum: float) -> bool:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
 from peers.core.group import Group, RoundContext
-from peers.core.plans import Entry
+from peers.core.plans import Entry, attempt_of_most
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.limits import MAX_ATTEMPT
@@ -89,7 +89,7 @@ class Round:
         self._me = context.keys.peer_id
         self._began_at = now
         self._group = Group(context, parent, absent=absent, recent=recent)
-        self.attempt, self._signed = signed + 1, signed
+        self.attempt, self._signed = min(MAX_ATTEMPT, signed + 1), signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
         """Set when an attempt that this peer led has succeeded; the peer takes it from here."""
@@ -142,7 +142,7 @@ class Round:
 
     def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
         """Do what is due; True if anything was. `entry`: this peer's work, None while its worker trains."""
-        if self._skip_to_median_attempt(turn):
+        if self._skip_to_attempt_of_most(turn):
             return True
         if self._lead is not None and self._watch_group(turn, self._lead):
             return True
@@ -181,7 +181,7 @@ class Round:
             return False
         leader = self.leader_of(self.attempt)
         if leader == self._me:
-            if not turn.passed(self._not_before):
+            if self.attempt <= self._signed or not turn.passed(self._not_before):
                 return False
             self._note_group(turn, late)
             self._begin_to_lead(turn, ready, entry)
@@ -208,7 +208,7 @@ class Round:
             return False
         if self._leader_could_propose_at is None:
             self._leader_could_propose_at = max(turn.now, self._not_before)
-        if self.attempt > self._median_attempt():
+        if self.attempt > self._attempt_of_most():
             # The others have yet to come to this attempt.
             return False
         # After a failure the leader pauses too, at most for the silence timeout (Timing.pause_s).
@@ -306,6 +306,9 @@ class Round:
         lead = self._lead
         if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
             return
+        if self._group.removed_by(lead.plan):
+            self._abort(turn, f"{sender} declines: {decline.reason}", ())
+            return
         # The fault may lie with the sender, with a member that it names, or with the link between them: the sender and
         # those it names share the blame.
         named = sorted(({*decline.suspects, *decline.told_by} & lead.plan.signer_set) - {sender, self._me})
@@ -379,7 +382,8 @@ class Round:
         present = {contributor.peer_id for contributor in plan.contributors}
         others = self._group.roster - present
         if fault := self._group.fault_in(plan):
-            self._strike(turn, leader, f"it proposes {fault}")
+            if self._group.would_remove(self._group.removed_by(plan), present):
+                self._strike(turn, leader, f"it proposes {fault}")
         elif not self._group.is_quorum(present) and not self._group.can_do_without(turn, others):
             fault = f"a group of {len(present)} is no quorum, and others are there"
         if fault:
@@ -531,19 +535,18 @@ class Round:
             )
             turn.do(Send(leader, decline))
 
-    def _median_attempt(self) -> int:
-        """The median attempt of the roster members on this head, this peer included."""
+    def _attempt_of_most(self) -> int:
+        """Of the roster members on this head, this peer included."""
         here, roster = self._swarm.live_at(self.head), self._group.roster
         attempts = [status.attempt for peer_id, status in here.items() if peer_id in roster]
-        attempts = sorted([*attempts, self.attempt])
-        return attempts[len(attempts) // 2]
+        return attempt_of_most([*attempts, self.attempt])
 
-    def _skip_to_median_attempt(self, turn: Turn) -> bool:
-        """Skip to the median attempt if that is later: half of the members do not take part in this one any more."""
+    def _skip_to_attempt_of_most(self, turn: Turn) -> bool:
+        """Skip to a later attempt if most members on this head do not take part in this one any more."""
         if turn.now <= self._skipped_at:
             return False
         # Bounded steps: a peer that announces a huge attempt number cannot use up all attempts of this one.
-        next_attempt = min(self._median_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
+        next_attempt = min(self._attempt_of_most(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
         if next_attempt <= self.attempt:
             return False
         self._skipped_at = turn.now

@@ -65,7 +65,6 @@ class Status(Struct, frozen=True, tag="status"):
     sequence: Count
     world_rank: ClaimedRank
     phase: Phase
-    genesis: HashOrNone = ""
     head: HashOrNone = ""
     epoch: Epoch = 0
     attempt: AttemptNumber = 0
@@ -127,6 +126,12 @@ class Certificates(Struct, frozen=True, tag="certificates"):
 
     head: Hash
     certificates: Annotated[tuple[Certificate, ...], Meta(max_length=MAX_CERTIFICATES)]
+
+    @property
+    def is_path(self) -> bool:
+        """Whether they are so linked: nothing else can be slipped in for a head that was asked for."""
+        parents = [*(certificate.plan.parent for certificate in self.certificates[1:]), self.head]
+        return parents == [certificate.head for certificate in self.certificates]
 
 
 class Ask(Struct, frozen=True, tag="ask"):

@@ -173,9 +173,7 @@ def member_of_every_round(hostile: Hostile, in_group: Callable[[str, Plan], Any]
         while True:
             for peer_id, theirs in list(hostile.statuses.items()):
                 work = Work(tokens=1 << 39, norm=1.0, step=1, based_on=theirs.epoch)
-                status = hostile.standing(
-                    head=theirs.head, genesis=theirs.genesis, epoch=theirs.epoch, work=work
-                )
+                status = hostile.standing(head=theirs.head, epoch=theirs.epoch, work=work)
                 await hostile.say(peer_id, status)
             await asyncio.sleep(0.05)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from peers.core import catch_up, effects, events
@@ -12,7 +14,7 @@ from peers.protocol.certificates import Certificate
 from peers.protocol.messages import Ask, Certificates, decode_message
 from peers.protocol.wire import encode
 from tests.unit.peers.core.driven import Driven
-from tests.unit.peers.core.made import chain_of, commit, digest, genesis, status
+from tests.unit.peers.core.made import chain_of, commit, digest, genesis, status, with_settings, work
 
 GENESIS = genesis("abc")
 
@@ -257,13 +259,13 @@ def test_a_newcomer_asks_where_its_run_came_from_once_it_sees_another_part_of_it
     pair = genesis("abc")
     alone = chain_of(pair, "c", 3)
     n = Driven("n")
-    n.announce(alone[-1], "c", genesis=pair.head)
+    n.announce(alone[-1], "c")
     n.run(5)
     n.fetched()
     n.hush("c")
     together = chain_of(pair, "ab", 40)
     n.know([pair, *alone, *together])
-    n.announce(together[-1], "abc", genesis=pair.head)
+    n.announce(together[-1], "abc")
     n.run(10)
     ask = next(s.message for s in n.of(effects.Send) if getattr(s.message, "head", "") == alone[1].head)
     assert isinstance(ask, Ask)
@@ -300,7 +302,7 @@ def test_two_parts_of_one_run_become_one_though_one_of_them_knows_no_common_past
     pair = genesis("ab")
     mine = commit(commit(pair, "b", off="a"), "bc")
     c = Driven("c")
-    c.announce(mine, "b", genesis=pair.head)
+    c.announce(mine, "b")
     c.run(5)
     c.fetched()
     assert c.peer.head == mine.head
@@ -308,7 +310,7 @@ def test_two_parts_of_one_run_become_one_though_one_of_them_knows_no_common_past
     theirs = chain_of(pair, "ab", 20)
     c.know([pair, *theirs])
     for newest in theirs:
-        c.announce(newest, "ab", genesis=pair.head)
+        c.announce(newest, "ab")
         c.run(8)
     assert fetched_heads(c)[1] == next(one.head for one in theirs[1:] if one.head < mine.head)
 
@@ -580,3 +582,114 @@ def test_a_newcomer_is_led_to_no_old_head_by_one_that_stays_there():
     a.announce(newest, "bc")
     a.run(5)
     assert fetched_heads(a) == [newest.head]
+
+
+def made_up(before: Certificate, *, last: bool = False, salt: object = "") -> Certificate:
+    """What `z` has signed together with keys of its own, as many as it likes."""
+    names = ["z", *(f"y{number}" for number in range(8))]
+    works = {name: work(based_on=before.plan.epoch, last=True) for name in names[1:]} if last else {}
+    return commit(before, names, works=works, off="abc", salt=salt)
+
+
+@pytest.mark.parametrize("strangers", ["", "vwxy"], ids=["alone", "with strangers that show the same"])
+def test_a_member_that_restarts_does_not_believe_one_member_that_has_gone_on_with_keys_of_its_own(strangers):
+    three = genesis("abz")
+    head = commit(three, "abz")
+    a = Driven("a", settings=with_settings(galaxy_size=3))
+    a.know([three])
+    a.announce(head, "b")
+    a.announce(made_up(head), "z" + strangers)
+    a.run(5)
+    assert fetched_heads(a) == [head.head]
+
+
+@pytest.mark.parametrize("salt", range(4))
+def test_nor_where_its_commit_is_beside_one_that_most_have_signed(salt):
+    """Whichever of the two has the smaller hash, and however late the attempt that the liar names."""
+    three = genesis("abz")
+    one = commit(three, "abz")
+    head = commit(one, "bz")
+    a = Driven("a", settings=with_settings(galaxy_size=3))
+    a.know([three, one])
+    a.announce(head, "b")
+    a.announce(commit(one, ["z", "y"], attempt=9, salt=salt), "vwxyz")
+    a.run(5)
+    assert fetched_heads(a) == [head.head]
+
+
+def test_nor_while_the_others_are_one_commit_apart():
+    four = genesis("abcz")
+    head = commit(four, "abcz")
+    next_head = commit(head, "bcz")
+    a = Driven("a", settings=with_settings(galaxy_size=3))
+    a.know([four, head])
+    a.announce(head, "b")
+    a.announce(next_head, "c")
+    a.announce(made_up(next_head, last=True), "z")
+    a.run(5)
+    assert fetched_heads(a)[0] in (head.head, next_head.head)
+
+
+def test_where_most_are_one_commit_further_a_newcomer_begins_there():
+    three = genesis("abc")
+    head = commit(three, "abc")
+    newest = commit(head, "abc")
+    n = Driven("n")
+    n.know([three, head])
+    n.announce(head, "a")
+    n.announce(newest, "bc")
+    n.run(5)
+    assert fetched_heads(n) == [newest.head]
+
+
+@pytest.mark.parametrize("holders", ["z", "yz"])
+@pytest.mark.parametrize("founders", ["a", "ab"])
+def test_commits_are_not_given_up_to_strangers_though_nobody_else_is_left(founders, holders):
+    pair = genesis(founders)
+    a = Driven.at(pair, founders[1:])
+    a.run(1)
+    a.come_to([commit(pair, founders)], founders[1:] or "n")
+    a.hush([*founders[1:], "n"])
+    for name in [*founders[1:], "n"]:
+        a.feed(events.Disconnected(name))
+    a.run(30)
+    head = a.peer.head
+    unknown = commit(genesis(holders), holders, parent=digest("unknown"))
+    lies = [unknown, *(commit(genesis(holders, tokens=salt), holders) for salt in range(3))]
+    a.know([genesis(holders, tokens=salt) for salt in range(3)])
+    for lie in lies:
+        a.announce(lie, holders)
+        a.run(60)
+    assert a.peer.head == head
+    assert not {lie.head for lie in lies} & set(fetched_heads(a))
+
+
+def test_a_long_chain_that_somebody_has_made_up_costs_little():
+    three = genesis("abc")
+    a = Driven.at(three, "bc")
+    before = three
+    for number in range(200):
+        names = [f"{number}-{other}" for other in range(60)]
+        before = commit(before, names, off=before.plan.roster_set)
+        a.peer.chain.add(before)
+    a.announce(before, "z")
+    assert a.peer.chain.fork_to(before.head) is not None
+    tracemalloc.start()
+    a.announce(before, "z", attempt=1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_certificates_that_do_not_lead_to_what_was_asked_for_are_not_kept():
+    three = genesis("abc")
+    a = Driven.at(three, "bc")
+    a.mute.add("z")
+    asked = digest("asked")
+    a.announce(None, "z", head=asked)
+    a.run(2)
+    assert any(ask.head == asked for ask in a.of(Ask))
+    junk = tuple(commit(genesis(f"q{number}"), [f"q{number}"]) for number in range(3))
+    a.say("z", Certificates(head=asked, certificates=junk))
+    assert [a.peer.chain.get(one.head) for one in junk] == [None, None, None]
+    assert a.peer.swarm.strikes("z") == 1

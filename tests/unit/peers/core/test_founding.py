@@ -8,8 +8,18 @@ from msgspec.structs import replace
 from peers.core import effects, events
 from peers.core.founding import NO_HEAD, genesis_of
 from peers.protocol.certificates import Body, Certificate
-from peers.protocol.limits import MAX_EPOCH
-from peers.protocol.messages import Certificates, Found, Message, Offer, Vote
+from peers.protocol.limits import MAX_ATTEMPT, MAX_EPOCH
+from peers.protocol.messages import (
+    Ask,
+    Certificates,
+    Found,
+    Message,
+    Offer,
+    Status,
+    Vote,
+    decode_message,
+)
+from peers.protocol.wire import encode
 from peers.timing import BEAT_S
 from tests.unit.peers.core.driven import Driven
 from tests.unit.peers.core.made import (
@@ -366,3 +376,37 @@ def test_founders_that_have_waited_long_for_the_last_one_still_wait_for_each_oth
     swarm.start("c")
     assert swarm.reach(1, 20)
     assert sorted(swarm["a"].machine.certificate.plan.signers) == ["a", "b", "c"]
+
+
+def test_two_strangers_that_announce_huge_attempts_neither_end_a_founder_nor_use_up_its_attempts():
+    a = Driven("a")
+    a.announce(None, "yz", "waiting", offer=OFFER)
+    a.announce(None, "yz", "waiting", offer=OFFER, attempt=MAX_ATTEMPT)
+    a.run(5)
+    assert 0 < a.of(Status)[-1].attempt < 1000
+
+
+def test_a_founder_that_has_signed_at_the_last_attempt_says_nothing_that_others_cannot_read():
+    a = Driven("a", pledges={NO_HEAD: MAX_ATTEMPT})
+    assert decode_message(encode(a.of(Status)[-1])).attempt == MAX_ATTEMPT
+
+
+def test_a_peer_that_never_sends_a_status_holds_no_founding_up_whatever_else_it_sends():
+    a = Driven("a", settings=with_settings(galaxy_size=1), has_worker=False)
+    a.feed(events.Connected("z"))
+    a.feed(events.StateOffered(OFFER))
+    a.feed(events.WorkerWaits())
+    for _ in range(20):
+        a.run(1)
+        a.say("z", Ask(head=digest("any")))
+    assert a.peer.head
+
+
+def test_proposals_of_peers_that_are_no_founders_are_not_kept():
+    a = Driven("a")
+    a.announce(genesis("z"), "z")
+    body = genesis_of(SETTINGS, {"a": (-1, OFFER), "z": (-1, OFFER)}, 0)
+    for sender in "xz":
+        a.say(sender, Found(body=body))
+    assert not a.of(Vote)
+    assert not a.peer._founding._proposals

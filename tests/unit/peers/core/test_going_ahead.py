@@ -1,6 +1,7 @@
 """Where faults happen, a worker trains on while its commit is awaited (late_work.py)."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -125,3 +126,27 @@ def test_the_others_begin_the_next_epoch_where_those_who_went_ahead_are_by_then(
     answer = swarm["a"].effects(effects.Answer)[-1]
     # Not more than its own worker would have done meanwhile.
     assert (answer.how, answer.local_step) == ("contributed", local_step)
+
+
+def test_who_goes_ahead_trains_on_no_block_of_a_newcomers_that_takes_a_rank_below_the_highest():
+    swarm = Swarm("abc", train_s=TRAIN_S)
+    assert swarm.reach(3, 120)
+    gone = next(name for name in "abc" if swarm[name].machine.world_rank == 1)
+    nodes = dict(swarm.live)
+    swarm.kill(gone)
+    assert swarm.run_until(
+        lambda: len(next(iter(swarm.live.values())).machine.certificate.plan.roster) == 2, 120
+    )
+    nodes["n"] = swarm.start("n")
+    assert swarm.run_until(
+        lambda: len(next(iter(swarm.live.values())).machine.certificate.plan.roster) == 3, 120
+    )
+    swarm.run(4 * TRAIN_S)
+    assert any(node.effects(effects.GoAhead) for node in nodes.values())
+    trained: dict[int, set[str]] = {}
+    for name, node in nodes.items():
+        begun = [(at, e) for at, e in node.done if isinstance(e, effects.Answer | effects.GoAhead)]
+        for (at, effect), (until, _) in pairwise(begun):
+            if until - at > 0.1 and getattr(effect, "how", "") != "keep":
+                trained.setdefault(effect.data_base + node.machine.world_rank, set()).add(name)
+    assert not [names for names in trained.values() if len(names) > 1]

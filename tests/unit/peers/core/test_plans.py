@@ -235,3 +235,10 @@ def test_one_newcomer_does_not_make_a_pass_over_the_data_end():
 )
 def test_a_quorum_is_more_than_a_part_of_the_roster_and_strangers_do_not_count(present, quorum, is_enough):
     assert is_quorum(present, PARENT, quorum) is is_enough
+
+
+def test_where_nobody_is_left_after_a_commit_its_plan_keeps_everybody_and_all_agree():
+    plan = made("ab", off="cd", a=work(last=True), b=work(last=True))
+    assert plan.roster_set == set(ROSTER)
+    assert fault(plan, off="cd") == ""
+    assert "off the roster" in fault(plan, off="c")

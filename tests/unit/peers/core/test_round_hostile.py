@@ -545,3 +545,60 @@ def test_a_robust_group_of_two_is_not_formed():
         a.run(30)
         assert a.of(Propose) == []
         assert a.of(effects.Reduce) == []
+
+
+def test_one_member_alone_cannot_drive_another_through_its_attempts():
+    three = genesis("abz")
+    a = Driven.at(three, "bz")
+    a.hush("b")
+    a.feed(events.Disconnected("b"))
+    a.announce(three, "z", attempt=MAX_ATTEMPT)
+    a.run(10)
+    assert a.peer.round.attempt == 0
+
+
+def test_a_peer_that_has_signed_at_the_last_attempt_says_nothing_that_others_cannot_read():
+    three = genesis("abc")
+    a = Driven.at(three, "bc", pledges={three.head: MAX_ATTEMPT})
+    assert decode_message(encode(a.of(Status)[-1])).attempt == MAX_ATTEMPT
+    a.announce(three, "bc", "ready", work=work(), attempt=MAX_ATTEMPT)
+    a.ready()
+    a.run(30)
+    assert not a.of(Propose)
+
+
+def test_who_has_left_may_be_heard_at_different_times_and_nobody_is_blamed():
+    """Else a member that tells the leader alone that it leaves has the leader left out by all others."""
+    a, leader = led_by_another()
+    gone = next(name for name in reversed(NAMES) if name != leader)
+    others = NAMES.replace(gone, "")
+    entries = {name: Entry(-1, work()) for name in others}
+    plan = plan_of(a.peer.certificate, 0, entries, off={gone}, data_width=5, settings=SETTINGS)
+    made = a.say(leader, Propose(plan=plan))
+    assert "off the roster" in a.of(Decline, made)[0].reason
+    assert a.peer.swarm.strikes(leader) == 0
+    # With the same excuse nothing else is wrong with impunity.
+    b, leader = led_by_another()
+    wrong = replace(
+        plan_of(b.peer.certificate, 0, entries, off=(), data_width=5, settings=SETTINGS), tokens=1
+    )
+    b.say(leader, Propose(plan=wrong))
+    assert b.peer.swarm.strikes(leader) == 1
+
+
+def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it():
+    certificate = next(
+        one
+        for salt in range(50)
+        if Driven.at(one := genesis(NAMES, tokens=salt), NAMES[1:]).peer.round.leader_of(0) == "a"
+    )
+    a = Driven.at(certificate, NAMES[1:])
+    a.announce(certificate, "e", "leaving")
+    a.announce(certificate, "bcd", "ready", work=work())
+    a.ready()
+    a.run(1)
+    plan = a.of(Propose)[-1].plan
+    assert "e" not in plan.roster_set
+    a.say("b", Decline(head=plan.parent, attempt=plan.attempt, reason="takes e off the roster, who is there"))
+    assert a.peer.round.attempt == plan.attempt + 1
+    assert [a.peer.swarm.strikes(name) for name in "bcd"] == [0, 0, 0]

@@ -54,7 +54,6 @@ STATUS = Status(
     sequence=2,
     world_rank=-1,
     phase="ready",
-    genesis=A,
     head=B,
     epoch=3,
     attempt=4,
