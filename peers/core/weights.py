@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Aggregation:
             return tuple(1 / len(works) for _ in works)
         ages = [max(0, epoch - work.based_on - num_fragments) for work in works]
         claims = [
-            self._claim(work, epoch) * self.staleness_discount**age
+            self._claim(work, epoch) * _power(self.staleness_discount, age)
             for work, age in zip(works, ages, strict=True)
         ]
         if self.rule == "mean":
@@ -83,5 +84,14 @@ class Aggregation:
 
 
 def _shares(claims: Sequence[float]) -> tuple[float, ...]:
-    total = sum(claims)
+    # From Python 3.12 on, sum() rounds floats differently from before; fsum rounds once, everywhere.
+    total = math.fsum(claims)
     return tuple(claim / total if total else 1 / len(claims) for claim in claims)
+
+
+def _power(base: float, exponent: int) -> float:
+    """`base**exponent` by multiplications alone: pow() differs in its last bit between systems."""
+    result = 1.0
+    for bit in f"{exponent:b}":
+        result *= result * base if bit == "1" else result
+    return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,6 +104,19 @@ def test_every_commit_that_a_contribution_has_missed_discounts_it():
     assert weights(
         "mean", [100, 100], based_on=[MAX_COUNT - 1, 0], epoch=MAX_COUNT, staleness_discount=0.5
     ) == (pytest.approx((1.0, 0.0)))
+
+
+def test_weights_have_the_same_bits_under_every_python_and_on_every_system():
+    # Added from left to right and rounded each time, as sum() did before Python 3.12, these end one bit lower.
+    claims = [100.0, *[100 * (0.8 * 0.8)] * 3]
+    total = float(sum(map(Fraction, claims)))
+    assert ((claims[0] + claims[1]) + claims[2]) + claims[3] < total
+    found = weights("mean", [100] * 4, based_on=[9, 7, 7, 7], epoch=10, staleness_discount=0.8)
+    assert found == tuple(claim / total for claim in claims)
+    # Where pow() rounds to another bit than the multiplications do.
+    fourth = (0.7 * 0.7) * (0.7 * 0.7)
+    found = weights("mean", [1, 1], based_on=[9, 5], epoch=10, staleness_discount=0.7)
+    assert found == (1 / (1 + fourth), fourth / (1 + fourth))
 
 
 @pytest.mark.parametrize("rule", RULES)
