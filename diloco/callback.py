@@ -110,7 +110,11 @@ class DilocoCallback(TrainerCallback):
         outer = self._joined
         if not outer.active:
             return
-        outer.step(num_tokens=self._new_tokens(args, state), loss=_last_loss(state))
+        outer.step(
+            num_tokens=self._new_tokens(args, state),
+            loss=_last_loss(state),
+            is_save_due=self._is_save_postponed,
+        )
         self._call_on_commit(outer)
         before, reached_end = state.global_step, state.global_step >= state.max_steps
         self._follow_nominal_step(state, lr_scheduler)

@@ -184,7 +184,9 @@ class Trainer:
         figures = {"step": step + 1, "epoch": outer.epoch, "lr": lr, "tokens": tokens, "tokens_per_s": rate}
         metrics.write("step", **figures, **asdict(result))
 
-        outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss)
+        # Overdue since an earlier step, as rounds were in flight.
+        is_save_due = self.checkpoints.due(step)
+        outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss, is_save_due=is_save_due)
         for commit in outer.commits:
             metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
         before, step = step, outer.nominal_step

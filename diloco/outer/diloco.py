@@ -178,13 +178,14 @@ class Diloco:
             return self.world_rank == min(self.last_commit.contributors, default=nobody)
         return not self.active or (self.world_rank == 0 and self.epoch == 0)
 
-    def step(self, *, num_tokens: int, loss: float | None = None) -> Commit | None:
+    def step(self, *, num_tokens: int, loss: float | None = None, is_save_due: bool = False) -> Commit | None:
         """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
 
         At an epoch's end this loads the swarm's new weights of the epoch's fragment, leaves the optimizer's state as it
         is, and returns the commit. Where this peer's work came too late for it, `contributors` does not list this peer,
         and the work is added on top of the new weights. At the run's end this averages all fragments and returns the
-        last commit. Raises LinkLost where the daemon is gone.
+        last commit. While `is_save_due`, no training goes ahead at an epoch's end, so that nothing is in flight there:
+        otherwise something always is where rounds take as long as epochs. Raises LinkLost where the daemon is gone.
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
@@ -195,11 +196,11 @@ class Diloco:
         self._step_time.ended()
         self._loss = loss
         try:
-            return self._after_step(exchange, num_tokens)
+            return self._after_step(exchange, num_tokens, self._goes_ahead and not is_save_due)
         finally:
             self._step_time.begins()
 
-    def _after_step(self, exchange: Exchange, num_tokens: int) -> Commit | None:
+    def _after_step(self, exchange: Exchange, num_tokens: int, may_go_ahead: bool) -> Commit | None:
         commit = self._poll(exchange)
         self._keep_to_time_budget()
         if self.done:
@@ -210,7 +211,7 @@ class Diloco:
             # A peer that has gone ahead for the whole of this epoch hands it over at once.
             if self._flight is None:
                 self._leave(exchange, last=False)
-            commit = self._collect(exchange, may_go_ahead=self._goes_ahead) or commit
+            commit = self._collect(exchange, may_go_ahead=may_go_ahead) or commit
         # After a round that it was too late for, this peer may be at the run's end with work that no commit contains.
         if self.done and not self._is_over and not self._is_late:
             return self._average_all(exchange)

@@ -15,7 +15,7 @@ from trl.trainer.utils import RepeatSampler
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.errors import UserError
-from tests.support.scripted_daemon import ScriptedDaemon, joining
+from tests.support.scripted_daemon import ScriptedDaemon, joining, slow_rounds
 from tests.support.tiny_model import tiny_llama
 from tests.support.trainer_worker import Samples, trainer_of, weights
 
@@ -137,6 +137,12 @@ def test_a_checkpoint_waits_for_weights_that_are_under_way(tmp_path, link):
     assert saved == [3, 4, 6]
     position = json.loads((tmp_path / "checkpoint-3" / "complete.json").read_text())["position"]
     assert (position["epoch"], position["local_step"]) == (1, 0)
+
+
+def test_checkpoints_are_written_where_rounds_take_as_long_as_epochs(tmp_path, link):
+    with ScriptedDaemon(link, slow_rounds(), local_steps=2):
+        trainer_of(tmp_path, DilocoCallback(), max_steps=12, save_steps=4).train()
+    assert {"checkpoint-6", "checkpoint-10"} <= {path.name for path in tmp_path.glob("checkpoint-*")}
 
 
 def test_a_peer_that_joins_late_stands_where_the_swarm_does(tmp_path, link):

@@ -25,7 +25,7 @@ from diloco.outer.world import World, on_every_rank
 from diloco.train_fsdp import Trainer
 from peers.daemon.link import LINK_ENV
 from tests.support.exhaustive import exhaustive_but
-from tests.support.scripted_daemon import ScriptedDaemon, halving, joining
+from tests.support.scripted_daemon import ScriptedDaemon, halving, joining, slow_rounds
 from tests.support.torch_ranks import Ranks
 from tests.support.training import of_kind, tiny_config, train
 
@@ -286,6 +286,18 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(t
         assert same(
             content_of(path / f"model_step_{step}"), content_of(tmp_path / "straight" / f"model_step_{step}")
         )
+
+
+def test_checkpoints_are_written_where_rounds_take_as_long_as_epochs(tmp_path, monkeypatch):
+    link, path = tmp_path / "link.sock", tmp_path / "checkpoints"
+    monkeypatch.setenv(LINK_ENV, str(link))
+    ckpt, hv = CkptConfig(path=str(path), interval=4), HvConfig(local_steps=2)
+    config = tiny_config(tmp_path, ckpt=ckpt, hv=hv, total_steps=13)
+    with ScriptedDaemon(link, slow_rounds(), local_steps=2):
+        train(config, tmp_path / "run")
+    # Each is due while a round is in flight, and written at the next epoch's end.
+    saved = {directory.name for directory in path.glob("model_step_*")}
+    assert saved == {"model_step_6", "model_step_10", "model_step_13"}
 
 
 def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path, monkeypatch):

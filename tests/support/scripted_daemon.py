@@ -83,6 +83,27 @@ def joining(epoch: int, weights: float, **place: Any) -> Rule:
     return rule
 
 
+def slow_rounds() -> Rule:
+    """A round takes as long as an epoch: its commit is there only for a worker that does not go ahead."""
+    outcome: dict[str, Any] = {}
+
+    def rule(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer | None:
+        match message["kind"]:
+            case "ready":
+                _, fields = halving(message, out, inn) or ("", {})
+                outcome.update(fields)
+                return None
+            case "collect" if message["may_go_ahead"]:
+                return "ahead", {name: outcome[name] for name in ("epoch", "epoch_s", "data_base")}
+            case "collect":
+                return "committed", outcome
+            case "poll":
+                return "pending", {}
+        return halving(message, out, inn)
+
+    return rule
+
+
 def written_state(message: dict[str, Any]) -> tuple[int, str]:
     """Write something for the outer state; returns its record."""
     record = write_bytes(Path(message["directory"], "outer.bin"), b"state")

@@ -9,7 +9,7 @@ from diloco.errors import UserError as DilocoUserError
 from diloco.outer.diloco import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
 from peers.daemon.link import LINK_ENV
 from peers.errors import LinkLost, UserError
-from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving, joining
+from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving, joining, slow_rounds
 
 
 @pytest.fixture
@@ -460,6 +460,20 @@ def test_who_is_ahead_when_the_time_is_up_trains_on_until_the_commit_comes(
     assert places == sorted(set(places))
     ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
     assert ready == [(4, 20, 4), handed_over]
+
+
+def test_where_rounds_take_as_long_as_epochs_an_epoch_ends_with_nothing_in_flight_if_a_save_is_due(
+    model, path
+):
+    with ScriptedDaemon(path, slow_rounds(), local_steps=2):
+        outer = Diloco(model)
+        flights = []
+        for step in range(1, 9):
+            outer.step(num_tokens=5, is_save_due=step in (5, 6))
+            flights.append(outer.in_flight)
+        outer.finish()
+    # Never but in the epoch that has waited, and in the first, which nothing precedes.
+    assert flights == [False, True, True, True, True, False, False, True]
 
 
 def test_who_must_not_go_ahead_waits(model, path):
