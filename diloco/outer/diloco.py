@@ -298,6 +298,8 @@ class Diloco:
         started_at = time.monotonic()
         fragment = self._scheduled.fragment_of(self.epoch)
         own_tokens, self.tokens[fragment] = self.tokens[fragment], 0
+        # Another rank may still be merging with what is in *out*.
+        barrier()
         exchange.weights.put(fragment)
         # Returns once all ranks have written their parts.
         tokens = summed(own_tokens)

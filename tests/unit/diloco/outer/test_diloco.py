@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +11,12 @@ from torch import nn
 from diloco.errors import DilocoError
 from diloco.errors import UserError as DilocoUserError
 from diloco.outer.diloco import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
+from diloco.outer.exchange import SharedWeights
+from diloco.outer.world import World
 from peers.daemon.link import LINK_ENV
 from peers.errors import LinkLost, UserError
 from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving, joining, slow_rounds
+from tests.support.torch_ranks import Ranks
 
 
 @pytest.fixture
@@ -474,6 +481,33 @@ def test_where_rounds_take_as_long_as_epochs_an_epoch_ends_with_nothing_in_fligh
         outer.finish()
     # Never but in the epoch that has waited, and in the first, which nothing precedes.
     assert flights == [False, True, True, True, True, False, False, True]
+
+
+def trained_by_a_slow_rank(world: World, path: Path) -> list[float]:
+    """The weights after two epochs, of ranks that all hold the whole model; the second one is slow to merge."""
+    os.environ[LINK_ENV] = str(path)
+    merge = SharedWeights.merge
+
+    def late(self, fragment, *, mixing):
+        time.sleep(0.5)
+        merge(self, fragment, mixing=mixing)
+
+    if world.rank == 1:
+        SharedWeights.merge = late
+    model = nn.Linear(3, 2)
+    nn.init.ones_(model.weight)
+    outer = Diloco(model)
+    trained(outer, model, steps=4)
+    weights = model.weight.detach().unique().tolist()
+    outer.finish()
+    return weights
+
+
+def test_no_rank_hands_over_the_next_weights_while_another_merges_with_the_last(tmp_path):
+    path = tmp_path / "link.sock"
+    with ScriptedDaemon(path, slow_rounds(), local_steps=2), Ranks(2) as ranks:
+        # Three when it left, two more since; the round has made 1.5 of the three.
+        assert ranks.run(trained_by_a_slow_rank, path) == [[1.5 + 2]] * 2
 
 
 def test_who_must_not_go_ahead_waits(model, path):
