@@ -171,7 +171,9 @@ class WorkerHost:
         """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
         runtime, resume = self.runtime, offer.get("resume")
         self._monitor.has_worker = True
-        offered, residuals = await asyncio.to_thread(offered_state, memories.out, resume)
+        offered, residuals = None, None
+        if runtime.needs_offer:
+            offered, residuals = await asyncio.to_thread(offered_state, memories.out, resume)
         if runtime.state is None:
             self._monitor.show("waiting")
         start = await runtime.begin_worker(memories.inn, offered, residuals)

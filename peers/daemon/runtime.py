@@ -65,7 +65,7 @@ class Runtime:
         self.status: Status | None = None
         """What the core last said of itself."""
         self._offered: OuterState | None = None
-        """The state from which the run could begin, by this peer's first worker."""
+        """The state from which the run could begin, by this peer's first worker; None once this peer has a state."""
         self._fetched: OuterState | None = None
         self._base: list[Tensor] | None = None
         """The anchor on which the worker's weights are based, where the state has moved on without it."""
@@ -126,8 +126,13 @@ class Runtime:
 
     # What the worker asks for
 
+    @property
+    def needs_offer(self) -> bool:
+        """Whether no worker has offered a state yet from which the run could begin. Once False, it stays so."""
+        return self.state is None and self._offered is None
+
     async def begin_worker(
-        self, inn: Sequence[Tensor], offered: OuterState, residuals: Sequence[Residuals] | None = None
+        self, inn: Sequence[Tensor], offered: OuterState | None, residuals: Sequence[Residuals] | None = None
     ) -> Start:
         """Where a new worker begins, once the run has a state; the anchor is in its *in* memories (`inn`) then.
 
@@ -140,7 +145,7 @@ class Runtime:
         async def arrive() -> events.Event:
             # Set in its turn: the worker before it may still be waiting for an answer.
             self._beginning = inn, touched, start
-            if self.state is None and self._offered is None:
+            if offered is not None and self.needs_offer:
                 self._offered = offered
                 self.averaging.residuals = list(residuals) if residuals else no_residuals(offered)
                 header = offered.header
@@ -258,16 +263,25 @@ class Runtime:
     # States of other peers
 
     async def _fetch(self, path: Sequence[Certificate], donors: Sequence[str], timeout_s: float) -> None:
-        head, known = path[-1].head, self.state or self._offered
+        task, head, known = asyncio.current_task(), path[-1].head, self.state or self._offered
         assert known is not None, "a worker comes first: it says how large the state is"
+        fetched: OuterState | None = None
+        event: events.Event = events.Fetched(head)
         try:
-            self._fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s)
+            fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s)
         except (PeersError, OSError, TimeoutError) as error:
             log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, str(error) or type(error).__name__)
             suspects = error.suspects if isinstance(error, StateUnavailable) else frozenset()
-            self.post(events.FetchFailed(head, str(error)[:300], suspects))
-        else:
-            self.post(events.Fetched(head))
+            event = events.FetchFailed(head, str(error)[:300], suspects)
+
+        async def end() -> events.Event | None:
+            # Events before this one may have stopped this fetch. Its state is then for nobody.
+            if self._fetching is not task:
+                return None
+            self._fetched = fetched
+            return event
+
+        self.post(end)
 
     def _stop_fetching(self) -> None:
         if self._fetching is not None:
@@ -286,6 +300,7 @@ class Runtime:
             assert self._offered is not None and old is None
             await asyncio.to_thread(self._offered.certify, certificate)
             self.state = self._offered
+        self._offered = None
         if old is not None and self._base is None and old.head != certificate.head:
             self._base = old.anchor
         self.averaging.commit_log.clear()

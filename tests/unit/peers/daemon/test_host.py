@@ -20,7 +20,7 @@ from peers.daemon.link import WorkerLink, listen
 from peers.errors import PeersError, UserError
 from peers.protocol.reports import Phase
 from peers.state.files import Written
-from peers.state.handover import Ahead, EpochOutcome
+from peers.state.handover import Ahead, EpochOutcome, Start
 from peers.state.layout import Layout, ParameterSlot
 from peers.state.whole_files import FileRecord
 from tests.support.scripted_daemon import COMMITTED
@@ -201,6 +201,46 @@ async def test_a_worker_may_load_for_long_between_its_connection_and_its_first_m
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         silent.close()
+
+
+class TrainingHost(SlowHost):
+    """Has a state, as every worker life after the first one finds it."""
+
+    needs_offer = False
+
+    async def begin_worker(self, inn: Any, offered: Any, residuals: Any) -> Start:
+        assert offered is None and residuals is None
+        return Start(
+            world_rank=0,
+            epoch=7,
+            local_step=0,
+            data_base=9,
+            anchor_digest="d",
+            head="l",
+            num_peers=2,
+            keep_local=False,
+        )
+
+    def started(self, start: Start) -> None: ...
+
+
+async def test_a_later_life_of_a_worker_offers_no_state_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_module, "offered_state", None)
+
+    def work() -> dict[str, Any]:
+        link = connect(tmp_path / "link", 1.0)
+        link.send("offer", resume=None, is_own=True, epoch=0, local_step=0)
+        try:
+            return link.receive("start")
+        finally:
+            link.close()
+
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(TrainingHost().serve(accept))
+        start = await asyncio.to_thread(work)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert start["epoch"] == 7
 
 
 class LateHost(SlowHost):

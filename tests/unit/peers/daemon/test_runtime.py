@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from peers.core import events
+from peers.core import effects, events
 from peers.core.peer import Peer
 from peers.core.settings import Settings
 from peers.daemon.averaging import Averaging, WorkInHand
@@ -27,6 +30,7 @@ from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
 from peers.state.handover import Memories
 from peers.state.outer_state import OuterState
+from tests.support.certified import begun
 
 SIZE = 1000
 
@@ -284,3 +288,82 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
             kept = asyncio.run(kept_after(runtime, local_steps))
         # Of equal values the first ones are sent, as they are.
         assert float(kept[0]) == 0 and float(kept[-1]) == pytest.approx(-decay)
+
+
+class ScriptedCore(SimpleNamespace):
+    """Answers each event that the script knows by its effects, and keeps all of them."""
+
+    def __init__(self, script: Callable[[events.Event], Sequence[effects.Effect]]) -> None:
+        super().__init__(me="me", world_rank=0, phase="waiting", deadline=0.0, head="", last_failures=())
+        self.swarm = SimpleNamespace(live=dict)
+        self.script, self.heard = script, list[events.Event]()
+
+    def handle(self, event: events.Event | None, now: float) -> Sequence[effects.Effect]:
+        self.deadline = now + 60
+        if event is None:
+            return ()
+        self.heard.append(event)
+        return self.script(event)
+
+
+async def test_once_a_joiner_has_the_swarms_state_it_lets_go_of_its_own_initial_one(runtime):
+    fetched = begun([torch.ones(SIZE)])
+    certificate = fetched.header.certificate
+
+    def script(event: events.Event) -> Sequence[effects.Effect]:
+        match event:
+            case events.StateOffered():
+                return (effects.Fetch((certificate,), ("donor",), 10.0),)
+            case events.Fetched():
+                return effects.Adopt(certificate), effects.Answer("begin", certificate, 0)
+        return ()
+
+    async def hand_over(*_: Any) -> OuterState:
+        return fetched
+
+    runtime.core, runtime._fetch_state = ScriptedCore(script), hand_over
+    mine, own = memories(), offered()
+    unused = weakref.ref(own)
+    assert runtime.needs_offer
+    async with running(runtime):
+        beginning = asyncio.create_task(runtime.begin_worker(mine.inn, own))
+        del own
+        await beginning
+        assert runtime.state is fetched and not runtime.needs_offer and mine.inn[0].all()
+        del beginning
+        gc.collect()
+        assert unused() is None
+
+
+async def test_a_fetched_state_that_is_not_needed_any_more_is_not_kept(runtime):
+    first, second = begun([torch.ones(SIZE)]), begun([torch.zeros(SIZE)])
+    unused, head = weakref.ref(first), first.head
+    paths = [(state.header.certificate,) for state in (first, second)]
+
+    def script(event: events.Event) -> Sequence[effects.Effect]:
+        match event:
+            case events.StateOffered():
+                return (effects.Fetch(paths[0], ("donor",), 10.0),)
+            case events.WorkerGone():
+                return (effects.Fetch(paths[1], ("donor",), 10.0),)
+        return ()
+
+    async def hand_over(path: Any, *_: Any) -> OuterState:
+        nonlocal first
+        if path is paths[1]:
+            await asyncio.Event().wait()
+        # Handled before the runtime hears of the end of this fetch.
+        runtime.post(events.WorkerGone())
+        found, first = first, None
+        return found
+
+    runtime.core, runtime._fetch_state = ScriptedCore(script), hand_over
+    async with running(runtime):
+        beginning = asyncio.create_task(runtime.begin_worker(memories().inn, offered()))
+        while events.WorkerGone() not in runtime.core.heard:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        gc.collect()
+        assert unused() is None and events.Fetched(head) not in runtime.core.heard
+        beginning.cancel()
