@@ -16,14 +16,13 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.msgpack import Decoder
 from torch import Tensor
 
+from peers.core.timing import FETCH_S, SLOWEST_LINK
 from peers.errors import PeersError, ProtocolError
 from peers.net.channel import Channel
 from peers.net.states.replay import serve_commits
-from peers.net.states.transfer import (
-    bytes_of,
-    download_timeout_s,
-)
+from peers.net.states.transfer import bytes_of
 from peers.net.transport import StreamTransport
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
     State,
@@ -47,6 +46,12 @@ MAX_OTHER_HEADS = 2
 _POLL_S = RETRY_S / 10
 _REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
 _CHUNK = Decoder(WantChunk)
+
+
+def download_timeout_s(sizes: Sequence[int]) -> float:
+    """A joiner's own timeout for a state with so many values in each fragment (core/timing.py), and some more: a donor
+    that gave up first would be taken for a faulty one."""
+    return STALL_S + FETCH_S + 2 * FLOAT_BYTES * sum(sizes) / SLOWEST_LINK
 
 
 class StateServer:
@@ -97,12 +102,16 @@ class StateServer:
 
     async def _serve(self, channel: Channel) -> None:
         """One joiner, until it closes the stream. Raises PeersError, TimeoutError."""
-        request = await channel.read(_REQUEST, STALL_S)
+        request, state = await channel.read(_REQUEST, STALL_S), self._current()
         with self._commit_log.held():
-            if isinstance(request, WantCommits):
-                await serve_commits(self._commit_log, request, channel)
-            else:
-                await self._serve_state(request.head, channel)
+            async with asyncio.timeout(download_timeout_s(state.sizes if state is not None else ())):
+                await self._answer(request, channel)
+
+    async def _answer(self, request: WantState | WantCommits, channel: Channel) -> None:
+        if isinstance(request, WantCommits):
+            await serve_commits(self._commit_log, request, channel)
+        else:
+            await self._serve_state(request.head, channel)
 
     async def _serve_state(self, wanted_head: str, channel: Channel) -> None:
         snapshot = await self._snapshot()
@@ -115,8 +124,7 @@ class StateServer:
         self._served[wanted_head] += 1
         try:
             with snapshot:
-                async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
-                    await _serve_snapshot(snapshot, channel)
+                await _serve_snapshot(snapshot, channel)
         finally:
             self._served[wanted_head] -= 1
 

@@ -22,6 +22,7 @@ from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError,
 from peers.net.channel import Channel, call
 from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
     State,
@@ -34,24 +35,16 @@ from peers.protocol.states import (
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.state.outer_state import OuterState, Snapshot, hash_chunk
 from peers.tasks import cancelled
-from peers.timing import ANSWER_S, COMMIT_S, STALL_S, START_S
+from peers.timing import ANSWER_S, COMMIT_S, STALL_S
 
 log = logging.getLogger(__name__)
 
-_SLOWEST_BYTES_PER_S = 2e6
-"""Slower than this, the state would be out of date on arrival."""
 _WINDOW = 2
-_FLOAT_BYTES = 4
 _NAMES: tuple[Values, ...] = ("anchor", "momentum")
 _ANSWER: Decoder[State | Unavailable] = Decoder(State | Unavailable)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes received so far and the bytes there are to receive."""
-
-
-def download_timeout_s(sizes: Sequence[int]) -> float:
-    """What a joiner gives the download of a state with so many values in each fragment, anchor and momentum."""
-    return START_S + 2 * _FLOAT_BYTES * sum(sizes) / _SLOWEST_BYTES_PER_S
 
 
 async def download_state(
@@ -173,7 +166,7 @@ class _Download:
         async with self._beginning:
             if self._header is None:
                 self._wanted.extend(await asyncio.to_thread(self._parts_to_fetch, header))
-                self.total_bytes = _FLOAT_BYTES * sum(part.chunk.numel for part in self._wanted)
+                self.total_bytes = FLOAT_BYTES * sum(part.chunk.numel for part in self._wanted)
                 # The first valid header says what every chunk must be.
                 self._header = header
 
@@ -246,7 +239,7 @@ class _Download:
         await self._receive_part(part, channel)
         if fault := await asyncio.to_thread(_fault_of, part):
             raise ProtocolError(f"{part.values} chunk {part.chunk.position} {fault}")
-        self.received_bytes += _FLOAT_BYTES * part.chunk.numel
+        self.received_bytes += FLOAT_BYTES * part.chunk.numel
         if self._progress is not None:
             self._progress(self.received_bytes, self.total_bytes)
 

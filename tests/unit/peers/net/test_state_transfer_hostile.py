@@ -8,12 +8,14 @@ import time
 import pytest
 from msgspec.msgpack import Decoder
 
+from peers.core.timing import Timing
 from peers.errors import PeersError, PeerUnreachable
 from peers.net.channel import Channel
 from peers.net.states import server as state_server
 from peers.net.states import transfer as state_transfer
 from peers.net.states.server import MAX_DOWNLOADS
-from peers.protocol.states import State, WantChunk, WantState, state_protocol
+from peers.protocol.states import Commits, State, WantChunk, WantCommits, WantState, state_protocol
+from peers.reduce.commit_log import CommitLog, Recording
 from tests.support.certified import begun
 from tests.support.in_process import until
 from tests.support.state_network import (
@@ -116,6 +118,28 @@ async def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(network
             )
             await asyncio.sleep(0.02)
     assert not state._snapshots
+    channel.close()
+
+
+def test_a_donor_serves_for_as_long_as_a_joiner_on_the_slowest_link_waits():
+    sizes, timing = (10**9, 10**6), Timing(most_grace_s=0.0, most_attempt_s=0.0)
+    timing.set_sizes(fragment_bytes=4 * 10**9, state_bytes=8 * sum(sizes))
+    assert timing.fetch_timeout_s < state_server.download_timeout_s(sizes) < 1.1 * timing.fetch_timeout_s
+
+
+async def test_recorded_commits_are_held_for_no_longer_than_a_download_may_take(network, monkeypatch):
+    monkeypatch.setattr(state_server, "download_timeout_s", lambda sizes: 0.5)
+    state, log = committed_state((8,)), CommitLog()
+    parent = state.header.certificate.plan.parent
+    log.add(Recording(), parent=parent, head=state.head, state_numel=8)
+    await state_server.StateServer(network.transport("a"), RUN, lambda: state, log).start()
+    sock = await network.transport("hoarder").open("a", state_protocol(RUN), timeout_s=1)
+    channel = Channel(sock)
+    await channel.send(WantCommits(since=parent, until=state.head))
+    await channel.read(Decoder(Commits), 5)
+    # It never says that it wants them.
+    with pytest.raises(PeerUnreachable, match=r"closed|broke"):
+        await channel.read(Decoder(Commits), 10)
     channel.close()
 
 
