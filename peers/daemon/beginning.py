@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peers.errors import UserError
 from peers.protocol.certificates import verify_signature
+from peers.reduce.codecs import codec_named
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.outer_state import OuterState
@@ -16,9 +17,12 @@ from peers.state.outer_state import OuterState
 _PAGE_BYTES = 4096
 
 
-def offered_state(out: Sequence[Tensor], resume: str | None) -> tuple[OuterState, list[Residuals] | None]:
+def offered_state(
+    out: Sequence[Tensor], resume: str | None, *, codec: str
+) -> tuple[OuterState, list[Residuals] | None]:
     """The state from which the run could begin, of a worker whose initial weights are in `out`.
 
+    With it the residuals of the checkpoint `resume`, unless `codec` is lossless: a contribution under that has none.
     Raises UserError where the checkpoint `resume` is not one of this model, or not proved to be one of a run.
     """
     if not resume:
@@ -44,6 +48,8 @@ def offered_state(out: Sequence[Tensor], resume: str | None) -> tuple[OuterState
             f"the checkpoint {resume} is of another model or has other fragments: it has {list(state.sizes)} "
             f"parameters in them, this one {list(sizes)}"
         )
+    if codec_named(codec).lossless:
+        return state, None
     return state, state_files.load_residuals(Path(resume), state)
 
 

@@ -23,6 +23,7 @@ from peers.core import events
 from peers.daemon.agreement import Agreement
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.beginning import offered_state
+from peers.daemon.config import codec_of
 from peers.daemon.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
 from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
@@ -173,7 +174,8 @@ class WorkerHost:
         self._monitor.has_worker = True
         offered, residuals = None, None
         if runtime.needs_offer:
-            offered, residuals = await asyncio.to_thread(offered_state, memories.out, resume)
+            codec = codec_of(self._agreement.manifest)
+            offered, residuals = await asyncio.to_thread(offered_state, memories.out, resume, codec=codec)
         if runtime.state is None:
             self._monitor.show("waiting")
         start = await runtime.begin_worker(memories.inn, offered, residuals)
