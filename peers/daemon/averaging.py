@@ -289,6 +289,14 @@ class Averaging:
         work.contributors = [contributor.world_rank for contributor in contributors]
         work.lap("apply_s")
 
+    def forget_residuals_of(self, missed: Sequence[Certificate]) -> None:
+        """These commits have been fetched: what was kept back for those that contain this peer's work was in it."""
+        sent = {commit.plan.fragment for commit in missed if self._me in commit.plan.signer_set}
+        self.residuals = [
+            Residuals(kept.numel) if fragment in sent else kept
+            for fragment, kept in enumerate(self.residuals)
+        ]
+
     def expect(self, bandwidths: Mapping[str, float]) -> None:
         """These peers, in order of world rank, will likely be in the next round: open the streams that it will use.
         Opening takes round trips, for which it would wait.

@@ -66,7 +66,8 @@ class Runtime:
         """What the core last said of itself."""
         self._offered: OuterState | None = None
         """The state from which the run could begin, by this peer's first worker; None once this peer has a state."""
-        self._fetched: OuterState | None = None
+        self._fetched: tuple[OuterState, Sequence[Certificate]] | None = None
+        """A state that was fetched, and the certificates that it was fetched by."""
         self._base: list[Tensor] | None = None
         """The anchor on which the worker's weights are based, where the state has moved on without it."""
         self._work: WorkInHand | None = None
@@ -265,10 +266,10 @@ class Runtime:
     async def _fetch(self, path: Sequence[Certificate], donors: Sequence[str], timeout_s: float) -> None:
         task, head, known = asyncio.current_task(), path[-1].head, self.state or self._offered
         assert known is not None, "a worker comes first: it says how large the state is"
-        fetched: OuterState | None = None
+        fetched: tuple[OuterState, Sequence[Certificate]] | None = None
         event: events.Event = events.Fetched(head)
         try:
-            fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s)
+            fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s), path
         except (PeersError, OSError, TimeoutError) as error:
             log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, str(error) or type(error).__name__)
             suspects = error.suspects if isinstance(error, StateUnavailable) else frozenset()
@@ -292,10 +293,13 @@ class Runtime:
         await self._stop_reducing()
         fetched, self._fetched = self._fetched, None
         old = self.state
-        if fetched is not None and fetched.head == certificate.head:
-            self.state = fetched
-            # The codec's losses belong to the history of the other state.
-            self.averaging.residuals = no_residuals(fetched)
+        if fetched is not None and fetched[0].head == certificate.head:
+            self.state, path = fetched
+            if old is not None and old.head in (path[0].plan.parent, path[0].head):
+                self.averaging.forget_residuals_of([c for c in path if c.head != old.head])
+            else:
+                # The codec's losses belong to the history of the other state.
+                self.averaging.residuals = no_residuals(self.state)
         else:
             assert self._offered is not None and old is None
             await asyncio.to_thread(self._offered.certify, certificate)

@@ -28,9 +28,10 @@ from peers.net.identity import load_or_create
 from peers.net.streams import StreamPool
 from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
+from peers.reduce.residuals import Residuals
 from peers.state.handover import Memories
 from peers.state.outer_state import OuterState
-from tests.support.certified import begun
+from tests.support.certified import begun, commit
 
 SIZE = 1000
 
@@ -367,3 +368,51 @@ async def test_a_fetched_state_that_is_not_needed_any_more_is_not_kept(runtime):
         gc.collect()
         assert unused() is None and events.Fetched(head) not in runtime.core.heard
         beginning.cancel()
+
+
+def forked() -> OuterState:
+    """A state of two fragments, one commit after the genesis; always the same."""
+    state = begun([torch.ones(SIZE), torch.ones(SIZE)])
+    commit(state, torch.ones(SIZE), fragment=0)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [
+        ("missed", [True, True]),
+        ("contains this peer's work", [True, False]),
+        ("fetched once more", [True, True]),
+        ("fork", [False, False]),
+    ],
+)
+async def test_what_the_codec_has_kept_back_goes_with_the_history_that_it_belongs_to(runtime, case, kept):
+    old, new = forked(), forked()
+    path = [new.header.certificate]
+    if case == "fork":
+        new = begun([torch.zeros(SIZE), torch.ones(SIZE)])
+        path = [new.header.certificate, commit(new, torch.ones(SIZE), fragment=1)]
+    elif case != "fetched once more":
+        path = [commit(new, torch.ones(SIZE), fragment=1)]
+
+    def script(event: events.Event) -> Sequence[effects.Effect]:
+        match event:
+            case events.WorkerGone():
+                return (effects.Fetch(tuple(path), ("donor",), 10.0),)
+            case events.Fetched():
+                return (effects.Adopt(path[-1]),)
+        return ()
+
+    async def hand_over(*_: Any) -> OuterState:
+        return new
+
+    runtime.core, runtime._fetch_state, runtime.state = ScriptedCore(script), hand_over, old
+    runtime.averaging._me = "peer1" if case == "contains this peer's work" else "another"
+    residuals = [Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)}) for _ in range(2)]
+    runtime.averaging.residuals = residuals
+    async with running(runtime):
+        runtime.post(events.WorkerGone())
+        while runtime.state is not new:
+            await asyncio.sleep(0)
+    found = [one.contribution_residual is not None for one in runtime.averaging.residuals]
+    assert found == kept
