@@ -266,6 +266,7 @@ class Averaging:
         assert work.plan is not None
         work.lap("vote_s")
         fragment, contributors, parent = work.fragment, certificate.plan.contributors, state.head
+        state.refuse_snapshots()
         await asyncio.to_thread(
             self.residuals[fragment].commit,
             work.plan,

@@ -29,6 +29,7 @@ from peers.threads import stand_back
 
 TENSORS_FILE = "outer.safetensors"
 RESIDUALS_FILE = "residuals.safetensors"
+_BEING_CHANGED = "the outer state is being changed; save it between two commits"
 
 
 class HeldState:
@@ -41,7 +42,7 @@ class HeldState:
         """May wait for a running commit. Raises OSError if the state is being changed."""
         snapshot = state.snapshot()
         if snapshot is None:
-            raise OSError("the outer state is being changed; save it between two commits")
+            raise OSError(_BEING_CHANGED)
         self.snapshot = snapshot
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(snapshot)
@@ -50,6 +51,10 @@ class HeldState:
             for index, kept in enumerate(residuals)
             for name, values in self._stack.enter_context(kept.held()).items()
         }
+        # A commit stores new residuals before the state that they belong to.
+        if self.residuals and not state.is_still(snapshot):
+            self.close()
+            raise OSError(_BEING_CHANGED)
 
     def write(self, directory: Path) -> dict[str, FileRecord]:
         """Write the files, each atomically, the header last. May be repeated. Raises OSError.

@@ -92,6 +92,16 @@ class OuterState:
             if snapshot in self._snapshots:
                 self._snapshots.remove(snapshot)
 
+    def refuse_snapshots(self) -> None:
+        """Until `end_change`: what belongs to the state after a commit, as residuals do, is about to be stored."""
+        with self._lock:
+            self._is_changing = True
+
+    def is_still(self, snapshot: Snapshot) -> bool:
+        """Whether no commit has been made or begun since this snapshot."""
+        with self._lock:
+            return not self._is_changing and self.header.head == snapshot.header.head
+
     def begin_change(self, fragment: int) -> tuple[Tensor, Tensor]:
         """The tensors to write a fragment's new anchor and momentum to: the old ones or, if a snapshot holds them, new
         memory.

@@ -291,6 +291,25 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
         assert float(kept[0]) == 0 and float(kept[-1]) == pytest.approx(-decay)
 
 
+def test_while_a_commit_stores_residuals_nobody_takes_hold_of_the_state_before_it(tmp_path, monkeypatch):
+    store, held = Residuals.commit, []
+
+    def stored(kept: Residuals, *args: Any, **kwargs: Any) -> None:
+        held.append(runtime.state and runtime.state.snapshot())
+        store(kept, *args, **kwargs)
+
+    async def averaged() -> None:
+        mine = memories()
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, offered())
+            await runtime.average(work_in(mine))
+
+    monkeypatch.setattr(Residuals, "commit", stored)
+    with a_runtime(tmp_path, codec="int8") as runtime:
+        asyncio.run(averaged())
+        assert held == [None] and runtime.state and runtime.state.snapshot() is not None
+
+
 class ScriptedCore(SimpleNamespace):
     """Answers each event that the script knows by its effects, and keeps all of them."""
 

@@ -92,6 +92,24 @@ async def test_a_worker_that_dies_while_its_state_is_taken_hold_of_leaves_nothin
             await asyncio.sleep(0)
 
 
+def test_a_state_is_not_saved_with_the_residuals_of_the_commit_that_has_begun_since():
+    class JustStored(Residuals):
+        @contextlib.contextmanager
+        def held(self):
+            state.refuse_snapshots()
+            with super().held() as held:
+                yield held
+
+    state = some_state()
+    kept = JustStored.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
+    with pytest.raises(OSError, match="is being changed"):
+        state_files.HeldState(state, [kept])
+    assert not state._snapshots and not kept._num_holders
+    commit(state)
+    with state_files.HeldState(state, [Residuals(SIZE)]) as held:
+        assert held.snapshot.header.head == state.head
+
+
 def test_residuals_of_a_save_before_do_not_stay_beside_a_state_that_has_none(tmp_path):
     kept = Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
     state_files.save(some_state(), tmp_path, [kept])
