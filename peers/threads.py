@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,6 +25,11 @@ def keep_denormals() -> None:
     """Switch flushing of denormals off, in a thread whose results must have the same bits on all peers."""
     # Flushing is a state of each thread, and a library loaded elsewhere may have changed what new threads inherit.
     torch.set_flush_denormal(False)
+
+
+def exact_threads(name: str) -> ThreadPoolExecutor:
+    """`num_threads` threads, whose results have the same bits on all peers."""
+    return ThreadPoolExecutor(num_threads(), name, keep_denormals)
 
 
 def stand_back(niceness: int) -> None:

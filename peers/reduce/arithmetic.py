@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -20,7 +19,7 @@ from peers.reduce.kernels import Bytes, Floats, energy
 from peers.reduce.plan import CHUNK_NUMEL, Chunk, ReducePlan, slices
 from peers.reduce.residuals import Residuals
 from peers.reduce.robust_sums import combine
-from peers.threads import keep_denormals, num_threads
+from peers.threads import exact_threads, num_threads
 
 _PIECE_NUMEL = 1 << 16
 """Values encoded and sent at a time, if the codec is divisible: 256 KiB in fp32, which stay in a core's cache between
@@ -39,7 +38,7 @@ def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | No
         scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
         return [energy(sent.of(part).values(scratch)) for part in mine]
 
-    with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
+    with exact_threads("norm") as pool:
         found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
     # fsum is exact: the result does not depend on the number of threads.
     total = math.fsum(chain.from_iterable(found))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -32,7 +31,7 @@ from peers.reduce.codecs import codec_named
 from peers.reduce.codecs_common import PseudoGradient
 from peers.reduce.kernels import Floats
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, slices
-from peers.threads import keep_denormals, num_threads
+from peers.threads import exact_threads, num_threads
 
 
 class _Range(NamedTuple):
@@ -225,7 +224,7 @@ def _store_losses(
             if decay != 1:
                 np.multiply(lost, decay, out=lost)
 
-    with ThreadPoolExecutor(num_threads(), "residuals", keep_denormals) as pool:
+    with exact_threads("residuals") as pool:
         list(pool.map(store, [parts[first :: num_threads()] for first in range(num_threads())]))
 
 

@@ -7,7 +7,6 @@ same bits on every CPU. Nothing here needs more memory than a few chunks.
 from __future__ import annotations
 
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from peers.reduce.kernels import Floats, compiled
 from peers.reduce.plan import CHUNK_NUMEL, slices
 from peers.state.header import StateChunk, StateHeader
 from peers.state.outer_state import OuterState
-from peers.threads import keep_denormals, num_threads
+from peers.threads import exact_threads
 
 _PART_NUMEL = 1 << 16
 """Values computed at a time, few enough that the results are still in the cache when they are hashed."""
@@ -86,7 +85,7 @@ class OuterOptimizer:
         def step(chunk: StateChunk) -> tuple[bytes, bytes]:
             return self.step_chunk(state, chunk, average, target, hashing=previewed is None)
 
-        with ThreadPoolExecutor(num_threads(), "outer", keep_denormals) as pool:
+        with exact_threads("outer") as pool:
             digests = list(pool.map(step, chunks))
         header = previewed or old.with_chunks(chunks, digests)
         if certificate is not None:

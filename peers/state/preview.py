@@ -17,7 +17,7 @@ from torch import Tensor
 from peers.state.header import STATE_CHUNK_NUMEL, StateHeader
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
-from peers.threads import keep_denormals, num_threads, stand_back
+from peers.threads import exact_threads, keep_denormals, num_threads, stand_back
 
 NICENESS = 10
 """Niceness of the threads that hash while sums arrive, relative to that of the others."""
@@ -65,7 +65,7 @@ class Preview:
         """The header of the state that a commit would lead to. All values must have settled."""
         assert not any(self._num_missing), "part of the average has not settled"
         # The vote waits for the rest, so it is hashed at normal priority.
-        with ThreadPoolExecutor(num_threads(), "preview", keep_denormals) as pool:
+        with exact_threads("preview") as pool:
             rest = [pool.submit(self._hash_next) for _ in range(len(self._whole))]
         for hashed in (*rest, *self._begun):
             hashed.result()
