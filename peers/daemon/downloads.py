@@ -15,12 +15,11 @@ from peers.net.states.replay import can_be_repeated, replay_commits
 from peers.net.states.transfer import download_state
 from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.protocol.mesh import Scalar
 from peers.state.outer_state import OuterState
 
 log = logging.getLogger(__name__)
-
-_FLOAT_BYTES = 4
 
 Fetch = Callable[
     [Sequence[Certificate], Sequence[str], Sequence[int], OuterState | None, float], Awaitable[OuterState]
@@ -51,7 +50,7 @@ async def fetch_state(
     log.info("asking %s for the state of epoch %d", asked, path[-1].plan.epoch)
     with contextlib.ExitStack() as stack:
         stack.callback(on_received, None)
-        on_received((0, 2 * _FLOAT_BYTES * sum(sizes)))
+        on_received((0, 2 * FLOAT_BYTES * sum(sizes)))
         if (own := have.snapshot() if have is not None else None) is not None:
             stack.enter_context(own)
         if own is not None and can_be_repeated(own, path):

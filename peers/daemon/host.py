@@ -30,6 +30,7 @@ from peers.daemon.runtime import Runtime
 from peers.daemon.worker_monitor import WorkerMonitor
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.monitor.phases import in_words
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.state.files import Saving
 from peers.state.handover import EpochOutcome, Memories, Start
 from peers.state.layout import Layout
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FLOAT_BYTES = 4
 _NEWS = ("doing", "evaluated", "trouble")
 _REFUSAL_TIMEOUT_S = START_S
 """How long a worker may take to connect that has to be told why this peer cannot join."""
@@ -208,7 +208,7 @@ class WorkerHost:
             )
         self._layout = layout
         runtime.core.timing.set_sizes(
-            fragment_bytes=_FLOAT_BYTES * max(layout.sizes), state_bytes=2 * _FLOAT_BYTES * sum(layout.sizes)
+            fragment_bytes=FLOAT_BYTES * max(layout.sizes), state_bytes=2 * FLOAT_BYTES * sum(layout.sizes)
         )
         if not self._memories:
             for index, numel in enumerate(layout.sizes):

@@ -57,6 +57,7 @@ from typing import Any
 import msgspec
 
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.state.layout import Layout
 from peers.system import anonymous_file
 from peers.timing import COMMIT_S, OFTEN_S, RETRY_S, START_S
@@ -72,7 +73,6 @@ _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 30
 """Both ends are of one user. The rollouts of a large generation take hundreds of megabytes."""
 _PIECE_BYTES = 1 << 20
-_FLOAT_BYTES = 4
 # The kernel passes at most 253 descriptors in one message.
 _MAX_DESCRIPTORS = 250
 
@@ -83,7 +83,7 @@ class LinkMemory:
     def __init__(self, descriptors: Sequence[int], numel: int) -> None:
         self.numel = numel
         # mmap refuses length 0; an empty fragment still needs a buffer to point at.
-        self.out, self.inn = (mmap.mmap(fd, max(numel * _FLOAT_BYTES, 1)) for fd in descriptors)
+        self.out, self.inn = (mmap.mmap(fd, max(numel * FLOAT_BYTES, 1)) for fd in descriptors)
 
     @staticmethod
     def create(index: int, numel: int) -> tuple[LinkMemory, list[int]]:
@@ -91,7 +91,7 @@ class LinkMemory:
         descriptors = []
         for name in ("out", "in"):
             fd = anonymous_file(f"diloco-{name}-{index}")
-            os.ftruncate(fd, max(numel * _FLOAT_BYTES, 1))
+            os.ftruncate(fd, max(numel * FLOAT_BYTES, 1))
             descriptors.append(fd)
         return LinkMemory(descriptors, numel), descriptors
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 FLOAT_BYTES = 4
-"""Of one value of weights, anchor or momentum, which are fp32."""
+"""Of one fp32 value, as weights, anchor and momentum are."""
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "1bit", "topk"]
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 BITS_BY_CODEC: dict[str, float] = {

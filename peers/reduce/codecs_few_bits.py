@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numba
 import numpy as np
 
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.reduce.codecs_common import LARGEST_SCALE, Codec, unusable_scale, with_slack
 from peers.reduce.kernels import Bytes, Floats, compiled
 
@@ -147,7 +148,6 @@ def decode_two_bits(levels: Floats, codes: Bytes, block: int, values: Floats) ->
 
 
 BLOCK_NUMEL = 512
-_FLOAT_BYTES = 4
 
 
 class FewBitsCodec(Codec):
@@ -173,7 +173,7 @@ class FewBitsCodec(Codec):
         decode_blocks: Callable[[Floats, Bytes, int, Floats], None],
     ) -> None:
         self.name = name
-        self._values_per_byte, self._header_bytes = values_per_byte, _FLOAT_BYTES * num_magnitudes
+        self._values_per_byte, self._header_bytes = values_per_byte, FLOAT_BYTES * num_magnitudes
         self._encode_blocks, self._decode_blocks = encode_blocks, decode_blocks
 
     def encoded_bytes(self, numel: int) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from peers.errors import ProtocolError
 from peers.protocol.aggregation import Rule
 from peers.protocol.certificates import Plan
+from peers.protocol.codecs import FLOAT_BYTES
 from peers.reduce.codecs import result_codec_named
 from peers.reduce.kernels import Bytes
 from peers.reduce.plan import CHUNK_NUMEL, Chunk
@@ -28,7 +29,6 @@ from peers.timing import START_S
 
 KEPT_FOR_S = START_S
 """After the last download ended: a joiner requests the commits once it has assembled its state."""
-_FLOAT_BYTES = 4
 
 
 class Recording:
@@ -94,7 +94,7 @@ class CommitLog:
             if recording is None:
                 return
             self._commits.append(RecordedCommit(parent, head, recording.in_order()))
-            while sum(commit.num_bytes for commit in self._commits) > 2 * _FLOAT_BYTES * state_numel:
+            while sum(commit.num_bytes for commit in self._commits) > 2 * FLOAT_BYTES * state_numel:
                 del self._commits[0]
 
     def clear(self) -> None:
