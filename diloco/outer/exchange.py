@@ -18,6 +18,7 @@ from diloco.outer.layout import Piece, layout_of, pieces_of
 from diloco.outer.world import World, in_group, on_rank_zero, summed
 from peers.core.schedule import Schedule
 from peers.daemon.link import WorkerLink
+from peers.state.handover import floats_of
 
 
 class Exchange:
@@ -51,8 +52,8 @@ class Exchange:
         memories = self._link.memories if self._link is not None else []
         self.weights = SharedWeights(
             pieces,
-            [_floats(memory.out, memory.numel) for memory in memories],
-            [_floats(memory.inn, memory.numel) for memory in memories],
+            [_page_locked(memory.out, memory.numel) for memory in memories],
+            [_page_locked(memory.inn, memory.numel) for memory in memories],
             world.num_nodes,
         )
         self.world_rank: int = on_rank_zero(lambda: int(welcome["world_rank"]))
@@ -154,12 +155,10 @@ def _wait_for_device(pieces: Sequence[Piece]) -> None:
         torch.cuda.synchronize()
 
 
-def _floats(memory: mmap.mmap, numel: int) -> Tensor:
+def _page_locked(memory: mmap.mmap, numel: int) -> Tensor:
     """The memory as fp32 values, page-locked where there is a GPU, so that copies run at the bus's speed."""
-    if numel == 0:
-        return torch.empty(0)
-    values = torch.frombuffer(memory, dtype=torch.float32, count=numel)
-    if torch.cuda.is_available():
+    values = floats_of(memory, numel)
+    if numel and torch.cuda.is_available():
         # A refusal (a low memlock limit) only costs speed.
         torch.cuda.cudart().cudaHostRegister(values.data_ptr(), values.nbytes, 0)
     return values

@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
 import os
 from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from peers.core import events
 from peers.daemon.agreement import Agreement
@@ -32,7 +29,7 @@ from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.monitor.phases import in_words
 from peers.protocol.codecs import FLOAT_BYTES
 from peers.state.files import Saving
-from peers.state.handover import EpochOutcome, Memories, Start
+from peers.state.handover import EpochOutcome, Memories, Start, floats_of
 from peers.state.layout import Layout
 from peers.tasks import cancelled, is_set_within
 from peers.timing import START_S
@@ -312,8 +309,8 @@ class WorkerHost:
 
     def _tensors(self) -> Memories:
         return Memories(
-            tuple(_floats(memory.out, memory.numel) for memory in self._memories),
-            tuple(_floats(memory.inn, memory.numel) for memory in self._memories),
+            tuple(floats_of(memory.out, memory.numel) for memory in self._memories),
+            tuple(floats_of(memory.inn, memory.numel) for memory in self._memories),
         )
 
     async def _answer(self, connection: DaemonConnection, work: Awaitable[T]) -> T:
@@ -337,7 +334,3 @@ class WorkerHost:
             task.cancel()
             # It watches the socket until it has ended, and the next receive needs the socket.
             await cancelled([gone])
-
-
-def _floats(memory: mmap.mmap, numel: int) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.float32, count=numel) if numel else torch.empty(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,11 @@ class Memories:
 
     out: tuple[torch.Tensor, ...]
     inn: tuple[torch.Tensor, ...]
+
+
+def floats_of(memory: mmap.mmap, numel: int) -> torch.Tensor:
+    """The tensor of so many values in a shared memory."""
+    return torch.frombuffer(memory, dtype=torch.float32, count=numel) if numel else torch.empty(0)
 
 
 @dataclass(frozen=True, kw_only=True)
