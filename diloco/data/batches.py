@@ -80,7 +80,7 @@ def open_data(
         )
     corpus = open_corpus(config)
     if corpus is None:
-        dataset = open_hub_dataset(config.dataset_name_or_path, config.text_column)
+        dataset = open_hub_dataset(config.dataset_name_or_path, config.text_column, seed=config.seed)
         return StreamingSource(
             dataset,
             tokenizer,

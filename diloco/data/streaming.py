@@ -1,23 +1,29 @@
 """Streams Hugging Face datasets that are too large to store, dividing their documents among the peers.
 
-Documents are divided into NUM_LANES disjoint lanes. The peer of world rank r packs the text of lane r into windows and
-trains B windows per epoch, in epoch e from window e * B on, so a sample depends on (world rank, epoch) only. A peer
-that joins late must read its lane from the start.
+Documents are divided into NUM_LANES disjoint lanes. A peer reads one lane after the other, in an order of its own (see
+`lane_of`), packs their text into windows and trains B windows per epoch, in epoch e from window e * B on, so a sample
+depends on (seed, world rank, epoch) only. A peer that joins late must read its lanes from the start; one that resumes
+from a checkpoint continues at the Point that is saved there.
+
+Whoever has read all lanes has read the dataset once, and begins the next cycle. Each cycle reads the files in another
+order. Inside a file the order is kept: the content of a shuffle buffer would have to be saved as well.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from diloco.data.corpus import is_held_out, text_column_of, text_of
 from diloco.data.held_out import Validation, validation_of
-from diloco.data.sampling import Block, check_offsets
+from diloco.data.sampling import Block, check_offsets, permuted
 from diloco.data.tokenizer import encode_documents, is_byte_level
 from diloco.errors import DilocoError, UserError
 
@@ -27,13 +33,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Upper limit of world ranks. A constant, since another number would assign every document to another lane.
-NUM_LANES = 64
+_LANE_BITS = 6
+NUM_LANES = 2**_LANE_BITS
 _SKIP_WORTH_A_LINE = 1000
 _HUB_TIMEOUT_S = 10.0
 # Byte frequencies are estimated from this many documents of lane 0.
 _COUNTED_DOCUMENTS = 256
 
-Documents = Callable[[], Iterable[bytes]]
+
+def lane_of(world_rank: int, passes: int) -> int:
+    """The lane that a peer reads after `passes` others: in each pass no two peers the same, over NUM_LANES passes all.
+
+    With the bits reversed, 2, 4, 8 ... peers from world rank 0 on have together read all lanes before any of them reads
+    one that another has read, without knowing of each other.
+    """
+    reversed_bits = int(f"{passes % NUM_LANES:0{_LANE_BITS}b}"[::-1], 2)
+    return world_rank ^ reversed_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A point between two documents from which a peer's windows can be read on."""
+
+    world_rank: int
+    number: int = 0
+    """Windows before it."""
+    passes: int = 0
+    """Lanes read to their end."""
+    file: int = 0
+    """Of the lane that is being read, the files read to their end."""
+    row: int = 0
+    """Rows read of the next file."""
+    pending: tuple[int, ...] = ()
+    """Token ids read that are in no window yet, fewer than a window's."""
 
 
 class StreamingSource:
@@ -52,17 +84,34 @@ class StreamingSource:
         """`num_kept` is how many samples back from the last one can be read again without restarting the stream."""
         self.seq_length = seq_length
         self.samples_per_block = samples_per_block
+        self.num_files = dataset.num_files
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._eval_tokens = eval_tokens
-        self._lane: tuple[int, Iterator[np.ndarray], int] | None = None
+        self._stream: tuple[int, Iterator[np.ndarray], int] | None = None
         self._last: deque[np.ndarray] = deque(maxlen=num_kept)
+        # The newest points, at least num_kept windows apart, so that the older one is before all that is read again.
+        # Replaced as a whole: a thread that reads ahead does so while another one saves.
+        self._points: tuple[Point, ...] = ()
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
         """Samples of the peer's block, int64 [len(offsets), seq_length + 1]. Offsets must be ascending."""
         check_offsets(offsets, self.samples_per_block)
         first = block.epoch * self.samples_per_block
         return np.stack([self._window(block.world_rank, first + int(offset)) for offset in offsets])
+
+    def state(self, block: Block, offset: int) -> bytes:
+        """For a checkpoint: where to read on for the sample at this offset of the block and those after it."""
+        point = self._point_before(block.world_rank, block.epoch * self.samples_per_block + offset)
+        return json.dumps({"data": self._identity(), "point": asdict(point)}).encode()
+
+    def load_state(self, state: bytes) -> None:
+        """Continue from `state`. That of other data is ignored: then the stream is read from the beginning."""
+        content = json.loads(state)
+        if content["data"] == self._identity():
+            point = content["point"]
+            self._points = (Point(**{**point, "pending": tuple(point["pending"])}),)
+            self._stream = None
 
     def validation(self) -> Validation:
         """Windows of the dataset's validation split, else of the documents held out by their hash."""
@@ -86,40 +135,58 @@ class StreamingSource:
         limits = {"seq_length": self.seq_length, "max_tokens": self._eval_tokens}
         return validation_of(tokens, counts, self._tokenizer, **limits)
 
-    def _window(self, lane: int, number: int) -> np.ndarray:
-        if self._lane is None or self._lane[0] != lane or self._lane[2] - len(self._last) > number:
-            self._lane = (lane, self._windows(lane), 0)
+    def _identity(self) -> list[Any]:
+        """Whatever the content of a window depends on, except its number and the world rank."""
+        return [*self._dataset.identity(), self.seq_length, len(self._tokenizer)]
+
+    def _point_before(self, world_rank: int, number: int) -> Point:
+        own = [point for point in self._points if point.world_rank == world_rank and point.number <= number]
+        return own[-1] if own else Point(world_rank=world_rank)
+
+    def _window(self, world_rank: int, number: int) -> np.ndarray:
+        if (
+            self._stream is None
+            or self._stream[0] != world_rank
+            or self._stream[2] - len(self._last) > number
+        ):
+            start = self._point_before(world_rank, number)
+            self._points = (start,)
+            self._stream = (world_rank, self._windows(start), start.number)
             self._last.clear()
-        _, windows, position = self._lane
+        _, windows, position = self._stream
         if number - position >= _SKIP_WORTH_A_LINE:
             log.info(
                 "skipping %d samples of %s to reach this peer's position",
                 number - position,
                 self._dataset.name,
             )
-        # If reading fails, the next call starts over.
-        self._lane = None
+        # If reading fails, the next call starts over from the last point.
+        self._stream = None
         self._last.extend(itertools.islice(windows, max(0, number + 1 - position)))
         position = max(position, number + 1)
-        self._lane = (lane, windows, position)
+        self._stream = (world_rank, windows, position)
         return self._last[number - position]
 
-    def _windows(self, lane: int) -> Iterator[np.ndarray]:
-        """Yields the lane's packed windows, repeating the lane for ever."""
-        pending = np.zeros(0, dtype=np.int64)
-        while True:
-            num_tokens = 0
-            for ids in self._encoded(self._dataset.lane(lane)):
-                num_tokens += len(ids)
-                pending = np.concatenate([pending, ids])
+    def _windows(self, start: Point) -> Iterator[np.ndarray]:
+        """Yields the packed windows after `start`, lane after lane for ever, and notes points on the way."""
+        pending, number = np.array(start.pending, dtype=np.int64), start.number
+        place, num_empty = (start.file, start.row), 0
+        for passes in itertools.count(start.passes):
+            lane, num_empty = lane_of(start.world_rank, passes), num_empty + 1
+            for after, content in self._dataset.documents(lane, passes // NUM_LANES, place):
+                num_empty = 0
+                for ids in self._encoded([content]):
+                    pending = np.concatenate([pending, ids])
                 while len(pending) > self.seq_length:
                     yield pending[: self.seq_length + 1]
-                    pending = pending[self.seq_length :]
-            if num_tokens == 0:
-                raise UserError(
-                    f"{self._dataset.name} has no document for world rank {lane}: it is too small "
-                    f"to be streamed to {NUM_LANES} lanes; save it as JSONL or Parquet and name that file"
-                )
+                    pending, number = pending[self.seq_length :], number + 1
+                if number - self._points[-1].number >= (self._last.maxlen or 0):
+                    here = {"number": number, "passes": passes, "file": after[0], "row": after[1]}
+                    point = Point(world_rank=start.world_rank, **here, pending=tuple(pending.tolist()))
+                    self._points = (*self._points[-1:], point)
+            place = 0, 0
+            if num_empty == NUM_LANES:
+                raise UserError(f"{self._dataset.name} has no document to train on; name a larger dataset")
 
     def _encoded(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         byte_level = is_byte_level(self._tokenizer)
@@ -130,9 +197,22 @@ class StreamingSource:
 class HubDataset:
     """The documents of a `datasets.IterableDataset`, by lane, and the held-out ones."""
 
-    def __init__(self, name: str, train: Any, validation: Any = None, text_column: str | None = None) -> None:
-        """Reads one row to find the text column. Raises UserError if there is no row or no text."""
+    def __init__(
+        self,
+        name: str,
+        train: Any,
+        validation: Any = None,
+        text_column: str | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        """Reads one row to find the text column. Raises UserError if there is no row or no text.
+
+        `seed` orders the files.
+        """
         self.name = name
+        self.num_files: int = train.num_shards
+        self._seed = seed
         self._train = train
         self._validation = validation
         try:
@@ -143,26 +223,52 @@ class HubDataset:
             raise UserError(f"{name} is empty; name a dataset with text")
         self._column = text_column_of(first, named=text_column, dataset=name)
 
-    def lane(self, number: int) -> Iterator[bytes]:
+    def identity(self) -> list[Any]:
+        """Whatever the lanes depend on."""
+        return [self.name, self._column, self.num_files, self._seed]
+
+    def lane(self, number: int, cycle: int = 0) -> Iterator[bytes]:
         """One pass over a lane's training documents."""
-        if number >= NUM_LANES:
+        return (content for _, content in self.documents(number, cycle))
+
+    def documents(
+        self, lane: int, cycle: int, start: tuple[int, int] = (0, 0)
+    ) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """A lane's training documents from a place on, each with the place after it.
+
+        A place is the number of files, and then of rows, read before it.
+        """
+        if lane >= NUM_LANES:
             raise UserError(
-                f"{self.name} is streamed to {NUM_LANES} world ranks at most; {number} is one too high"
+                f"{self.name} is streamed to {NUM_LANES} world ranks at most; {lane} is one too high"
             )
-        if self._train.num_shards >= NUM_LANES:
-            # Shard by file, so that each peer downloads only its own files.
-            rows = self._rows(self._train.shard(num_shards=NUM_LANES, index=number))
-        else:
-            rows = itertools.islice(self._rows(self._train), number, None, NUM_LANES)
-        for content in self._texts(rows):
-            if self._validation is not None or not is_held_out(content):
-                yield content
+        files = np.arange(self.num_files, dtype=np.uint64)
+        files = permuted(files, size=len(files), seed=self._seed, passes=np.full_like(files, cycle))
+        # With enough files each lane has files of its own, so that a peer downloads only those.
+        has_own = len(files) >= NUM_LANES
+        for number, index in enumerate(files[lane::NUM_LANES] if has_own else files):
+            if number < start[0]:
+                continue
+            first = start[1] if number == start[0] else 0
+            for count, values in enumerate(self._rows(self._file(int(index), first)), first):
+                if not has_own and (number + count) % NUM_LANES != lane:
+                    continue
+                for content in self._texts([values]):
+                    if self._validation is not None or not is_held_out(content):
+                        yield (number, count + 1), content
 
     def held_out(self) -> Iterator[bytes]:
         """Documents that are in no lane."""
         if self._validation is not None:
             return self._texts(self._rows(self._validation))
         return (content for content in self._texts(self._rows(self._train)) if is_held_out(content))
+
+    def _file(self, index: int, first: int) -> Any:
+        """The rows of one file from `first` on, which `skip` finds without decoding those before."""
+        rows = self._train
+        if self.num_files > 1:
+            rows = rows.shard(num_shards=self.num_files, index=index)
+        return rows.skip(first) if first else rows
 
     def _texts(self, rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
         for row in rows:
@@ -179,7 +285,7 @@ class HubDataset:
             raise DilocoError(f"reading {self.name} failed: {error}") from error
 
 
-def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
+def open_hub_dataset(name: str, text_column: str | None = None, *, seed: int = 0) -> HubDataset:
     """Open `owner/name` or `owner/name:config`. Raises UserError if it cannot be opened."""
     try:
         import datasets
@@ -201,7 +307,7 @@ def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
         ) from error
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     held_out = next((splits[split] for split in ("validation", "valid", "dev") if split in splits), None)
-    return HubDataset(name, train, held_out, text_column)
+    return HubDataset(name, train, held_out, text_column, seed=seed)
 
 
 def _check_is_there(path: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from diloco.data.batches import Block
 from diloco.data.corpus import is_held_out
-from diloco.data.streaming import NUM_LANES, HubDataset, StreamingSource
+from diloco.data.streaming import NUM_LANES, HubDataset, StreamingSource, lane_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import DilocoError, UserError
 
@@ -37,13 +37,40 @@ def source_of(dataset, tokenizer, *, seq_length=16, samples_per_block=3, eval_to
     return StreamingSource(dataset, tokenizer, num_kept=2, **limits)
 
 
-@pytest.mark.parametrize("num_files", [1, NUM_LANES])
-def test_every_document_is_in_one_lane_or_held_out(tmp_path, num_files):
+@pytest.mark.parametrize(("num_files", "cycle"), [(1, 0), (5, 1), (NUM_LANES, 0), (NUM_LANES + 3, 1)])
+def test_every_document_is_in_one_lane_or_held_out(tmp_path, num_files, cycle):
     texts, rows = streamed(tmp_path, num_files=num_files)
     dataset = HubDataset("local", rows)
-    lanes = [list(dataset.lane(number)) for number in range(NUM_LANES)]
+    lanes = [list(dataset.lane(number, cycle)) for number in range(NUM_LANES)]
     assert sorted([*itertools.chain(*lanes), *dataset.held_out()]) == sorted(text.encode() for text in texts)
     assert 0 < len(list(dataset.held_out())) == sum(is_held_out(text.encode()) for text in texts)
+
+
+def test_the_files_are_read_in_an_order_of_the_seed_and_the_cycle(tmp_path):
+    texts, rows = streamed(tmp_path, num_files=5)
+    trained = [text.encode() for text in texts if not is_held_out(text.encode())]
+    read = {
+        (seed, cycle): list(HubDataset("local", rows, seed=seed).lane(3, cycle))
+        for seed in (1, 2)
+        for cycle in (0, 1)
+    }
+    firsts = {tuple(sorted(documents, key=trained.index)[:3]) for documents in read.values()}
+    assert len({tuple(documents) for documents in read.values()}) == 4 and len(firsts) > 1
+    assert list(HubDataset("local", rows, seed=1).lane(3)) == read[1, 0]
+    assert HubDataset("local", rows).num_files == 5
+
+
+def test_in_a_pass_no_two_peers_read_the_same_lane_and_each_peer_comes_to_read_all():
+    ranks, passes = range(NUM_LANES), range(NUM_LANES)
+    assert all({lane_of(rank, n) for rank in ranks} == set(range(NUM_LANES)) for n in passes)
+    assert all({lane_of(rank, n) for n in passes} == set(range(NUM_LANES)) for rank in ranks)
+    assert all(lane_of(rank, NUM_LANES + 5) == lane_of(rank, 5) for rank in ranks)
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 4, 8, 64])
+def test_peers_together_read_all_lanes_before_one_is_read_again(num_peers):
+    lanes = [lane_of(rank, n) for n in range(NUM_LANES // num_peers) for rank in range(num_peers)]
+    assert sorted(lanes) == list(range(NUM_LANES))
 
 
 def test_a_lane_is_read_the_same_from_any_point(tokenizer, tmp_path):
@@ -65,8 +92,10 @@ def test_a_lane_is_read_the_same_from_any_point(tokenizer, tmp_path):
 
 def test_what_was_read_a_moment_ago_is_read_again_without_a_new_start(tokenizer, tmp_path, monkeypatch):
     dataset = HubDataset("local", streamed(tmp_path)[1])
-    source, passes, lane = source_of(dataset, tokenizer), [], dataset.lane
-    monkeypatch.setattr(dataset, "lane", lambda number: passes.append(number) or lane(number))
+    source, passes, documents = source_of(dataset, tokenizer), [], dataset.documents
+    monkeypatch.setattr(
+        dataset, "documents", lambda lane, *place: passes.append(lane) or documents(lane, *place)
+    )
     offsets = np.arange(3)
     once, following = (
         source.read(Block(epoch=e, world_rank=2, data_base=0), offsets).tolist() for e in (0, 1)
@@ -80,14 +109,70 @@ def test_what_was_read_a_moment_ago_is_read_again_without_a_new_start(tokenizer,
     assert passes == [2, 2, 3]
 
 
-def test_a_lane_that_ends_begins_its_next_pass(tokenizer, tmp_path):
-    dataset = HubDataset("local", streamed(tmp_path, num_documents=70)[1])
-    source = source_of(dataset, tokenizer)
-    once = b"".join(content + b"\xff" for content in dataset.lane(5))
-    windows = source.read(Block(epoch=0, world_rank=5, data_base=0), np.arange(3))
-    stream = windows[:, :-1].ravel()
-    expected = [257 if byte == 0xFF else byte for byte in (once * 50)[: len(stream)]]
-    assert stream.tolist() == expected
+def documents_read(source, world_rank, num_windows):
+    """The text of the peer's first windows, cut at the ends of documents; the last one may be incomplete."""
+    windows = source.read(Block(epoch=0, world_rank=world_rank, data_base=0), np.arange(num_windows))
+    ids = windows[:, :-1].ravel()
+    ends = np.flatnonzero(ids == 257) + 1
+    return [bytes(part[part < 256].tolist()) for part in np.split(ids, ends)]
+
+
+def test_two_peers_read_all_documents_and_none_twice_before(tokenizer, tmp_path):
+    texts, rows = streamed(tmp_path, num_documents=300, num_files=3)
+    dataset = HubDataset("local", rows)
+    trained = sorted(text.encode() for text in texts if not is_held_out(text.encode()))
+    read = []
+    for rank in (0, 1):
+        lanes = [lane_of(rank, n) for n in range(NUM_LANES // 2)]
+        documents = [content for lane in lanes for content in dataset.lane(lane)]
+        num_windows = (sum(map(len, documents)) + len(documents)) // 16
+        source = source_of(dataset, tokenizer, samples_per_block=num_windows + 2)
+        assert documents_read(source, rank, num_windows)[: len(documents) - 1] == documents[:-1]
+        # What follows is another lane, not the first one again.
+        following = next(itertools.chain(dataset.lane(lane_of(rank, NUM_LANES // 2)), [b""]))
+        assert documents_read(source, rank, num_windows + 2)[len(documents)][:8] == following[:8]
+        read += documents
+    assert sorted(read) == trained
+
+
+def test_a_peer_alone_reads_everything_before_it_begins_anew(tokenizer, tmp_path):
+    texts, rows = streamed(tmp_path, num_documents=90, num_files=2)
+    trained = sorted(text.encode() for text in texts if not is_held_out(text.encode()))
+    num_windows = 2 * sum(len(content) + 1 for content in trained) // 16
+    source = source_of(HubDataset("local", rows), tokenizer, samples_per_block=num_windows)
+    read = documents_read(source, 9, num_windows)[:-1]
+    first, second = read[: len(trained)], read[len(trained) :]
+    assert sorted(first) == trained
+    assert set(second) <= set(first) and len(set(second)) == len(second)
+
+
+@pytest.mark.parametrize("num_files", [1, 5, NUM_LANES + 3])
+@pytest.mark.parametrize("step", [1, 7, 90])
+def test_who_resumes_from_a_checkpoint_gets_the_batches_of_an_undisturbed_run_without_reading_all_again(
+    tokenizer, tmp_path, monkeypatch, num_files, step
+):
+    """Steps of two samples, some read ahead; 130 of them lead through several lanes."""
+    dataset = HubDataset("local", streamed(tmp_path, num_files=num_files)[1])
+    sources = [source_of(dataset, tokenizer, samples_per_block=260) for _ in range(3)]
+    block = Block(epoch=0, world_rank=5, data_base=0)
+    batches = [[sources[0].read(block, np.arange(2 * n, 2 * n + 2)).tolist() for n in range(130)]]
+    for ahead in range(step + 1):
+        sources[1].read(block, np.arange(2 * ahead, 2 * ahead + 2))
+    state = sources[1].state(block, 2 * step)
+    sources[2].load_state(state)
+    begun, documents = [], dataset.documents
+    monkeypatch.setattr(
+        dataset,
+        "documents",
+        lambda lane, cycle, place: begun.append((lane, place)) or documents(lane, cycle, place),
+    )
+    batches.append([sources[2].read(block, np.arange(2 * n, 2 * n + 2)).tolist() for n in range(step, 130)])
+    assert batches[1] == batches[0][step:]
+    assert step < 7 or begun[0] != (lane_of(5, 0), (0, 0))
+    # A peer at another place in the data cannot use it, and reads from the beginning.
+    other = source_of(HubDataset("local", dataset._train, seed=4), tokenizer)
+    other.load_state(state)
+    assert other._points == ()
 
 
 def test_validation_comes_from_the_validation_split_where_there_is_one(tokenizer, tmp_path):
@@ -134,8 +219,8 @@ def test_a_stream_without_text_or_documents_is_refused(tokenizer, tmp_path):
         HubDataset("labels", no_text)
     with pytest.raises(UserError, match="is empty"):
         HubDataset("nothing", datasets.IterableDataset.from_generator(lambda: iter(())))
-    few = HubDataset("few", datasets.Dataset.from_dict({"text": ["only one"]}).to_iterable_dataset())
-    with pytest.raises(UserError, match="too small to be streamed"):
+    few = HubDataset("few", datasets.Dataset.from_dict({"text": ["", ""]}).to_iterable_dataset())
+    with pytest.raises(UserError, match="no document to train on"):
         source_of(few, tokenizer).read(Block(epoch=0, world_rank=9, data_base=0), np.arange(1))
     with pytest.raises(UserError, match="one too high"):
         list(few.lane(NUM_LANES))
