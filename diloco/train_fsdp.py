@@ -22,7 +22,8 @@ from torch import Tensor
 from diloco.checkpoint.checkpoint import Checkpoints
 from diloco.checkpoint.saver import check_saved
 from diloco.data.batches import Prefetched, batches, open_data
-from diloco.data.sampling import place_of
+from diloco.data.sampling import Block, place_of
+from diloco.data.streaming import NUM_LANES, StreamingSource
 from diloco.data.tokenizer import load_tokenizer
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.report import report
@@ -43,6 +44,7 @@ from diloco.train.sharding import Precision, compiles, discard_partial_model, fu
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 
 LONGEST_FIRST_EVALUATION_S = 60.0
+STREAM_FILE = "stream.json"
 
 
 def main() -> NoReturn:
@@ -134,6 +136,9 @@ class Trainer:
             on_waiting=progress.waits_for,
         )
         self.record_checkpoints()
+        state = self.checkpoints.restored_file(STREAM_FILE)
+        if state is not None and isinstance(self.source, StreamingSource):
+            self.source.load_state(state)
         self.checkpoints.begin(self.outer.nominal_step)
 
     def train(self) -> None:
@@ -146,6 +151,10 @@ class Trainer:
             world_rank=outer.world_rank,
             micro_batch_size=self.inner.micro_batch_size,
         )
+        if isinstance(self.source, StreamingSource) and self.source.num_files < NUM_LANES:
+            self.metrics.write(
+                "event", event="few_files", num_files=self.source.num_files, num_parts=NUM_LANES
+            )
         if outer.nominal_step == 0 and outer.evaluates:
             self.evaluate_before_training()
         while not outer.done:
@@ -196,7 +205,7 @@ class Trainer:
             self.evaluate()
         if self.checkpoints.due(step) and not outer.in_flight:
             with self.progress.phase("saving", f"a checkpoint of step {step}"):
-                self.checkpoints.save(outer, step=step)
+                self.checkpoints.save(outer, step=step, beside=self.stream_state())
         self.record_checkpoints()
         return bool(outer.commits)
 
@@ -208,18 +217,29 @@ class Trainer:
 
     def samples_left(self) -> Prefetched[np.ndarray]:
         """This rank's samples, int64 [n, seq_length + 1], for each remaining step of the epoch."""
-        steps = self.config.hv.steps_per_epoch
-        block, local_step = place_of(self.outer, self.outer.nominal_step, steps_per_epoch=steps)
+        block, local_step = self.place()
         return Prefetched(
             batches(
                 self.source,
                 block,
-                local_steps=range(local_step, steps),
+                local_steps=range(local_step, self.config.hv.steps_per_epoch),
                 total_batch_size=self.config.total_batch_size,
                 rank=self.world.rank,
                 num_ranks=self.world.num_ranks,
             )
         )
+
+    def place(self) -> tuple[Block, int]:
+        """The block of the next step's samples, and the local step in it."""
+        steps = self.config.hv.steps_per_epoch
+        return place_of(self.outer, self.outer.nominal_step, steps_per_epoch=steps)
+
+    def stream_state(self) -> dict[str, bytes]:
+        """The file of a checkpoint that says where a streamed dataset is read on; other data needs none."""
+        if not isinstance(self.source, StreamingSource):
+            return {}
+        block, local_step = self.place()
+        return {STREAM_FILE: self.source.state(block, local_step * self.config.total_batch_size)}
 
     def evaluate_before_training(self) -> None:
         """Evaluate, unless that would keep a slow machine from its first step for minutes."""

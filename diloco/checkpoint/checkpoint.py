@@ -65,6 +65,8 @@ class Checkpoints:
         self._staging_lock = threading.Lock()
         """Held to create a staging directory. `discard_partial` never releases it, so none is created afterwards."""
         self._fetched = contextlib.ExitStack()
+        self._restored: Path | None = None
+        """The directory from which this peer's own state was loaded, while it exists."""
         self._is_restored = False
         self._skipped: list[str] = []
         """What was wrong with each checkpoint that was skipped."""
@@ -79,8 +81,14 @@ class Checkpoints:
         shards.load(directory, self._inner, rank=self._world.rank, with_random=found.is_own)
         if not found.is_own:
             return others_state(mark, directory)
+        self._restored = directory
         tokens = tuple(_share(count * mark.num_ranks, self._world) for count in mark.tokens)
         return Restored(position=mark.position, tokens=tokens, directory=directory)
+
+    def restored_file(self, name: str) -> bytes | None:
+        """A file that was given to `save` for the checkpoint that `restore` has loaded, if any. Not after `begin`."""
+        path = self._restored and self._restored / name
+        return path.read_bytes() if path is not None and path.is_file() else None
 
     def begin(self, step: int) -> None:
         """Start at this nominal step; no save is due for earlier multiples of the interval.
@@ -88,6 +96,7 @@ class Checkpoints:
         Raises UserError if training would start at step 0 because every checkpoint was damaged.
         """
         self._checked_step = step
+        self._restored = None
         self._fetched.close()
         if self._config.resume is not None and not self._is_restored:
             refuse_to_begin_anew(self._config, step, self._skipped)
@@ -97,10 +106,11 @@ class Checkpoints:
         interval = self._config.interval
         return interval is not None and step // interval > self._checked_step // interval
 
-    def save(self, outer: Diloco, *, step: int) -> None:
+    def save(self, outer: Diloco, *, step: int, beside: Mapping[str, bytes] | None = None) -> None:
         """Copy the state of nominal step `step` to host memory and start a thread that writes it.
 
-        Blocks while the previous save is in progress. A failure does not stop training: `events` reports it.
+        `beside` has more files for this checkpoint, of which rank 0's are written. Blocks while the previous save is in
+        progress. A failure does not stop training: `events` reports it.
         """
         self._checked_step, began_at = step, time.monotonic()
         if self._saver.is_busy and self._world.is_main:
@@ -124,7 +134,8 @@ class Checkpoints:
             num_ranks=self._world.num_ranks,
             contributors=tuple(commit.contributors) if commit else (),
         )
-        save = _Save(step, outer.world_rank, part, staging, state, copies, mark, outer_files)
+        files = {**self._beside, **(beside or {})}
+        save = _Save(step, outer.world_rank, part, staging, state, copies, mark, outer_files, files)
         self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
 
     def events(self) -> list[dict[str, Any]]:
@@ -188,7 +199,7 @@ class Checkpoints:
         name = shards.file_of(self._world.rank)
         files = {name: write_tensors(save.staging / name, tensors, metadata)}
         if self._world.rank == 0:
-            for name, content in self._beside.items():
+            for name, content in save.beside.items():
                 (save.staging / name).parent.mkdir(exist_ok=True)
                 files[name] = write_bytes(save.staging / name, content)
             files |= save.outer.wait().files
@@ -219,6 +230,7 @@ class _Save:
     mark: Mark
     """The mark without `files` and `head`, which are known only after writing."""
     outer: OuterFiles
+    beside: Mapping[str, bytes]
 
 
 def _share(count: int, world: World) -> int:

@@ -1,7 +1,7 @@
 """Training samples and validation text from the dataset that --dataset-name-or-path names.
 
 Every sample is a pure function of (seed, epoch, world rank, data_base, local step), so there is no read position to
-save or restore.
+save or restore. Only a stream's is saved, since finding it again would mean reading all that comes before.
 """
 
 from __future__ import annotations

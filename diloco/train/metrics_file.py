@@ -84,6 +84,11 @@ def line_of(record: Record) -> str | None:
             return f"step {_number(record, 'step')} was not saved: {record.get('reason')}"
         case "event" if record.get("event") == "checkpoint_skipped":
             return f"skipped a damaged checkpoint: {record.get('reason')}"
+        case "event" if record.get("event") == "few_files":
+            return (
+                f"the dataset has {_number(record, 'num_files')} files, fewer than the {_number(record, 'num_parts')} "
+                "parts among which it is divided: every peer downloads all files for each part that it trains on"
+            )
         case "event" if record.get("event") == "long_steps":
             return (
                 f"a step is {figure(record.get('step_tokens'))} tokens, which takes about "

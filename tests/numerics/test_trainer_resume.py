@@ -10,6 +10,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import fsspec
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from diloco.checkpoint import checkpoint
 from diloco.checkpoint.shards import state_to_write
+from diloco.data.streaming import HubDataset
 from diloco.errors import DilocoError, UserError
 from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, HvConfig
@@ -60,6 +62,33 @@ def test_sharded_ranks_resume_from_their_own_shards(tmp_path, two, optimizer):
     whole, resumed = two.run(stopped_and_resumed, tmp_path, "32-true", optimizer)[0]
     assert [figures[0] for figures in resumed] == [3, 4, 5, 6]
     assert resumed == whole[2:]
+
+
+def test_a_streamed_dataset_is_read_on_where_the_checkpoint_was_saved(tmp_path, monkeypatch):
+    texts = [f"{n} lorem ipsum dolor sit amet" for n in range(4000)]
+    rows = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=3)
+    begun, documents = [], HubDataset.documents
+
+    def noted(self, lane, cycle, start=(0, 0)):
+        begun.append(start)
+        return documents(self, lane, cycle, start)
+
+    monkeypatch.setattr(HubDataset, "documents", noted)
+    monkeypatch.setattr(
+        "diloco.data.batches.open_hub_dataset", lambda name, column, seed: HubDataset(name, rows, seed=seed)
+    )
+    config = tiny_config(tmp_path, fake_data=False, dataset_name_or_path="far/away", total_steps=16)
+    whole = train(config, tmp_path / "whole")
+    ckpt = CkptConfig(path=config.ckpt.path, interval=12)
+    train(replace(config, max_steps=12, ckpt=ckpt), tmp_path / "first")
+    assert (tmp_path / "checkpoints" / "model_step_12" / "stream.json").is_file()
+    begun.clear()
+    resumed = train(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
+    assert of_kind("step", resumed, *FIGURES) == of_kind("step", whole, *FIGURES)[12:]
+    # First the bytes are counted; then the stream is opened, once, behind its beginning.
+    assert begun[0] == (0, 0) and len(begun) == 2 and begun[1] > (0, 0)
+    (said,) = [record for record in whole if record.get("event") == "few_files"]
+    assert (said["num_files"], said["num_parts"]) == (3, 64)
 
 
 def test_a_peer_resumes_in_mid_epoch_with_its_outer_state(tmp_path, link):
