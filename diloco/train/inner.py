@@ -62,7 +62,8 @@ class InnerLoop:
         micro_batch_size: int,
         max_grad_norm: float,
     ) -> None:
-        self.model = model
+        # transformers loads weights into a model in evaluation mode, in which nothing is dropped out.
+        self.model = model.train()
         self.optimizer = optimizer
         self.loss_scale = LossScale() if precision.scales_loss else LossScale(scale=1.0, interval=0)
         self._precision = precision
