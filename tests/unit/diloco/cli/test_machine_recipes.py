@@ -101,6 +101,26 @@ def test_rates_are_those_of_the_optimizer(given, named, optimizer, lr, weight_de
     assert (config.optimizer, config.lr, config.weight_decay) == (optimizer, lr, weight_decay)
 
 
+@pytest.mark.parametrize(
+    ("preset", "optimizer", "rates"),
+    [
+        ("demo", "muon", (0.8, 0.5)),
+        ("2m", "muon", (0.7, 0.6)),
+        ("15m", "muon", (0.7, 0.6)),
+        ("15m", "adamw", (None, None)),
+        ("150m", "muon", (None, None)),
+    ],
+)
+def test_short_runs_with_muon_have_outer_rates_of_their_own_unless_they_send_top_k(preset, optimizer, rates):
+    config = TrainConfig(path_model=preset, optimizer=optimizer)
+    named = {"path_model", "optimizer"}
+    hv = chosen(config, named, machine(2)).config.hv
+    assert (hv.outer_lr, hv.outer_momentum) == rates
+    sparse = replace(config, hv=replace(config.hv, compression="topk"))
+    hv = chosen(sparse, {*named, "hv.compression"}, machine(2)).config.hv
+    assert (hv.outer_lr, hv.outer_momentum) == (None, None)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.values["path_model"])
 def test_a_preset_comes_with_its_recipe_on_any_machine(recipe):
     """The trainers' own steps of 524,288 tokens take minutes on two cores."""
