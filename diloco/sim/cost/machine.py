@@ -44,17 +44,17 @@ takes 0.17; about as much is added for the transfer from and to the GPU."""
 _RESIDUALS_CORE_S_PER_GB = 0.3
 """Added to `apply` for the error feedback of lossy codecs."""
 _REDUCE_CORE_S_PER_GB = {
-    "fp32": 2.6,
-    "fp16": 2.0,
-    "bf16": 2.1,
-    "int8": 1.2,
-    "int4": 1.1,
-    "2bit": 1.2,
-    "1bit": 0.75,
-    "topk": 1.8,
+    "fp32": 2.5,
+    "fp16": 1.7,
+    "bf16": 1.7,
+    "int8": 0.95,
+    "int4": 0.71,
+    "2bit": 0.78,
+    "1bit": 0.48,
+    "topk": 1.1,
 }
-"""The same for the reduction: four peers over TLS, by `python -m benchmarks.reduce`. 1bit is 0.62 times 2bit,
-the ratio on another machine."""
+"""The same for the reduction on an AMD EPYC: four peers over TLS, benchmarks/results/reduce-cpu-2cores.json. For 2bit,
+1.09 times int4, and for 1bit, 0.62 times 2bit: the ratios on two other machines."""
 _HOP_S = 0.002
 
 
