@@ -65,7 +65,7 @@ MAIN_FLAGS = {
 }
 """The main flags of the commands that have many, in the order in which `--help` shows them."""
 
-_RECIPE_FIELDS = {name for recipe in RECIPES for name in ("optimizer", *recipe.values, *recipe.rates["muon"])}
+RECIPE_FIELDS = {name for recipe in RECIPES for name in ("optimizer", *recipe.values, *recipe.rates["muon"])}
 """Fields that `run`, `peer` and `provision` choose for the machine, so that the help shows no default."""
 
 _MADDR = "--initial-peers <maddr>"
@@ -234,7 +234,7 @@ def _help_text(argument: Argument) -> str:
     if argument.required:
         return f"{text} [required]"
     default = _default_of(argument)
-    if default in ("", "none") or "default" in text or field_of(argument) in _RECIPE_FIELDS:
+    if default in ("", "none") or "default" in text or field_of(argument) in RECIPE_FIELDS:
         return text
     return f"{text} [default: {default}]"
 

@@ -102,8 +102,9 @@ def peer(
     """Join a swarm, train in it, and leave it when the training is done.
 
     The weights, and all settings of the run that are not given here, come from the swarm. The first peer uses the
-    model of --path-model, or chooses a model and batch size that suit its machine; a preset includes batch size and
-    sequence length. The same command starts a peer, joins a running swarm, and rejoins it after a crash.
+    model of --path-model, or chooses a model and batch size that suit its machine. Each preset except 1b brings its own
+    batch size, sequence length, rates and number of steps, unless --total-batch-size is given. The same command starts
+    a peer, joins a running swarm, and rejoins it after a crash.
     """
     from diloco.data.batches import check_data
     from diloco.doctor.before_start import check_choices, check_memory_and_disk, check_ports_free

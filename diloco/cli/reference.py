@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from diloco.cli.app import make_app
-from diloco.cli.help_pages import arguments_of, commands_of, field_of, flags_text, pages, paragraphs_of
+from diloco.cli.help_pages import (
+    RECIPE_FIELDS,
+    arguments_of,
+    commands_of,
+    field_of,
+    flags_text,
+    pages,
+    paragraphs_of,
+)
 from diloco.options.flags import GRPO_DEFAULTS, MUON_DEFAULTS, TrainConfig
 from diloco.options.help import PAGES_DIR
 from diloco.options.trainer import flag_of, flat_values, shared_fields
@@ -52,10 +61,25 @@ def reference() -> str:
         "These describe the run. They must be the same on all peers, and a peer that does not set one uses the "
         f"swarm's value: {of_the_run}.\n",
     ]
+    of_the_trainer = {
+        name: value for name, value in flat_values(TrainConfig()).items() if name in RECIPE_FIELDS
+    }
+    parts.append(
+        "`diloco run`, `peer` and `provision` choose some flags for the machine if no model is named, and for the "
+        "model if it is a preset other than 1b and --total-batch-size is not given. Otherwise, and under torchrun, "
+        f"their defaults are: {_named(of_the_trainer)}.\n"
+    )
     for flag, defaults in (("mode grpo", GRPO_DEFAULTS), ("optimizer muon", MUON_DEFAULTS)):
-        named = ", ".join(f"`{flag_of(name)} {value:g}`" for name, value in defaults.items())
-        parts.append(f"Other defaults with `--{flag}`: {named}.\n")
+        parts.append(f"Other defaults with `--{flag}`: {_named(defaults)}.\n")
     return "\n".join(parts)
+
+
+def _named(defaults: Mapping[str, object]) -> str:
+    """Flags with their values; a value that is computed is left out."""
+    texts = {
+        name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in defaults.items()
+    }
+    return ", ".join(f"`{flag_of(name)} {text}`" for name, text in texts.items() if text != "None")
 
 
 def _block(text: str) -> str:
