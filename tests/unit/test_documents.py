@@ -13,7 +13,11 @@ import pytest
 
 from diloco.cli.app import make_app
 from diloco.cli.reference import reference
+from diloco.options.model_files import load_model_config, preset_names
 from diloco.options.trainer import parse_train_config
+from diloco.sim.cost.links import TCP_FILL, TCP_PAYLOAD
+from diloco.train.model import num_parameters
+from peers.protocol.codecs import BITS_BY_CODEC
 from tests.support.commands import ROOT
 from tests.support.documents import MADDR, PAGES, README, blocks_of, features, parsed_commands
 
@@ -120,6 +124,23 @@ def _texts() -> frozenset[str]:
 
 def _flat(text: str) -> str:
     return re.sub(r"…+", "…", " ".join(text.split()))
+
+
+def test_what_a_round_costs_is_computed_from_the_code():
+    table = PAGES["docs/tutorials/start.md"].partition("<!-- test: costs -->\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    assert [row[0].strip("`") for row in rows] == preset_names()
+    for name, said, *costs, host, to_join in rows:
+        num = num_parameters(load_model_config(name.strip("`")))
+        assert float(said.split()[0]) * 1e6 == pytest.approx(num, rel=0.06)
+        for codec, sent, seconds in (("fp32", *costs[:2]), ("int4", *costs[2:])):
+            num_bytes = num * BITS_BY_CODEC[codec] / 8
+            assert float(sent.split()[0]) * 1e6 == pytest.approx(num_bytes, rel=0.06)
+            for second, rate in zip(seconds.split(" / "), (20e6, 1e8, 1e9), strict=True):
+                exact = 8 * num_bytes / (TCP_FILL * TCP_PAYLOAD * rate)
+                assert float(second) == pytest.approx(exact, rel=0.05, abs=0.05)
+        assert float(host.split()[0]) * 1e9 == pytest.approx(16 * num, rel=0.05, abs=5e6)
+        assert float(to_join.split()[0]) * 1e6 == pytest.approx(8 * num, rel=0.05)
 
 
 def test_python_in_the_documents_compiles():
