@@ -28,7 +28,7 @@ PARSED = [
     for command in (*parsed_commands(text), *features(text).values())
     if not command.startswith("ray ")
 ]
-QUOTED = re.findall(r"^#### `(.*)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+QUOTED = re.findall(r"^- `(.*)`:$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 
 
 def test_the_reference_is_what_the_code_says():
@@ -100,6 +100,10 @@ def _flags(text: str) -> set[str]:
 def _flags_taken() -> set[str]:
     arguments = make_app()["peer"].assemble_argument_collection(parse_docstring=True)
     return {name for argument in arguments for name in argument.names}
+
+
+def test_troubleshooting_quotes_messages():
+    assert len(QUOTED) > 25
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
