@@ -51,7 +51,7 @@ def start(
         File of the key that gives this node its peer id; default: <state-dir>/coordinator/<run-id>.key, created if
         missing.
     state_dir: Path
-        Directory of the keys and of the ledger of world ranks; default: $XDG_STATE_HOME/diloco.
+        Directory of the keys and of the list of world ranks; default: $XDG_STATE_HOME/diloco.
     admission: bool
         Admit only peers that have the swarm secret; default: as at the last start of this run.
     allowlist_file: Path

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.app import make_app
+from diloco.cli.help_pages import arguments_of, commands_of
 from diloco.cli.reference import reference
 from diloco.options.model_files import load_model_config, preset_names
 from diloco.options.trainer import parse_train_config
@@ -88,9 +89,25 @@ def test_what_migration_says_of_flags_is_true():
 def test_what_migration_says_of_flags_that_went_is_true():
     table = PAGES["docs/migration.md"].partition("# Coming from diloco before certificates")[2]
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]
-    gone = {flag for row in rows if row[2].startswith(" removed") for flag in _flags(row[1])}
-    assert gone == {"--hv.audit"} and not gone & _flags_taken()
-    assert _flags("".join(row[2] for row in rows)) - {"--path-model"} <= _flags_taken()
+    gone = {
+        flag for row in rows if row[2].startswith(" removed") for flag in _flags(row[1].split("host:port")[0])
+    }
+    of_all = {name for _, app in commands_of(make_app()) for one in arguments_of(app) for name in one.names}
+    # Named beside what went.
+    gone -= {"--engine", "--initial-peers"}
+    assert gone == {
+        *(
+            "--hv.audit",
+            "--vllm-port",
+            "--discover",
+            "--ckpt.keep",
+            "--push-to-hub",
+            "--from-offers",
+            "--as-peers",
+        )
+    }
+    assert not gone & of_all
+    assert _flags("".join(row[2] for row in rows)) <= of_all
 
 
 def _flags(text: str) -> set[str]:
