@@ -85,16 +85,20 @@ class VirtualPeer(Process):
             self.post(events.WorkerGone())
             self.worker = None
 
-    def told(self, worker: VirtualWorker, event: Event, handed: Handed | None = None) -> None:
+    def arrived(self, worker: VirtualWorker) -> None:
+        """The worker has loaded its model, and asks where to begin."""
+
+        def take() -> None:
+            self.asking = worker
+
+        offer, self._has_offered = None if self._has_offered else self.offered.offer, True
+        self.worker_arrives(offer, take)
+
+    def told(self, event: Event, handed: Handed | None = None) -> None:
         """The worker tells the daemon of this event."""
-        if isinstance(event, events.StateOffered):
-            if self._has_offered:
-                return
-            self._has_offered = True
 
         def take() -> None:
             self.in_hand = handed or self.in_hand
-            self.asking = worker if isinstance(event, events.WorkerWaits) else self.asking
 
         self.post(event, take)
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
-from peers.core import effects
+from peers.core import effects, events
 from peers.core.effects import Effect
 from peers.core.events import Event
 from peers.core.peer import Peer
 from peers.protocol.certificates import Certificate, Plan
-from peers.protocol.messages import Status
+from peers.protocol.messages import Offer, Status
 from peers.timing import BEAT_S
 
 if TYPE_CHECKING:
@@ -130,6 +130,17 @@ class Process(ABC):
         if self.is_running:
             self._inbox.append((event, before))
             self.pump()
+
+    def worker_arrives(self, offer: Offer | None, before: Callable[[], object] | None = None) -> None:
+        """A worker asks where to begin. `offer`: its state, which the daemon's first worker offers just after that."""
+
+        def arrive() -> None:
+            if before is not None:
+                before()
+            if offer is not None:
+                self.post(events.StateOffered(offer))
+
+        self.post(events.WorkerWaits(), arrive)
 
     def pump(self) -> None:
         """Carry out effects and handle events that are due now."""

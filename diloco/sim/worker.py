@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from diloco.sim.clock import Clock
 from diloco.sim.values import Pieces
 from peers.core.effects import Answer, GoAhead
-from peers.core.events import StateOffered, WorkerTrains, WorkerWaits, WorkReady
+from peers.core.events import WorkerTrains, WorkReady
 from peers.core.schedule import Schedule
 from peers.protocol.certificates import Work
 
@@ -91,7 +91,7 @@ class VirtualWorker(Worker):
 
     def start(self, after_s: float) -> None:
         """Load the model, offer its state, and ask where to begin."""
-        self.after(after_s, self._arrive)
+        self.after(after_s, lambda: self._peer.arrived(self))
 
     def begin(self, head: str, answer: Answer) -> None:
         self.pending.clear()
@@ -128,12 +128,6 @@ class VirtualWorker(Worker):
         self._local_step = local_step
         self.enter(epoch, local_step, epoch_s, goes_on=goes_on)
 
-    def _arrive(self) -> None:
-        self._peer.told(self, StateOffered(self._peer.offered.offer))
-        if self.is_running:
-            # The offer may have ended this worker.
-            self._peer.told(self, WorkerWaits())
-
     def _step_or_hand_over(self) -> None:
         if self._has_steps_left:
             jitter = self._peer.swarm.rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER)
@@ -149,7 +143,7 @@ class VirtualWorker(Worker):
             based_on=0,
             last=self.ends_after_this,
         )
-        self._peer.told(self, WorkReady(work), Handed(self, self._handed, self._base))
+        self._peer.told(WorkReady(work), Handed(self, self._handed, self._base))
 
     def _step(self) -> None:
         piece = self._peer.swarm.new_piece()
@@ -158,5 +152,5 @@ class VirtualWorker(Worker):
         self._local_step = self.nominal_step(self._local_step + 1, self.step_s)
         ahead = self.schedule.steps_per_epoch if self.is_ahead else 0
         if ahead or self._has_steps_left:
-            self._peer.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
+            self._peer.told(WorkerTrains(ahead + self._local_step, self.step_s))
         self._step_or_hand_over()

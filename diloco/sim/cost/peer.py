@@ -62,8 +62,7 @@ class CostPeer(Process):
         """Start with a worker that is ready immediately."""
         self.machine = machine
         self.swarm.messages.open(self)
-        self.post(events.StateOffered(self._offer))
-        self.post(events.WorkerWaits())
+        self.worker_arrives(self._offer)
 
     def stop(self) -> None:
         """The machine is lost."""
