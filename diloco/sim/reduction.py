@@ -3,7 +3,8 @@
 A reduction runs once all members of the plan have begun and can reach each other, and each member finishes at a time of
 its own. A member that dies or aborts, or a link that is cut, makes it fail at the members that are not finished or
 about to finish; each suspects what it can see itself. If bytes just stop (a frozen member, a link cut in one
-direction), a member fails after the stall timeout. A member that fails makes the others fail.
+direction), a member fails after the stall timeout. A member that fails makes the others fail, and tells them whom it
+blames: to them that is hearsay, as in peers/reduce/all_reduce.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from diloco.sim.clock import Clock
 from diloco.sim.network import Network
@@ -39,6 +40,12 @@ SPREAD = 0.3
 LOOK_AGAIN_S = 0.2
 
 Suspects = frozenset[str]
+
+
+class Blame(NamedTuple):
+    suspects: Suspects = frozenset()
+    told_by: tuple[str, ...] = ()
+    """If that is hearsay: who says so, the first accuser first."""
 
 
 @dataclass
@@ -89,7 +96,7 @@ class Reductions:
         if gone := frozenset(
             p for p in plan.signers if p in attempt.parts and attempt.parts[p].state == "over"
         ):
-            self._fail_soon(attempt, part, gone)
+            self._fail_soon(attempt, part, Blame(gone))
         self._try_to_flow(attempt)
 
     def end(self, peer_id: str, why: str = "cancelled") -> None:
@@ -121,7 +128,7 @@ class Reductions:
             if frozen.member.is_frozen and frozen.state == "running":
                 for part in attempt.running():
                     if part is not frozen:
-                        self._fail(attempt, part, "stalled", frozenset({peer_id}))
+                        self._fail(attempt, part, "stalled", Blame(frozenset({peer_id})))
 
         self._clock.after(STALL_S, look)
 
@@ -159,14 +166,15 @@ class Reductions:
 
         self._clock.at(part.ends_at, finish)
 
-    def _break_for_others(self, attempt: Attempt, gone: str, told: Suspects = frozenset()) -> None:
-        """Members that have not finished fail soon. Each suspects the member that is gone, or those it named."""
+    def _break_for_others(self, attempt: Attempt, gone: str, why: Blame | None = None) -> None:
+        """Members that have not finished fail soon. Each suspects the member that is gone or, if it heeds that one's
+        last words, whom it blames."""
         for part in attempt.running():
             if part.ends_at > self._clock.now + LAST_MOMENT_S:
-                named = told - {part.member.peer_id}
-                self._fail_soon(
-                    attempt, part, named if named and self._rng.random() < 0.5 else frozenset({gone})
-                )
+                blame = Blame(frozenset({gone}))
+                if why is not None and why.suspects and self._rng.random() < 0.5:
+                    blame = _hearsay(part.member.peer_id, gone, why)
+                self._fail_soon(attempt, part, blame)
 
     def _stall(self, attempt: Attempt, part: Part, broken: Suspects) -> None:
         """A link cut in both directions breaks its streams at once; cut in one, bytes just stop."""
@@ -177,37 +185,40 @@ class Reductions:
 
         def look() -> None:
             if self._unlinked_to(attempt, part) & broken:
-                self._fail(attempt, part, "stalled", broken)
+                self._fail(attempt, part, "stalled", Blame(broken))
 
         if is_silent:
             part.ends_at = max(part.ends_at, self._clock.now + STALL_S + LOOK_AGAIN_S)
             self._clock.after(STALL_S, look)
         else:
-            self._fail_soon(attempt, part, broken)
+            self._fail_soon(attempt, part, Blame(broken))
 
     def _give_up_opening(self, attempt: Attempt, part: Part) -> None:
         if not attempt.is_flowing:
             self._fail(attempt, part, "not all began in time", self._unheard_by(attempt, part))
 
     def _time_out(self, attempt: Attempt, part: Part) -> None:
-        suspects = self._unheard_by(attempt, part) or self._slower_than(attempt, part)
-        self._fail(attempt, part, "too slow", suspects)
+        blame = self._unheard_by(attempt, part)
+        self._fail(
+            attempt, part, "too slow", blame if blame.suspects else Blame(self._slower_than(attempt, part))
+        )
 
-    def _fail_soon(self, attempt: Attempt, part: Part, suspects: Suspects) -> None:
+    def _fail_soon(self, attempt: Attempt, part: Part, blame: Blame) -> None:
         after_s = self._rng.uniform(*NOTICE_S)
         # Cancel the scheduled success, which might come before the failure.
         part.ends_at = math.inf
-        self._clock.after(after_s, lambda: self._fail(attempt, part, "a stream broke", suspects))
+        self._clock.after(after_s, lambda: self._fail(attempt, part, "a stream broke", blame))
 
-    def _fail(self, attempt: Attempt, part: Part, reason: str, suspects: Suspects) -> None:
+    def _fail(self, attempt: Attempt, part: Part, reason: str, blame: Blame) -> None:
         peer_id = part.member.peer_id
         if part.state != "running" or attempt.parts.get(peer_id) is not part:
             return
         part.state = "over"
         self._joined -= _pairs(attempt.plan.signers)
         self._forget(attempt, part)
-        part.member.post(events.ReduceFailed(attempt.plan.digest, reason, suspects))
-        self._break_for_others(attempt, peer_id, suspects)
+        suspects, told_by = blame
+        part.member.post(events.ReduceFailed(attempt.plan.digest, reason, suspects, frozenset(told_by)))
+        self._break_for_others(attempt, peer_id, blame)
 
     def _forget(self, attempt: Attempt, part: Part) -> None:
         if self._of_member.get(part.member.peer_id) is attempt:
@@ -219,19 +230,33 @@ class Reductions:
         me = part.member.peer_id
         return frozenset(p for p in attempt.plan.signers if p != me and not self._network.is_linked(me, p))
 
-    def _unheard_by(self, attempt: Attempt, part: Part) -> Suspects:
-        """Members that have not begun, are unreachable or frozen; else one that another member cannot reach."""
+    def _unheard_by(self, attempt: Attempt, part: Part) -> Blame:
+        """Members that have not begun, are unreachable or frozen; else one that another member says it waits for."""
         missing = frozenset(p for p in attempt.plan.signers if p not in attempt.parts)
         frozen = frozenset(p for p, other in attempt.parts.items() if other.member.is_frozen)
         if own := (missing | frozen | self._unlinked_to(attempt, part)) - {part.member.peer_id}:
-            return own
-        cut = sorted({p for other in attempt.parts.values() for p in self._unlinked_to(attempt, other)})
-        return frozenset({self._rng.choice(cut)}) if cut else frozenset()
+            return Blame(own)
+        cut = sorted(
+            (p, teller) for teller, other in attempt.parts.items() for p in self._unlinked_to(attempt, other)
+        )
+        if not cut:
+            return Blame()
+        culprit, teller = self._rng.choice(cut)
+        return Blame(frozenset({culprit}), (teller,))
 
     def _slower_than(self, attempt: Attempt, part: Part) -> Suspects:
         """The slowest member, if it is slower than this one."""
         slowest = max((other.member for other in attempt.parts.values()), key=lambda member: member.slowness)
         return frozenset({slowest.peer_id}) if slowest.slowness > part.member.slowness else frozenset()
+
+
+def _hearsay(me: str, teller: str, why: Blame) -> Blame:
+    """What a member blames that hears from another, which gives up, whom that one blames. One that is named itself
+    blames the first accuser."""
+    told_by = tuple(p for p in (*why.told_by[:1], teller) if p != me)
+    if others := why.suspects - {me}:
+        return Blame(others, told_by)
+    return Blame(frozenset(told_by[:1]), told_by[1:])
 
 
 def _pairs(peer_ids: Iterable[str]) -> set[frozenset[str]]:

@@ -40,9 +40,13 @@ class FakePeer:
         self.is_frozen = False
         self.outcomes: list[str | frozenset[str]] = []
         """`done`, or the suspects."""
+        self.told_by: frozenset[str] = frozenset()
+        """Whose hearsay the last suspects are."""
         self.states: dict[str, State] = {}
 
     def post(self, event) -> None:
+        if isinstance(event, events.ReduceFailed):
+            self.told_by = event.told_by
         if isinstance(event, events.ReduceFailed | events.FetchFailed):
             self.outcomes.append(event.suspects)
 
@@ -143,6 +147,21 @@ def test_a_link_cut_both_ways_breaks_it_soon_and_each_end_suspects_the_other():
     world.at(1.6)
     assert all(len(outcome) == 1 for outcome in world.outcomes())
     assert [{"b"}] == world.outcomes()[0] or [{"a"}] == world.outcomes()[1]
+
+
+def test_a_member_whose_own_links_are_well_hears_whom_the_others_blame():
+    seen = set()
+    for seed in range(40):
+        world = World(seed)
+        world.begin(*NAMES)
+        world.at(0.5)
+        world.cut("a", "b")
+        world.cut("b", "a")
+        world.at(1.6)
+        (suspects,) = world.peers["c"].outcomes
+        seen.add((suspects, world.peers["c"].told_by))
+    a, b = frozenset("a"), frozenset("b")
+    assert seen == {(a, frozenset()), (b, frozenset()), (a, b), (b, a)}
 
 
 def test_a_link_cut_one_way_stalls_it():
