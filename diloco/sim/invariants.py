@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
-from diloco.sim.truth import Truth, split_between
+from diloco.sim.truth import Split, Truth, split_between
 from diloco.sim.values import Pieces, State
 from peers.core.effects import Answer
 from peers.protocol.certificates import Certificate, Plan, Verify
@@ -149,9 +149,28 @@ class Invariants:
         elif not split.ours:
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
-        elif split.theirs and not self._truth.fork_rule_allows(split):
+        elif not split.theirs:
+            self._check_rollback(me, split, certificate.head)
+        elif not self._truth.fork_rule_allows(split):
             self.violated(
                 f"{me} leaves {split.ours[-1].head[:6]} for {certificate.head[:6]} against the Fork rule"
+            )
+
+    def _check_rollback(self, me: str, split: Split, head: str) -> None:
+        """A majority of the roster stayed at the earlier head, and no majority has signed what came after it."""
+        roster, since = self._truth.roster_after(head), self._truth.held_since[me] - SLACK_S
+        stayed = {
+            p
+            for p in roster
+            if p in self._liars or self._truth.was_on_head(p, head, since, self._clock.now)
+        }
+        signed = {
+            p for state in split.ours for p in self._truth.certificates[state.head].plan.signers if p in roster
+        }
+        if 2 * len(stayed) <= len(roster) or 2 * len(signed) > len(roster):
+            self.violated(
+                f"{me} goes back to {head[:6]}, where {sorted(stayed)} of {sorted(roster)} stayed, from what "
+                f"{sorted(signed)} have signed"
             )
 
     def _check_is_known(self, peer: VirtualPeer, head: str) -> None:

@@ -54,6 +54,21 @@ class DoesNotApply(Broken):
         return () if isinstance(effect, effects.Apply) else (effect,)
 
 
+class GoesBack(Broken):
+    """Returns to the head before its newest, although everybody has signed what followed."""
+
+    wanted = None
+
+    def answer(self, event):
+        match event:
+            case events.WorkerTrains() if self.inner.epoch == 3 and self.wanted is None:
+                self.wanted = self.inner.chain.get(self.inner.certificate.plan.parent)
+                return (effects.Fetch((self.wanted,), ("p0", "p2", "p3"), 30.0),)
+            case events.Fetched(head) if self.wanted is not None and head == self.wanted.head:
+                return (effects.Adopt(self.wanted),)
+        return ()
+
+
 class BelievesAnybody(Broken):
     """Adopts whatever certificate it is shown."""
 
@@ -84,6 +99,7 @@ def swarm_with(machine, *, rank: int = 1, liars=None) -> VirtualSwarm:
         (TellsItsWorkerTooSoon, "are not"),
         (TrainsTheSameTwice, "already"),
         (DoesNotApply, "elsewhere"),
+        (GoesBack, "goes back"),
     ],
 )
 def test_a_peer_that_breaks_a_rule_is_found(machine, complaint):
