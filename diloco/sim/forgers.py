@@ -74,8 +74,11 @@ def _pair(me: str, plan: Plan) -> Plan:
     """A group of two."""
     other = next((c for c in plan.contributors if c.peer_id != me), None)
     group = tuple(c for c in plan.contributors if c.peer_id == me or c is other)
-    total = sum(c.work.tokens for c in group) or 1
-    return replace(plan, contributors=tuple(replace(c, weight=c.work.tokens / total) for c in group))
+    total = sum(c.work.tokens for c in group)
+    # All else is as it should be, so that members have to refuse it for its size.
+    without = plan.tokens - sum(c.work.tokens for c in plan.contributors) + total
+    weighted = tuple(replace(c, weight=c.work.tokens / max(1, total)) for c in group)
+    return replace(plan, contributors=weighted, tokens=without)
 
 
 def _own_weight(me: str, plan: Plan) -> Plan:

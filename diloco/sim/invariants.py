@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from diloco.sim.peer import VirtualPeer
 
 LEAST_OUTAGE_S = 2.0
-"""A peer that could not be heard for this long may have been taken for lost."""
+"""A newcomer that could not hear a peer for this long may have decided without it."""
 SLACK_S = 3.0
 """An outage that ended less than this ago still has effects: channels have to reopen, statuses come at heartbeats."""
+GONE_S = 12.0 - SLACK_S
+"""A minority may do without a member that was lost for 12 s. It is lost as soon as its channel breaks."""
+OFF_HEAD_S = 15.0 - SLACK_S
+"""Or that was seen nowhere near the head for so long."""
 TELL_S = 1.0
 """A peer needs at most this long to tell the others that it has reached a head."""
 GENESIS = ""
@@ -181,7 +185,7 @@ class Invariants:
         others = [
             p for p, other in self._peers.items() if p != me and other.is_honest and other.state is not None
         ]
-        heard = [p for p in others if not self._is_excused(me, p)]
+        heard = [p for p in others if not self._is_excused(me, p, LEAST_OUTAGE_S)]
         if len(heard) > len(self._liars):
             self.violated(
                 f"{peer.peer_id} adopts {head[:6]}, which no honest peer has held, though it hears {heard}"
@@ -212,31 +216,28 @@ class Invariants:
     def _who_takes_part(self, me: str, certificate: Certificate) -> list[str]:
         """Honest roster members that have not signed, and that this peer should have waited for.
 
-        Not members that were on another head or had no worker. Once every member has led a failed attempt, nobody: any
-        of them may have been excluded as a suspect.
+        Not members that were on another head or had no worker.
         """
         plan = certificate.plan
-        if plan.attempt >= len(self._truth.roster_after(plan.parent)):
-            return []
         formed_at = self._began_to_reduce[me]
         had_worker_since = self._truth.held_since.get(me, 0.0) - SLACK_S
         return [
             p
             for p in self._reachable(me, certificate)
-            if self._truth.was_on_head(p, plan.parent, formed_at - LEAST_OUTAGE_S, formed_at - TELL_S)
+            if self._truth.was_on_head(p, plan.parent, formed_at - OFF_HEAD_S, formed_at - TELL_S)
             and self._truth.idle_until.get(p, -math.inf) < had_worker_since
         ]
 
     def _reachable(self, me: str, certificate: Certificate) -> list[str]:
         """Honest roster members that have not signed, and that this peer could hear all the time."""
         absent = self._truth.roster_after(certificate.plan.parent) - {me, *certificate.plan.signers}
-        return [p for p in sorted(absent - self._liars) if not self._is_excused(me, p)]
+        return [p for p in sorted(absent - self._liars) if not self._is_excused(me, p, GONE_S)]
 
-    def _is_excused(self, me: str, other: str) -> bool:
+    def _is_excused(self, me: str, other: str, outage_s: float) -> bool:
         since = self._truth.held_since.get(me, 0.0) - SLACK_S
         if self._truth.left_until.get(other, -math.inf) >= since:
             return True
-        return self._truth.outages.longest_s(me, other, since, self._clock.now) >= LEAST_OUTAGE_S
+        return self._truth.outages.longest_s(me, other, since, self._clock.now) >= outage_s
 
     def _check_signatures(self, me: str, certificate: Certificate) -> None:
         if not certificate.is_signed(self._verify):
