@@ -10,6 +10,7 @@ from diloco.sim.clock import Clock
 from diloco.sim.truth import Split, Truth, split_between
 from diloco.sim.values import Pieces, State
 from peers.core.effects import Answer
+from peers.core.settings import Settings
 from peers.protocol.certificates import Certificate, Plan, Verify
 from peers.protocol.messages import Certificates, Message, Vote
 
@@ -44,8 +45,9 @@ class Invariants:
         verify: Verify,
         liars: Collection[str],
         peers: Mapping[str, VirtualPeer],
+        settings: Settings,
     ) -> None:
-        self._peers = peers
+        self._peers, self._settings = peers, settings
         self._clock, self._truth, self._verify, self._liars = clock, truth, verify, frozenset(liars)
         self._signed: dict[tuple[str, str, int], tuple[str, str, str]] = {}
         self._began_to_reduce: dict[str, float] = {}
@@ -113,6 +115,9 @@ class Invariants:
         elif outcome.doubled:
             self.violated(f"{me} commits pieces {sorted(outcome.doubled)} that are in the state twice")
         self._check_signatures(me, certificate)
+        given = [contributor.weight for contributor in body.plan.contributors]
+        if not all(map(math.isclose, given, fair := fair_weights(body.plan, self._settings))):
+            self.violated(f"{me} commits {certificate.head[:6]} with the weights {given}, not {fair}")
         if not self._has_majority(certificate) and (others := self._who_takes_part(me, certificate)):
             self.violated(f"{me} commits {certificate.head[:6]} by a minority, though it hears {others}")
 
@@ -164,12 +169,13 @@ class Invariants:
         """A majority of the roster stayed at the earlier head, and no majority has signed what came after it."""
         roster, since = self._truth.roster_after(head), self._truth.held_since[me] - SLACK_S
         stayed = {
-            p
-            for p in roster
-            if p in self._liars or self._truth.was_on_head(p, head, since, self._clock.now)
+            p for p in roster if p in self._liars or self._truth.was_on_head(p, head, since, self._clock.now)
         }
         signed = {
-            p for state in split.ours for p in self._truth.certificates[state.head].plan.signers if p in roster
+            p
+            for state in split.ours
+            for p in self._truth.certificates[state.head].plan.signers
+            if p in roster
         }
         if 2 * len(stayed) <= len(roster) or 2 * len(signed) > len(roster):
             self.violated(
@@ -242,3 +248,29 @@ class Invariants:
     def _check_signatures(self, me: str, certificate: Certificate) -> None:
         if not certificate.is_signed(self._verify):
             self.violated(f"{me} goes to {certificate.head[:6]}, which not all of its members have signed")
+
+
+def fair_weights(plan: Plan, settings: Settings) -> list[float]:
+    """The weights of a plan's contributions by what --hv.aggregation, --hv.max-weight and --hv.staleness-discount say.
+
+    Independent of peers/core/weights.py: an invariant must not share a bug with the code that it checks.
+    """
+    rule, works = settings.aggregation, [contributor.work for contributor in plan.contributors]
+    if rule.rule not in ("mean", "clip"):
+        return [1 / len(works)] * len(works)
+    tokens, norms = [], sorted(work.norm for work in works)
+    for work in works:
+        late = plan.epoch - work.based_on
+        most = rule.max_tokens_per_epoch * late if rule.rule == "clip" else 0
+        counted = min(work.tokens, most) if most else work.tokens
+        tokens.append(counted * rule.staleness_discount ** max(0, late - settings.num_fragments))
+    middle = (len(works) - 1) // 2
+    if rule.rule == "clip" and (most_tokens := rule.max_weight * sorted(tokens)[middle]):
+        tokens = [min(each, most_tokens) for each in tokens]
+    shares = [each / sum(tokens) if any(tokens) else 1 / len(works) for each in tokens]
+    if rule.rule == "clip" and len(works) >= 3:
+        longest = 4 * norms[middle]
+        shares = [
+            share * min(1.0, longest / (work.norm or 1.0)) for share, work in zip(shares, works, strict=True)
+        ]
+    return shares

@@ -13,10 +13,12 @@ from diloco.sim.liars import LIARS
 from diloco.sim.network import Quality
 from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
 from diloco.sim.values import State, initial_state
+from peers.core.weights import Aggregation
 
 ALL_LIARS = LIARS | FORGERS
 FAULTS_S = 40.0
 LOOK_S = 2.0
+STEPS_PER_EPOCH = 6
 COMMITS = 2
 """Commits after the last fault that all honest peers must have in common: liveness."""
 SETTLE_S = 100.0
@@ -48,6 +50,7 @@ class Schedule:
     delay_s: tuple[float, float]
     epoch_s: float | None
     never_waits: bool
+    aggregation: Aggregation
     """As in the core's Settings."""
 
     def __str__(self) -> str:
@@ -96,6 +99,8 @@ def draw(seed: int) -> Schedule:
         delay_s=rng.choice(((0.001, 0.02), (0.01, 0.2))),
         epoch_s=0.0 if seed % 4 == 2 else None,
         never_waits=seed % 8 in (2, 5),
+        # A worker makes pieces of one token.
+        aggregation=Aggregation(max_tokens_per_epoch=STEPS_PER_EPOCH),
     )
 
 
@@ -110,6 +115,8 @@ def swarm_of(schedule: Schedule, *, traced: bool = False) -> VirtualSwarm:
             grace_s=schedule.grace_s,
             epoch_s=schedule.epoch_s,
             never_waits=schedule.never_waits,
+            steps_per_epoch=STEPS_PER_EPOCH,
+            aggregation=schedule.aggregation,
         ),
         quality=Quality(delay_s=schedule.delay_s),
         liars={liar[0]: ALL_LIARS[liar[1]]} if liar else None,
@@ -166,7 +173,9 @@ def has_lying_founders(swarm: VirtualSwarm) -> bool:
 
     This happens if the liar founded the run alone, or with one other, before most peers had started.
     """
-    rosters = [swarm.truth.roster_after(peer.state.genesis) for peer in swarm.honest if peer.state is not None]
+    rosters = [
+        swarm.truth.roster_after(peer.state.genesis) for peer in swarm.honest if peer.state is not None
+    ]
     return any(2 * len(roster - swarm.liars) <= len(roster) for roster in rosters)
 
 

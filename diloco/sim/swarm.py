@@ -114,7 +114,9 @@ class VirtualSwarm:
         self.network = Network(self.clock, self.rng, quality, encodes=encodes)
         self.reductions = Reductions(self.clock, self.rng, self.network, self.durations.reduce_s)
         self.downloads = Downloads(self.clock, self.rng, self.network, self.live, self.durations.fetch_s)
-        self.invariants = Invariants(self.clock, self.truth, self.ring.verify, self.liars, self.live)
+        self.invariants = Invariants(
+            self.clock, self.truth, self.ring.verify, self.liars, self.live, self.settings
+        )
         self._incarnations = self._num_pieces = 0
         self._cuts: dict[Pair, int] = {}
         """By (sender, receiver): how many faults keep this direction cut."""

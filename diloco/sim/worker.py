@@ -138,7 +138,7 @@ class VirtualWorker(Worker):
         self._handed, self._is_last = frozenset(self.pending), self.ends_after_this
         work = Work(
             tokens=len(self._handed),
-            norm=1.0,
+            norm=float(len(self._handed)),
             step=self.epoch * self.schedule.steps_per_epoch + self._local_step,
             based_on=0,
             last=self.ends_after_this,

@@ -14,6 +14,7 @@ from diloco.sim.swarm import VirtualSwarm
 from diloco.sim.truth import Outages
 from diloco.sim.values import digest
 from peers.core import catch_up, chain, effects, events
+from peers.core.weights import Aggregation
 from peers.protocol.messages import Certificates, Vote
 
 
@@ -119,6 +120,15 @@ def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
         catch_up, "prefers_theirs", lambda fork: not fork.ours or not chain.prefers_theirs(fork)
     )
     assert any("against the Fork rule" in schedules.run(seed).fault for seed in (12, 20, 60))
+
+
+def test_wrong_weights_on_which_all_agree_are_found(monkeypatch):
+    def first_counts(self, works, epoch, num_fragments):
+        return (1.0, *(0.0 for _ in works[1:]))
+
+    monkeypatch.setattr(Aggregation, "weights_of", first_counts)
+    with pytest.raises(InvariantViolated, match="with the weights"):
+        VirtualSwarm(3).run(60.0)
 
 
 def test_lost_pieces_are_found():
