@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from diloco.sim.faults import MOMENTS
 from diloco.sim.schedules import lost_pieces
 from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
-from diloco.sim.values import initial_state
+from diloco.sim.values import State, initial_state
 from peers.core.effects import Apply, Broadcast, Reduce
+from peers.protocol.messages import Certificates
 
 EPOCH_S = 4.0
 """What an undisturbed one takes at most."""
@@ -38,6 +41,12 @@ def together(swarm: VirtualSwarm, within_s: float = 60.0, commits: int = 2) -> N
 def in_epoch(swarm: VirtualSwarm, epoch: int) -> None:
     """Until everybody trains in it."""
     assert swarm.run_until(lambda: set(swarm.epochs().values()) == {epoch}, 60.0), swarm.epochs()
+
+
+def chain_of(state: State | None) -> Iterator[State]:
+    while state is not None:
+        yield state
+        state = state.parent
 
 
 def leader_of(swarm: VirtualSwarm, attempt: int = 0) -> int:
@@ -121,6 +130,39 @@ def test_a_withheld_certificate_is_asked_for():
     together(swarm)
     swarm.start(leader)
     together(swarm)
+
+
+def test_a_certificate_that_one_peer_kept_undoes_nothing_that_its_other_signers_have_signed_since():
+    swarm = VirtualSwarm(5)
+    in_epoch(swarm, 3)
+    keeper = leader_of(swarm)
+    one, other, *rest = sorted({0, 1, 2, 3, 4} - {keeper})
+    # A majority signs a commit, whose leader tells nobody of it, and is not heard any more.
+    swarm.partition((keeper, one, other), rest)
+    swarm.network.tamper = lambda sender, _, message: (
+        None if sender == peer_id_of(keeper) and isinstance(message, Certificates) else message
+    )
+    assert swarm.run_until(lambda: swarm.state(keeper).epoch == 4, 2 * EPOCH_S)
+    kept = swarm.state(keeper)
+    assert swarm.contributors(kept.head) == {keeper, one, other}
+    swarm.partition([keeper], (one, other))
+    # The rest goes on from the head before it, first as a minority, and then with those that have signed it.
+    for rank in (one, other):
+        swarm.freeze(rank, 25.0)
+    swarm.run(20.0)
+    swarm.heal_partition((one, other), rest)
+    first = next(state for state in chain_of(swarm.state(rest[0])) if state.epoch == 4)
+    assert swarm.contributors(first.head) == set(rest)
+    everybody_else = {one, other, *rest}
+    assert swarm.run_until(lambda: swarm.contributors(swarm.state(one).head) == everybody_else, 60.0)
+    signed_last = swarm.state(one)
+
+    swarm.network.tamper = lambda sender, receiver, message: message
+    swarm.heal_partition([keeper], (one, other))
+    swarm.heal_partition([keeper], rest)
+    together(swarm)
+    assert all(signed_last.leads_to(swarm.state(rank)) for rank in range(5))
+    assert not kept.leads_to(swarm.state(keeper))
 
 
 def test_all_die_and_go_on_from_their_checkpoints():
