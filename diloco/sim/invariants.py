@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
 from diloco.sim.truth import Split, Truth, split_between
-from diloco.sim.values import Pieces, State
+from diloco.sim.values import Pieces, State, fragment_of
 from peers.core.effects import Answer
 from peers.core.settings import Settings
+from peers.protocol.aggregation import ROBUST_RULES
 from peers.protocol.certificates import Certificate, Plan, Verify
 from peers.protocol.messages import Certificates, Message, Vote
 
@@ -49,6 +50,7 @@ class Invariants:
     ) -> None:
         self._peers, self._settings = peers, settings
         self._clock, self._truth, self._verify, self._liars = clock, truth, verify, frozenset(liars)
+        self._least_group = 3 if settings.aggregation.rule in ROBUST_RULES else 1
         self._signed: dict[tuple[str, str, int], tuple[str, str, str]] = {}
         self._began_to_reduce: dict[str, float] = {}
         """By peer id: when its last reduction began."""
@@ -103,6 +105,8 @@ class Invariants:
             self.violated(f"{peer.peer_id} has nothing to reduce")
         elif peer.in_hand.base != head:
             self.violated(f"{peer.peer_id} reduces work based on {peer.in_hand.base[:6]} at {head[:6]}")
+        elif any(fragment_of(p, self._settings.num_fragments) != plan.fragment for p in peer.in_hand.pieces):
+            self.violated(f"{peer.peer_id} reduces work on another fragment than {plan.fragment}")
 
     def applies(self, peer: VirtualPeer, certificate: Certificate) -> None:
         outcome, body, me = peer.outcome, certificate.body, peer.peer_id
@@ -115,10 +119,14 @@ class Invariants:
         elif outcome.doubled:
             self.violated(f"{me} commits pieces {sorted(outcome.doubled)} that are in the state twice")
         self._check_signatures(me, certificate)
+        if len(body.plan.contributors) < self._least_group:
+            self.violated(f"{me} commits {certificate.head[:6]} with fewer than {self._least_group} members")
         given = [contributor.weight for contributor in body.plan.contributors]
         if not all(map(math.isclose, given, fair := fair_weights(body.plan, self._settings))):
             self.violated(f"{me} commits {certificate.head[:6]} with the weights {given}, not {fair}")
-        if not self._has_majority(certificate) and (others := self._who_takes_part(me, certificate)):
+        if not self._has_more_than(self._settings.quorum, certificate) and (
+            others := self._who_takes_part(me, certificate)
+        ):
             self.violated(f"{me} commits {certificate.head[:6]} by a minority, though it hears {others}")
 
     def rebases(self, peer: VirtualPeer) -> None:
@@ -200,7 +208,7 @@ class Invariants:
     def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
         """The certificate is signed by a majority of the roster before it, or by as many members as could object."""
         me, before = peer.peer_id, certificate.plan.parent
-        if self._has_majority(certificate):
+        if self._has_more_than(0.5, certificate):
             return
         objectors = [
             p
@@ -213,11 +221,12 @@ class Invariants:
                 f"{me} adopts {certificate.head[:6]}, signed by {sorted(signers)}, though it hears {objectors}"
             )
 
-    def _has_majority(self, certificate: Certificate) -> bool:
+    def _has_more_than(self, share: float, certificate: Certificate) -> bool:
+        """Whether more than this share of the roster before the certificate has signed it."""
         if certificate.is_genesis:
             return True
         roster = self._truth.roster_after(certificate.plan.parent)
-        return 2 * len(roster.intersection(certificate.plan.signers)) > len(roster)
+        return len(roster.intersection(certificate.plan.signers)) > share * len(roster)
 
     def _who_takes_part(self, me: str, certificate: Certificate) -> list[str]:
         """Honest roster members that have not signed, and that this peer should have waited for.
@@ -256,7 +265,7 @@ def fair_weights(plan: Plan, settings: Settings) -> list[float]:
     Independent of peers/core/weights.py: an invariant must not share a bug with the code that it checks.
     """
     rule, works = settings.aggregation, [contributor.work for contributor in plan.contributors]
-    if rule.rule not in ("mean", "clip"):
+    if rule.rule in ROBUST_RULES:
         return [1 / len(works)] * len(works)
     tokens, norms = [], sorted(work.norm for work in works)
     for work in works:

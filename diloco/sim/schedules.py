@@ -14,6 +14,7 @@ from diloco.sim.network import Quality
 from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
 from diloco.sim.values import State, initial_state
 from peers.core.weights import Aggregation
+from peers.protocol.aggregation import LEAST_ROBUST_GROUP, Rule
 
 ALL_LIARS = LIARS | FORGERS
 FAULTS_S = 40.0
@@ -50,6 +51,8 @@ class Schedule:
     delay_s: tuple[float, float]
     epoch_s: float | None
     never_waits: bool
+    num_fragments: int
+    quorum: float
     aggregation: Aggregation
     """As in the core's Settings."""
 
@@ -61,6 +64,10 @@ class Schedule:
             lines.append("  epochs last as long as trains most")
         if self.never_waits:
             lines.append("  workers never wait for a round")
+        rule, discount = self.aggregation.rule, self.aggregation.staleness_discount
+        lines.append(
+            f"  {self.num_fragments} fragments, quorum {self.quorum:g}, {rule}, discount {discount:g}"
+        )
         if self.liar is not None:
             lines.append(f"  peer {self.liar[0]} lies: {self.liar[1]}")
         late = [f"{rank} at {at:.1f} s" for rank, at in self.starts.items() if at > 1]
@@ -99,8 +106,21 @@ def draw(seed: int) -> Schedule:
         delay_s=rng.choice(((0.001, 0.02), (0.01, 0.2))),
         epoch_s=0.0 if seed % 4 == 2 else None,
         never_waits=seed % 8 in (2, 5),
-        # A worker makes pieces of one token.
-        aggregation=Aggregation(max_tokens_per_epoch=STEPS_PER_EPOCH),
+        num_fragments=2 if rng.random() < 0.3 else 1,
+        # A member that lies could make any other quorum unattainable.
+        quorum=0.7 if not has_liar and rng.random() < 0.1 else 0.5,
+        aggregation=_draw_aggregation(rng, num_peers),
+    )
+
+
+def _draw_aggregation(rng: random.Random, num_peers: int) -> Aggregation:
+    rules: tuple[Rule, ...] = ("clip", "clip", "clip", "clip", "mean", "trimmed-mean")
+    rule = rng.choice(rules) if num_peers >= LEAST_ROBUST_GROUP else "clip"
+    return Aggregation(
+        rule=rule,
+        # A step counts for one token.
+        max_tokens_per_epoch=STEPS_PER_EPOCH,
+        staleness_discount=0.5 if rng.random() < 0.2 else 1.0,
     )
 
 
@@ -116,6 +136,8 @@ def swarm_of(schedule: Schedule, *, traced: bool = False) -> VirtualSwarm:
             epoch_s=schedule.epoch_s,
             never_waits=schedule.never_waits,
             steps_per_epoch=STEPS_PER_EPOCH,
+            num_fragments=schedule.num_fragments,
+            quorum=schedule.quorum,
             aggregation=schedule.aggregation,
         ),
         quality=Quality(delay_s=schedule.delay_s),
@@ -163,8 +185,10 @@ def why_unsettled(swarm: VirtualSwarm) -> str:
     for state in states:
         if state is not None:
             by_genesis.setdefault(state.genesis, []).append(state)
-    # Runs that were founded apart during a partition stay apart: neither roster may be overruled by the other.
-    return next(filter(None, map(_why_apart, by_genesis.values())), "")
+    # Runs that were founded apart during a partition stay apart: neither roster may be overruled by the other. One of
+    # fewer peers than the rule needs makes no commits.
+    runs = (held for held in by_genesis.values() if len(held) >= swarm.settings.aggregation.least_group)
+    return next(filter(None, map(_why_apart, runs)), "")
 
 
 def has_lying_founders(swarm: VirtualSwarm) -> bool:

@@ -117,7 +117,7 @@ class VirtualSwarm:
         self.invariants = Invariants(
             self.clock, self.truth, self.ring.verify, self.liars, self.live, self.settings
         )
-        self._incarnations = self._num_pieces = 0
+        self._incarnations = self._num_steps = 0
         self._cuts: dict[Pair, int] = {}
         """By (sender, receiver): how many faults keep this direction cut."""
         self.network.on_channel = self._on_channel
@@ -129,10 +129,11 @@ class VirtualSwarm:
 
     # What peers share
 
-    def new_piece(self) -> int:
-        """A number for the next piece of training of any worker."""
-        self._num_pieces += 1
-        return self._num_pieces
+    def new_pieces(self) -> range:
+        """The pieces of the next step of any worker, one of each fragment."""
+        self._num_steps += 1
+        num_fragments = self.settings.num_fragments
+        return range(num_fragments * self._num_steps, num_fragments * (self._num_steps + 1))
 
     def between(self, span: Span) -> float:
         return self.rng.uniform(*span)

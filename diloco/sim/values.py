@@ -1,8 +1,8 @@
 """The values of a state, represented by the training that they contain.
 
-Every inner step of a worker makes a *piece*, a unique number. An anchor is the set of pieces that commits have added to
-it. A worker's weights are an anchor and the pieces that no commit contains yet. A reduction is the union of its
-members' pieces. So a lost or doubled step is detected, which real weights would hide.
+Every inner step of a worker makes a *piece* of each fragment, a unique number. An anchor is the set of pieces that
+commits have added to it. A worker's weights are an anchor and the pieces that no commit contains yet. A reduction is
+the union of its members' pieces. So a lost or doubled step is detected, which real weights would hide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from peers.protocol.messages import Offer
 
 Pieces = frozenset[int]
 NOTHING: Pieces = frozenset()
+
+
+def fragment_of(piece: int, num_fragments: int) -> int:
+    return piece % num_fragments
 
 
 def digest(*parts: object) -> str:

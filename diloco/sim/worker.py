@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
-from diloco.sim.values import Pieces
+from diloco.sim.values import Pieces, fragment_of
 from peers.core.effects import Answer, GoAhead
 from peers.core.events import WorkerTrains, WorkReady
 from peers.core.schedule import Schedule
@@ -67,7 +67,9 @@ class VirtualWorker(Worker):
     """One worker process of this peer."""
 
     def __init__(self, peer: VirtualPeer) -> None:
-        super().__init__(peer.swarm.clock, Schedule(local_steps=peer.swarm.settings.steps_per_epoch))
+        steps, num_fragments = peer.swarm.settings.steps_per_epoch, peer.swarm.settings.num_fragments
+        schedule = Schedule(local_steps=steps * num_fragments, num_fragments=num_fragments)
+        super().__init__(peer.swarm.clock, schedule)
         self.step_s = peer.swarm.durations.step_s * peer.slowness
         self.trained: set[int] = set()
         """All pieces that it has ever made."""
@@ -135,7 +137,11 @@ class VirtualWorker(Worker):
             return
         if self.is_ahead:
             return
-        self._handed, self._is_last = frozenset(self.pending), self.ends_after_this
+        fragment = self.schedule.fragment_of(self.epoch)
+        self._handed = frozenset(
+            piece for piece in self.pending if fragment_of(piece, self.schedule.num_fragments) == fragment
+        )
+        self._is_last = self.ends_after_this
         work = Work(
             tokens=len(self._handed),
             norm=float(len(self._handed)),
@@ -146,9 +152,9 @@ class VirtualWorker(Worker):
         self._peer.told(WorkReady(work), Handed(self, self._handed, self._base))
 
     def _step(self) -> None:
-        piece = self._peer.swarm.new_piece()
-        self.trained.add(piece)
-        self.pending.add(piece)
+        pieces = self._peer.swarm.new_pieces()
+        self.trained.update(pieces)
+        self.pending.update(pieces)
         self._local_step = self.nominal_step(self._local_step + 1, self.step_s)
         ahead = self.schedule.steps_per_epoch if self.is_ahead else 0
         if ahead or self._has_steps_left:
