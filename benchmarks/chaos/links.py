@@ -188,9 +188,10 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
 
 def free_port() -> int:
     """A free port below the ephemeral range, so that no connection takes it while its owner is restarting."""
-    # Start at a port that depends on the process id, so that two runs on one machine rarely collide.
+    # Start at a port that depends on the process id, so that two runs on one machine rarely collide: by the golden
+    # ratio of the range, which keeps processes that were started one after the other far apart.
     for n in range(12_000):
-        port = 20_000 + (101 * os.getpid() + n) % 12_000
+        port = 20_000 + (7_417 * os.getpid() + n) % 12_000
         if port not in _given:
             with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
                 _given.add(port)

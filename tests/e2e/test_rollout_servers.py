@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.chaos.links import free_port
 from diloco.errors import UserError
-from diloco.rl.own_server import OwnServer, ServerCommand, _free_port
+from diloco.rl.own_server import OwnServer, ServerCommand
 from diloco.rl.push import Publisher
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import Sampling, ServerClient, ServerLost
@@ -36,7 +37,7 @@ def directory(tmp_path_factory):
 
 
 def command(directory: Path, tmp_path: Path, *flags: str, port: int = 0, name: str = "ours") -> ServerCommand:
-    port = port or _free_port()
+    port = port or free_port()
     words = ["--model", str(directory), "--port", str(port), "--marks", str(tmp_path / "died"), *flags]
     words += ["--served-model-name", name]
     return ServerCommand(

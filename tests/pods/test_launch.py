@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from benchmarks.chaos.links import free_port
 from diloco.train.metrics_file import Tail
 from provisioning.launchers import node as this_node
 from provisioning.launchers.job import LaunchJob, default_interface, network_env, torchrun_argv
@@ -20,7 +21,6 @@ from tests.support.commands import (
     check_gone,
     coordinator_at,
     digests_of,
-    free_port,
     model_directory,
     records_of,
     text_of_boxes,

@@ -21,7 +21,7 @@ from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet, command
 from tests.support.http_api import Fault
 from tests.support.lium_api import LiumApi, executor
-from tests.support.ssh_machines import free_ports, needs_rsync, ssh_host
+from tests.support.ssh_machines import needs_rsync, ssh_host
 
 pytest.importorskip("lium", reason="the package lium.io is not installed")
 pytestmark = [
@@ -240,7 +240,7 @@ def test_a_pod_that_has_died_is_not_called_new(fleet, ledger, api, tmp_path):
 @pytest.mark.exhaustive
 def test_a_provider_that_cannot_be_reached_is_said_in_plain_words(tmp_path, monkeypatch):
     monkeypatch.setattr("provisioning.providers.backoff.MAX_DELAY_S", 0.0)
-    environment = {"LIUM_API_KEY": "k", "LIUM_BASE_URL": f"http://127.0.0.1:{free_ports(1)[0]}/api"}
+    environment = {"LIUM_API_KEY": "k", "LIUM_BASE_URL": "http://127.0.0.1:1/api"}
     away = TestFleet(tmp_path, lambda: LiumProvider(environment, tmp_path / "ssh/id_ed25519"))
     said = r"^Lium: http://127\.0\.0\.1:\d+/api/\S+ cannot be reached: no connection$"
     with pytest.raises(ProvisioningError, match=said):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from benchmarks.chaos.links import free_port
 from diloco.train.metrics_file import Tail
 from tests.support.commands import ROOT, model_directory
 from tests.support.ssh_machines import free_ports
@@ -105,7 +106,7 @@ def submitted(env: dict[str, str], directory: Path, config: str, *more: str) -> 
     """A job of two tasks by `diloco launch`, once it has come to its end; its log. All has to have gone well."""
     (directory / "config.toml").write_text(config)
     argv = [sys.executable, "-m", "diloco", "launch", "--engine", "slurm", "--time-limit", "00:05:00"]
-    argv += ["config.toml", "2", "0", "localhost", str(free_ports(1)[0]), *more]
+    argv += ["config.toml", "2", "0", "localhost", str(free_port()), *more]
     made = subprocess.run(
         argv, cwd=directory, env=env, capture_output=True, text=True, timeout=60, check=False
     )

@@ -29,7 +29,6 @@ from tests.support.ssh_machines import (
     SSHD,
     SshHost,
     client_key,
-    free_ports,
     inventory,
     needs_rsync,
     ssh_host,
@@ -112,7 +111,7 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, ledger, hosts, key
     """And what is on it is not called given back, also when it is no longer in the inventory."""
     assert fleet.up(SPECS, trains=False).is_good, fleet.said
     pods = [next((host.home / PODS).iterdir()) for host in hosts]
-    dead = replace(hosts[1], port=free_ports(1)[0])
+    dead = replace(hosts[1], port=1)
     path = inventory(tmp_path / "machines.toml", [hosts[0], dead], key)
     access = Access(state_dir=tmp_path, environment={}, inventory=path)
     patience = Patience(poll_s=0.1, destroy_s=0.5)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.commands import free_port
+from benchmarks.chaos.links import free_port
 
 START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 60.0

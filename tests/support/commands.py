@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -179,11 +178,6 @@ def coordinator_at(start: Callable[..., Command]) -> str:
     command = start(*DILOCO, "dht", "start", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", name="dht")
     wait_until(lambda: "\n" in command.stdout, "the line to paste", command=command)
     return command.stdout.splitlines()[0].split()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def check_gone(command: Command, within_s: float = GONE_WITHIN_S) -> float:

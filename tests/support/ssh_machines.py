@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.chaos.links import free_port
 from provisioning.machines.paths import PODS
 
 SSHD = "/usr/sbin/sshd"
@@ -86,13 +87,7 @@ def client_key(directory: Path) -> Path:
 
 
 def free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    found = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return found
+    return [free_port() for _ in range(number)]
 
 
 def inventory(path: Path, hosts: list[SshHost], key: Path, **changes: str) -> Path:
@@ -213,7 +208,7 @@ def _openssh(
     if os.geteuid() == 0:
         # Debian's server wants it, and no service manager has made it here.
         Path("/run/sshd").mkdir(exist_ok=True)
-    port = port or free_ports(1)[0]
+    port = port or free_port()
     session = directory / "session.sh"
     session.write_text(
         f"#!/bin/sh\nexport HOME={shlex.quote(str(home))} PATH={shlex.quote(str(home / 'bin'))}:$PATH\n"

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.commands import free_port
+from benchmarks.chaos.links import free_port
 
 TIMEOUT_S = 180.0
 

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 import peers
+from benchmarks.chaos.links import free_port
 from peers.errors import PeersError, UserError
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
 from peers.protocol.records import MAX_RECORD_BYTES
-from tests.support.commands import free_port
 from tests.support.members import LOOPBACK, eventually, joined
 from tests.support.swarm import wait_until
 

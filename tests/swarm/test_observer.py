@@ -14,6 +14,7 @@ import msgpack
 import pytest
 from msgspec.msgpack import Decoder
 
+from benchmarks.chaos.links import free_port
 from peers.admission.secrets import AdmissionKey, SwarmSecret
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.monitor.observer import Observer, observing
@@ -25,7 +26,6 @@ from peers.protocol.admission import Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from peers.timing import LEAST_SILENCE_S, RECORD_TTL_S
-from tests.support.commands import free_port
 from tests.support.in_process import Network
 from tests.support.members import eventually
 from tests.support.observing import read_swarm

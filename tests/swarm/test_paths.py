@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.links import free_port
 from peers.net.paths.forwarding import Forwarder
-from tests.support.commands import free_port
 from tests.support.exhaustive import exhaustive_but
 from tests.support.observing import read_swarm
 from tests.support.swarm import LightPeer, wait_until

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.msgpack import Decoder
 
+from benchmarks.chaos.links import free_port
 from peers.errors import PeerUnreachable, UserError
 from peers.net.channel import Channel
 from peers.net.identity import load_or_create
@@ -92,8 +93,7 @@ async def test_its_port_is_shared_with_nobody_so_that_it_is_not_dialled_from_eit
     keys = [tmp_path / "a", tmp_path / "b"]
     for key in keys:
         load_or_create(key)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+    address = f"/ip4/127.0.0.1/tcp/{free_port()}"
     first = await P2pd.start(identity_path=keys[0], host_maddrs=[address])
     try:
         with pytest.raises(UserError, match="address already in use"):
