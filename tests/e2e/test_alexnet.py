@@ -23,7 +23,7 @@ def test_alexnet_learns_what_it_sees_and_knows_it_in_pictures_it_has_not_seen(tm
     # Threads of so small a net would mostly wait for each other.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = subprocess.run(
-        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=True
+        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=True
     ).stdout
     passes = re.findall(r"^pass (\d): train accuracy (0\.\d+), validation accuracy (0\.\d+)$", said, re.M)
     assert [number for number, *_ in passes] == ["1", "2", "3", "4", "5"]

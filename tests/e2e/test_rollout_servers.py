@@ -46,7 +46,7 @@ def command(directory: Path, tmp_path: Path, *flags: str, port: int = 0, name: s
         port=port,
         model_name=name,
         log_path=tmp_path / "logs" / "server.log",
-        timeout_s=60,
+        timeout_s=300,
     )
 
 
@@ -154,7 +154,7 @@ def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
         "import sys, time; from pathlib import Path\n"
         "from diloco.rl.own_server import OwnServer, ServerCommand\n"
         f"server = OwnServer(ServerCommand(argv={list(told.argv)!r}, env={dict(told.env)!r}, port={told.port},\n"
-        f" model_name={told.model_name!r}, log_path=Path({str(told.log_path)!r}), timeout_s=60))\n"
+        f" model_name={told.model_name!r}, log_path=Path({str(told.log_path)!r}), timeout_s=300))\n"
         "server.start(); print('up', flush=True); time.sleep(600)\n"
     )
     trainer = subprocess.Popen(

@@ -15,7 +15,7 @@ from tests.support.preparations import LIES, lie
 from tests.support.swarm import check_well, wait_until
 
 LIAR, HONEST, NEWCOMER = 1, (0, 2, 3), 4
-EPOCHS, WITHIN_S = 8, 60.0
+EPOCHS, WITHIN_S = 8, 180.0
 
 
 @pytest.mark.parametrize("name", exhaustive_but(("forges a commit",), ALL_LIARS))

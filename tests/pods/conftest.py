@@ -30,7 +30,7 @@ def run(tmp_path: Path, commands: list[Command]) -> Run:
     All share one directory, `here`, and the state in it.
     """
 
-    def make(command: str | list[str], *more: Any, timeout_s: float = 300.0) -> Command:
+    def make(command: str | list[str], *more: Any, timeout_s: float = 900.0) -> Command:
         argv = argv_of(command, *more) if isinstance(command, str) else [*command, *map(str, more)]
         commands.append(Command(argv, tmp_path / "here"))
         commands[-1].wait(timeout_s)

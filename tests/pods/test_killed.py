@@ -34,7 +34,7 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
     def make(what: str, point: str = "") -> Command:
         argv = [sys.executable, "-m", "tests.support.pods_driver", what, str(tmp_path), point]
         commands.append(Command(argv, tmp_path / f"command{len(commands)}", cwd=ROOT))
-        commands[-1].wait(60)
+        commands[-1].wait(300)
         return commands[-1]
 
     yield make

@@ -62,7 +62,7 @@ async def running(source: Canned) -> AsyncIterator[int]:
         began = time.monotonic()
         await asyncio.gather(task, return_exceptions=True)
         listener.close()
-        assert time.monotonic() - began < 5, "it did not end in time"
+        assert time.monotonic() - began < 30, "it did not end in time"
 
 
 async def ask(

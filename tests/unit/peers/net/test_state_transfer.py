@@ -154,7 +154,7 @@ async def test_a_download_keeps_its_deadline(network):
     started = time.monotonic()
     with pytest.raises(StateUnavailable, match=r"received 0 of \d+ bytes in 0\.3 s"):
         await download(network, ["silent"], state, timeout_s=0.3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 async def test_a_header_of_another_state_is_refused_even_under_the_right_name(network):

@@ -228,15 +228,15 @@ async def test_a_stream_that_is_on_its_way_when_its_peer_is_found_to_be_silent_s
 async def test_a_peer_that_cannot_be_reached_is_named_at_once_and_the_others_hear_a_farewell():
     async with pools("a", "b") as (_, (a, b)):
         attempt = os.urandom(16)
-        waiting = asyncio.create_task(b.connect(attempt, {0: "a"}, timeout_s=5))
+        waiting = asyncio.create_task(b.connect(attempt, {0: "a"}, timeout_s=60))
         await until(lambda: a._named)
         started = time.monotonic()
         with pytest.raises(RoundFailed) as failure:
             await a.connect(attempt, {1: "b", 7: "nobody"}, timeout_s=60)
         assert failure.value.suspects == {7}
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         received = (await waiting).receive[0]
-        received.settimeout(5)
+        received.settimeout(30)
         assert received.recv(64) == HEADER.pack(Kind.ABORT, NOBODY, 0)
 
 

@@ -137,7 +137,7 @@ def test_a_silent_other_end_costs_no_more_than_the_deadline(tmp_path):
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         answer_tls(ours, mine, theirs, timeout_s=0.1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert ours.fileno() == -1
     other.close()
 

@@ -385,7 +385,7 @@ async def test_the_watcher_ends_at_once_when_the_keeper_leaves_nothing_to_watch(
 
     monkeypatch.setattr(keeper.Keeper, "tick", tick)
     access = Access(state_dir=tmp_path, environment={})
-    await asyncio.wait_for(watcher.watch(ledger, access, lambda name, text: None, interval_s=60.0), 5.0)
+    await asyncio.wait_for(watcher.watch(ledger, access, lambda name, text: None, interval_s=60.0), 30.0)
     ledger.close()
 
 
