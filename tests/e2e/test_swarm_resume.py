@@ -18,6 +18,7 @@ from diloco.checkpoint.store import STEP, own_part
 from diloco.train.metrics_file import Tail
 from tests.support.commands import (
     DILOCO,
+    ROOT,
     Command,
     check_whole_files,
     coordinator_at,
@@ -37,6 +38,9 @@ FLAGS = {
     "ckpt.interval": INTERVAL,
     "ckpt.topk": 3,
 }
+NEVER_AHEAD = "from peers.core.late_work import LateWork\nLateWork.go_ahead = lambda *_: False\n"
+"""Run by every process of a life: on a busy machine a commit is late, and what a worker trains meanwhile is in other
+epochs than where it waits, so that the bits differ."""
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 SAME = ("loss", "lr", "grad_norm", "tokens")
 
@@ -64,6 +68,14 @@ def kill(command: Command) -> int:
     return len(victims)
 
 
+def repeatable(directory: Path) -> tuple[str, ...]:
+    """The start of a command whose workers wait for every commit, however late it is."""
+    site = directory / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(NEVER_AHEAD)
+    return ("env", f"PYTHONPATH={os.pathsep.join(map(str, (site, ROOT)))}", *DILOCO, "run")
+
+
 class Lives:
     """One run that is started, killed, and started again, always by the same command."""
 
@@ -72,11 +84,11 @@ class Lives:
         self._start = start
         self._number = 0
         more = {"run-dir": self.run_dir, "ckpt.path": self.saved, "ckpt.resume": "auto"}
-        self._flags = training_flags(model, **FLAGS, **more)
+        self._words = (*repeatable(directory), *training_flags(model, **FLAGS, **more))
 
     def begin(self, *more: Any) -> Command:
         self._number += 1
-        return self._start(*DILOCO, "run", *self._flags, *more, name=f"life-{self._number}")
+        return self._start(*self._words, *more, name=f"life-{self._number}")
 
     def killed_while_training(self, most_s: float) -> None:
         """Killed so long after both peers have taken their first step, up to `most_s`."""
@@ -130,7 +142,7 @@ def check_equal(lives: Lives, whole: Path) -> int:
 def undisturbed(start, model: Path, directory: Path, steps: int) -> Path:
     # What ends it changes no schedule.
     flags = {**FLAGS, "max-steps": steps, "run-dir": directory / "whole", "ckpt.path": directory / "other"}
-    run = start(*DILOCO, "run", *training_flags(model, **flags), name="whole")
+    run = start(*repeatable(directory), *training_flags(model, **flags), name="whole")
     assert run.wait(600) == 0, run.stdout + run.stderr
     return directory / "whole"
 
