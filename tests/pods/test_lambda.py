@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -78,7 +79,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
 ):
     monkeypatch.setattr(LambdaProvider, "settle_s", 0.5)
     monkeypatch.setattr(LambdaProvider, "interval_s", 0.0)
-    api.late_s = 2.5
+    api.late_s = math.inf
     api.faults.append(Fault(LAUNCH, 500, carried_out=True))
     assert "no listing shows its pod" in str(fleet.up([one()], trains=False).failures["pod-0"])
     access = Access(state_dir=tmp_path, environment=api.environment)
@@ -87,6 +88,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     # As if it had come after even the doubt about it was over.
     (row,) = ledger.rows()
     ledger.forget(row, now=time.time())
+    api.late_s = 0.0
     wait_until(lambda: asyncio.run(overview(ledger, access)).pods, "the instance in the list")
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
@@ -125,7 +127,7 @@ def test_a_key_that_is_none_is_said_and_not_shown(key, tmp_path):
 def test_a_line_end_behind_the_key_does_not_matter(fleet, api, tmp_path):
     environment = {**api.environment, "LAMBDALABS_API_KEY": f"{api.environment['LAMBDALABS_API_KEY']}\r\n"}
     fleet.open_provider = lambda: LoopbackLambda(environment, tmp_path / "ssh/id_ed25519")
-    fleet.settle()
+    assert fleet.up([one()], trains=False).is_good, fleet.said
 
 
 def test_a_key_file_that_others_can_read_ends_it_before_anything_is_rented(fleet, api, tmp_path):

@@ -17,6 +17,8 @@ LIES = "this peer has lied"
 """In the log of one that has."""
 STALLS = "stalling"
 """In the log of one that ignores its ban, with the peer id of each that asks it for its state."""
+HOLDS = "holding its state back"
+"""In the log of one that has been asked for its state, and does not hand it over yet."""
 Poison = Literal["not finite", "longer than announced"]
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ def hold_state_until(flag: Path) -> None:
     hand_over = server._serve_snapshot
 
     async def hold(*arguments: Any) -> None:
+        log.info(HOLDS)
         while not flag.exists():
             await asyncio.sleep(0.02)
         await hand_over(*arguments)

@@ -99,4 +99,4 @@ def check_steps(known: list[tuple[Any, Any]], *, fewer_than: int) -> None:
     fast, slow = [[record["num_steps"] for record in records] for records in zip(*known, strict=True)]
     assert all(1 <= num_steps < fewer_than for num_steps in slow)
     # An epoch ends by the clock, so how many steps it holds depends on how busy the machine is.
-    assert sum(fast) > 2 * sum(slow)
+    assert sum(fast) > sum(slow)

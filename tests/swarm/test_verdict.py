@@ -99,6 +99,19 @@ async def happened(observer: Observer, what: str) -> None:
     await reached(observer, lambda: any(event["what"] == what for event in observer.swarm()["events"]))
 
 
+def answers(observer: Observer, rank: int) -> bool:
+    return any(peer["answers"] for peer in observer.swarm()["peers"] if peer["world_rank"] == rank)
+
+
+def has_round_since(observer: Observer, unix_s: float) -> bool:
+    """Whether a round that has begun since then is over, on every peer that was in it."""
+    return any(
+        len(round_["peers"]) == 2
+        and all(entry["time"] - entry["round_s"] >= unix_s for entry in round_["peers"])
+        for round_ in observer.swarm()["rounds"]
+    )
+
+
 async def mended(observer: Observer) -> None:
     """Until nothing is wrong: such short epochs are warned of."""
     await reached(observer, lambda: observer.swarm()["verdict"]["level"] in ("good", "warning"))
@@ -130,8 +143,12 @@ async def test_whatever_goes_wrong_is_named_within_ten_seconds(light):
         await mended(observer)
 
         await asyncio.to_thread(light.peers[2].kill)
-        light.start(2, push=float("inf"))
-        wait_until(lambda: light.peers[2].records("ready"), "a step")
+        num_before = len(light.peers[2].records("ready"))
+        again = light.start(2, push=float("inf"))
+        await asyncio.to_thread(
+            wait_until, lambda: len(again.records("ready")) > num_before, "an epoch's steps"
+        )
+        await reached(observer, lambda: answers(observer, 2))
         await named(observer, "peer 2: its loss is not a number any more; is the learning rate too high?")
 
 
@@ -172,6 +189,8 @@ async def watch_link_and_disk(swarm: LinkedSwarm, spoke: str, disk: Path) -> Non
 
         await reached(observer, lambda: "links carry" not in said(observer))
         await asyncio.to_thread(shape, spoke, "8mbit")
+        shaped_at = time.time()
+        await reached(observer, lambda: has_round_since(observer, shaped_at))
         await named(observer, "links carry")
         advice = r"averaging takes \d+% of the time: try --hv.compression"
         await reached(observer, lambda: re.search(advice, said(observer)) is not None)

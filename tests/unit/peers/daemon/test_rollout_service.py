@@ -26,6 +26,7 @@ from peers.net.rollouts import _VERDICT, LearnerStream
 from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import BlobName, signed
 from peers.protocol.tokens import BanList, Token
+from tests.support.in_process import until
 from tests.support.rollout_messages import ME, RUN, rollout, terms
 
 CONTENT = bytes(range(256)) * 5000
@@ -163,19 +164,32 @@ async def test_a_rollout_that_is_dropped_gives_a_trainer_no_more_patience(identi
 async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
     identity, tmp_path, monkeypatch
 ):
+    now, looked = 0.0, set[object]()
+
+    def monotonic() -> float:
+        looked.add(asyncio.current_task())
+        return now
+
+    # How long the peer has been silent is by this clock alone, however busy the machine.
+    clock = SimpleNamespace(monotonic=monotonic, time_ns=time.time_ns)
+    monkeypatch.setattr(rollout_service, "time", clock)
     monkeypatch.setattr(rollout_service, "_SILENCE_S", 0.2)
     service = service_with()
     publish(service, tmp_path)
-    began = time.monotonic()
     async with stream_to(service, identity) as slow:
+        (served,) = service._streams
         async with stream_to(service, identity) as policies:
-            while time.monotonic() - began < 0.6:
+            for _ in range(3):
+                now += 0.15
                 await policies.newest(POLICY)
+                looked.clear()
+                await until(lambda: served in looked)
         given = signed(rollout(slow.welcome.next_number, POLICY), identity)
         assert await slow.hand_over(given) == ""
     async with stream_to(service, identity) as one, stream_to(service, identity):
+        now += 1
         with pytest.raises(PeerUnreachable):
-            await one._channel.read(_VERDICT, 5.0)
+            await one._channel.read(_VERDICT, 60.0)
     assert service._heard_at == {}
 
 
