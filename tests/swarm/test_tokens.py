@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from peers.admission.service import AdmissionService
 from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.errors import PeersError, UserError
 from peers.net.identity import Identity, load, load_or_create
-from peers.protocol.tokens import BanList, Token
+from peers.protocol.tokens import BanList
 from tests.support.members import LOOPBACK, eventually, joined
 
-SECOND_S = 1 / 86_400
+DAY_S = 86_400.0
 
 
 class Member:
@@ -105,25 +106,38 @@ async def test_a_new_secret_shuts_out_the_old_one_and_nobody_who_has_a_token(tmp
 
 
 async def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(
-    tmp_path, key_file, member
+    tmp_path, key_file, member, monkeypatch
 ):
+    """By the clock of who holds the token: the machine may be too busy for a token of seconds."""
+
+    def later(days: float) -> SimpleNamespace:
+        return SimpleNamespace(time=lambda: time.time() + days * DAY_S, monotonic=time.monotonic)
+
     async def _is_new(peer, first):
         return peer.token != first
 
     secret = {"swarm_secret_file": str(tmp_path / "secret")}
-    lasting = {"admission_key_file": str(key_file), "token_days": 12 * SECOND_S}
+    lasting = {"admission_key_file": str(key_file), "token_days": 1.0}
+    # Whoever was not renewed tries again at once.
+    monkeypatch.setattr("peers.admission.service.LOOK_S", 0.1)
+    monkeypatch.setattr(own_token, "_RENEWALS", DAY_S / 0.1)
     async with member("issuer").admitted(**lasting), member("peer").admitted(**secret) as peer:
-        first, running = peer.token, asyncio.create_task(peer.run())
-        try:
-            await eventually(lambda: _is_new(peer, first), 30)
-            assert peer.token == (tmp_path / "peer.token").read_bytes()
-        finally:
-            running.cancel()
+        with monkeypatch.context() as over_half:
+            over_half.setattr(own_token, "time", later(days=0.6))
+            first, running = peer.token, asyncio.create_task(peer.run())
+            try:
+                await eventually(lambda: _is_new(peer, first), 30)
+                assert peer.token == (tmp_path / "peer.token").read_bytes()
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
     async with member("peer").admitted(**secret) as peer:
-        public_key = load_or_create_key(key_file, tmp_path / "secret").secret.public_key
+        monkeypatch.setattr(own_token, "time", later(days=0.6))
+        running = asyncio.create_task(peer.run())
+        assert not (await asyncio.wait({running}, timeout=1.0))[0], "its token is good for some hours more"
+        monkeypatch.setattr(own_token, "time", later(days=1.0))
         with pytest.raises(PeersError, match="has expired, and nobody renewed it"):
-            await peer.run()
-        assert time.time() >= Token.decode(peer.token, public_key).expires
+            await running
 
 
 @pytest.mark.parametrize("lets_it_back_in", [False, True])
