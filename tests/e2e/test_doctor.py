@@ -259,7 +259,7 @@ def test_a_firewall_in_front_of_one_port_is_found(start, model):
     assert found["nat"]["said"].startswith("direct: seen as 10.91.1.2, this machine's own address")
 
 
-def test_a_token_that_has_expired_and_that_nobody_renews_is_found(bootstrap, tmp_path, monkeypatch):
+def test_a_token_that_has_expired_and_that_nobody_renews_is_found(quiet_bootstrap, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     key = AdmissionKey.new()
     (tmp_path / "secret").write_text(key.secret.to_text())
@@ -268,7 +268,7 @@ def test_a_token_that_has_expired_and_that_nobody_renews_is_found(bootstrap, tmp
     token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=now - 600, expires=now - 60, serial=1)
     identity.path.with_suffix(".token").write_bytes(token.encode(key.private_key))
     identity.release()
-    found = network("--initial-peers", bootstrap, "--swarm-secret-file", tmp_path / "secret")
+    found = network("--initial-peers", quiet_bootstrap, "--swarm-secret-file", tmp_path / "secret")
     assert failing(found) == {"admission"}
     assert "token has expired" in found["admission"]["said"]
     assert found["admission"]["fix"].startswith("diloco dht start --admission")

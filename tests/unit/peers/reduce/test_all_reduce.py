@@ -338,10 +338,9 @@ def test_cancelling_stops_at_once_and_blames_nobody(swarm):
 
 def test_a_failed_reduction_leaves_no_thread_and_shuts_its_sockets_down(swarm):
     group = swarm(2, SEVERAL_CHUNKS)
-    before = threading.active_count()
     play_dead(group, 1, 0)
     assert_blamed(outcomes(group, [0]), 1, group)
-    assert threading.active_count() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reduce")]
     with pytest.raises(OSError):
         group.send[0][1].send(b"x")
 

@@ -234,16 +234,15 @@ def test_a_sender_gives_signs_of_life_while_others_have_frames_to_send(swarm):
     stop = threading.Event()
 
     def keep_waking():
-        for position in range(20):
-            progress.chunk_added(2, position)
-            if stop.wait(0.05):
-                return
+        until = time.monotonic() + 20
+        while not stop.wait(0.05) and time.monotonic() < until:
+            progress.chunk_added(2, 0)
 
     thread = threading.Thread(target=keep_waking)
     thread.start()
     started = time.monotonic()
     assert progress.next_frame(2, 0.3) == (Kind.ALIVE, 0)
-    assert time.monotonic() - started < 0.9
+    assert time.monotonic() - started < 10
     stop.set()
     thread.join()
 
@@ -258,7 +257,7 @@ def test_hearsay_keeps_the_name_of_the_first_accuser_over_two_hops(swarm):
     """Whoever has it from a member that has not seen it itself still knows whose word it is."""
     group = swarm(6, 6000, num_columns=2)
     stalled = 4
-    failures = outcomes(group, [me for me in range(6) if me != stalled], stall_timeout_s=30.0, timeout_s=2.0)
+    failures = outcomes(group, [me for me in range(6) if me != stalled], stall_timeout_s=60.0, timeout_s=5.0)
     assert {failure.suspects for failure in failures.values()} == {frozenset({RANKS[stalled]})}
     first_hand = {RANKS[neighbour] for neighbour in group.plan(stalled).neighbours}
     assert all(failures[me].told_by & first_hand for me in (0, 2))
