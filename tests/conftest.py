@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.swarm import LightSwarm
 
-COROUTINE_TIMEOUT_S = 300.0
+COROUTINE_TIMEOUT_S = 900.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -225,6 +226,16 @@ def check_refused(command: Command, message: str, code: int = 2) -> None:
     check_nothing_left(command)
 
 
+def processes_of_ours() -> set[psutil.Process]:
+    """Below this one; Python's own tracker of shared memory begins when somebody first needs it, and stays."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                found.add(process)
+    return found
+
+
 @pytest.mark.parametrize(("line", "message"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
     line, message, places, tmp_path, monkeypatch, capfd
@@ -235,16 +246,16 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    began, others = time.process_time(), set(psutil.Process().children(recursive=True))
+    others, began = processes_of_ours(), time.thread_time()
     assert exit_code(placed(line, places).split()) == 2
-    assert time.process_time() - began < 6
+    assert time.thread_time() - began < 6
     said = capfd.readouterr()
     (box,) = text_of_boxes(said.err)
     assert placed(message, places) in box and len(box) < 500
     # Nothing but the box: no library has said anything, nothing has begun, and nothing is left.
     assert said.out == ""
     assert said.err.startswith("╭─ diloco ─") and said.err.endswith("╯\n")
-    assert set(psutil.Process().children(recursive=True)) <= others
+    assert processes_of_ours() <= others
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("diloco-")] == []
 
 

@@ -168,7 +168,8 @@ async def test_a_question_that_is_none_ends_the_conversation(question, tmp_path,
         channel.close()
 
 
-async def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap):
+async def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap, monkeypatch):
+    monkeypatch.setattr(reachability, "_CONVERSATIONS_PER_S", 0.0)
     async with asker(tmp_path, bootstrap) as ours:
         answered = 0
         with pytest.raises(Busy):

@@ -354,11 +354,11 @@ def test_an_error_is_raised_where_its_item_would_have_been():
 
 
 def test_leaving_early_ends_the_thread():
-    before = set(threading.enumerate())
     with Prefetched(iter(int, 1)) as items:
         assert next(iter(items)) == 0
-        assert set(threading.enumerate()) - before
-    assert not set(threading.enumerate()) - before
+        (thread,) = items._reader._threads
+        assert thread.is_alive()
+    assert not thread.is_alive()
 
 
 def test_reading_goes_on_while_nobody_asks():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from diloco.train import progress as module
 from diloco.train.metrics_file import PhaseLines, line_of
 from diloco.train.progress import Progress
@@ -12,7 +14,7 @@ from peers.protocol.reports import Phase
 def told(monkeypatch, micro_batch_s: float) -> tuple[list[Doing | None], list[float]]:
     """What two steps of four micro-batches report after each, and how long a step is said to take."""
     now, long_s = 100.0, []
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     progress, reported = Progress(tells=False), []
     for step in (1, 2):
         with progress.step(step, long_s.append) as reached:

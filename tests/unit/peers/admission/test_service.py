@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from peers.admission import service
 from peers.admission.service import MAX_KEPT_BYTES, MAX_NEW_BYTES, guard_storage
 from peers.net.gate import Gate
 from peers.protocol.records import MAX_RECORD_BYTES, PEERS_KEY, Announcement
@@ -27,7 +30,7 @@ def store(monkeypatch):
     check = dht.checks[PEERS_KEY("run")]
 
     def store(subkey, num_bytes, now=NOW):
-        monkeypatch.setattr("time.time", lambda: now)
+        monkeypatch.setattr(service, "time", SimpleNamespace(time=lambda: now))
         return check(subkey, bytes(num_bytes), expiry=now + 20, is_found=False)
 
     return store

@@ -172,10 +172,10 @@ def test_a_loss_of_few_points_that_stands_says_little():
 
 
 def test_a_curve_of_two_hundred_thousand_points_is_judged_at_once():
-    began_s = time.process_time()
+    began_s = time.thread_time()
     assert len(list(judged_losses(falling(100_000, then=1e-4, last=1_000_000)))) == 1
     # A minute where each window is summed anew.
-    assert time.process_time() - began_s < 10
+    assert time.thread_time() - began_s < 10
 
 
 def test_a_reward_that_stays_has_not_risen_by_a_rounding_error():

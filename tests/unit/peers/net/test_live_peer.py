@@ -19,9 +19,9 @@ def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_
 async def test_a_status_is_told_in_the_interval_unless_another_one_was_told_meanwhile():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = LivePeer(Channel(ours), "b")
+        peer, interval_s = LivePeer(Channel(ours), "b"), 60.0
         sending = asyncio.create_task(
-            peer.send_forever(lambda: b"of the channel", lambda: 1.0, on_silence=lambda: None)
+            peer.send_forever(lambda: b"of the channel", lambda: interval_s, on_silence=lambda: None)
         )
         heard, said = Decoder(Said), Channel(theirs)
         for _ in range(10):
@@ -29,6 +29,9 @@ async def test_a_status_is_told_in_the_interval_unless_another_one_was_told_mean
             peer.enqueue(Announced(record=b"of the core"))
             assert await said.read(heard, 5.0) == Announced(record=b"of the core")
             await asyncio.sleep(0.02)
+        interval_s = 0.1
+        peer.enqueue(Announced(record=b"of the core"))
+        assert await said.read(heard, 5.0) == Announced(record=b"of the core")
         assert await said.read(heard, 5.0) == Announced(record=b"of the channel")
         sending.cancel()
 

@@ -23,6 +23,12 @@ DATA, BULK, CONTROL = "run/data", "run/state", "run/control"
 BIG = 64 << 20
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Whoever is reached directly is, however long a busy machine takes for a greeting."""
+    monkeypatch.setattr(paths_module, "DIRECT_HEAD_START_S", 60.0)
+
+
 class StandIn:
     """A relay, as far as a caller sees it: it hands over one end of a socket pair."""
 
@@ -96,6 +102,7 @@ async def a_round(a, b, *, num_bytes=BIG, seconds=1.0, fails=False):
     return path
 
 
+@pytest.mark.usefixtures("patient")
 async def test_data_goes_direct_from_the_first_round_on_and_over_libp2p_where_nobody_answers(
     tmp_path, caplog
 ):
@@ -111,6 +118,7 @@ async def test_data_goes_direct_from_the_first_round_on_and_over_libp2p_where_no
     assert sum("goes by" in message for message in caplog.messages) == 4
 
 
+@pytest.mark.usefixtures("patient")
 async def test_data_moves_to_a_direct_stream_once_that_stands(tmp_path):
     async with pair(tmp_path) as (_, a, b):
         for peer, other in ((a, b), (b, a)):
@@ -128,6 +136,7 @@ async def test_a_direct_stream_that_is_only_slow_carries_the_second_round(tmp_pa
         assert [await a_round(a, b) for _ in range(3)] == [Path.LIBP2P, Path.DIRECT, Path.DIRECT]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_peers_that_are_only_talked_of_push_none_out_that_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(paths_module, "_MAX_PEERS", 4)
     async with pair(tmp_path) as (_, a, b):
@@ -139,6 +148,7 @@ async def test_peers_that_are_only_talked_of_push_none_out_that_is_used(tmp_path
         assert len(a.paths._paths_to) == 4
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_round_lost_on_a_direct_stream_is_followed_by_one_on_libp2p(tmp_path):
     async with pair(tmp_path) as (_, a, b):
         assert await a_round(a, b, fails=True) is Path.DIRECT
@@ -154,13 +164,15 @@ async def test_control_stays_on_libp2p_and_libp2p_mode_never_goes_direct(tmp_pat
         assert [await a_round(a, b) for _ in range(3)] == [Path.LIBP2P] * 3
 
 
-async def test_a_state_goes_direct_from_the_first_stream_on_and_else_as_control_does(tmp_path):
+async def test_a_state_goes_direct_from_the_first_stream_on_and_else_as_control_does(tmp_path, monkeypatch):
     async with pair(tmp_path) as (network, a, b):
+        monkeypatch.setattr(paths_module, "DIRECT_HEAD_START_S", 60.0)
         stream = await a.paths.open(b.peer_id, BULK, timeout_s=5)
         assert isinstance(stream, ssl.SSLSocket) and not network.opened
         stream.close()
         # Where it stands for one stream it does for the rounds' too.
         assert await a_round(a, b) is Path.DIRECT
+    monkeypatch.undo()
     async with pair(tmp_path) as (network, a, b):
         with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
             silent_maddr = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
@@ -213,6 +225,7 @@ async def test_a_relayed_pair_moves_to_libp2p_once_that_connects(tmp_path):
             stream.close()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_whoever_did_not_answer_is_reached_through_a_third_peer_until_a_direct_stream_stands(tmp_path):
     relay = StandIn()
     async with pair(tmp_path, "auto", relay) as (_, a, b):

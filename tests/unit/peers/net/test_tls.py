@@ -212,12 +212,12 @@ async def test_a_sender_of_the_smallest_records_keeps_nobody_else_from_running(b
     a.setblocking(False)
     num_read = 0
 
-    def one_byte(self, size, buffer=None):
+    def one_byte(size, buffer=None):
         nonlocal num_read
         num_read += 1
         return 1 if buffer is not None else b"x"
 
-    monkeypatch.setattr(ssl.SSLSocket, "read", one_byte)
+    monkeypatch.setattr(a, "read", one_byte)
 
     async def take(receive, num_bytes):
         done = 0

@@ -168,21 +168,21 @@ def test_fifty_members_sign_and_check_a_commit_in_little_more_than_their_signatu
 
     def unit_s() -> float:
         """This machine's own: a signature made, and 51 checked."""
-        began = time.process_time()
+        began = time.thread_time()
         keys[0].sign(b"x" * 100)
         for _ in range(51):
             verify(keys[0].peer_id, b"x" * 100, plain)
-        return time.process_time() - began
+        return time.thread_time() - began
 
     signatures = tuple(key.sign(body.signed_bytes) for key in keys)
 
     def commit_s() -> float:
         """What one member does: it signs, and checks the certificate that comes."""
         fresh = replace(body, anchor=body.anchor)
-        began = time.process_time()
+        began = time.thread_time()
         keys[0].sign(fresh.signed_bytes)
         assert Certificate(body=fresh, signatures=signatures).is_signed(verify)
-        return time.process_time() - began
+        return time.thread_time() - began
 
     unit, used = min(unit_s() for _ in range(5)), min(commit_s() for _ in range(5))
     # 20 ms on a machine that checks a signature in 130 microseconds.

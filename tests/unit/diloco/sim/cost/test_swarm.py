@@ -224,10 +224,10 @@ def test_all_lost_at_once_go_on_from_a_checkpoint():
 
 
 def test_two_hundred_peers_take_seconds_of_a_processor():
-    began_s = time.process_time()
+    began_s = time.thread_time()
     figures = simulate(scenario(200, mbps=500.0, codec="int8", jitter=0.01, num_epochs=1))
     # On idle cores it takes about 4 s, half that for each of its two epochs.
-    assert time.process_time() - began_s < 20.0
+    assert time.thread_time() - began_s < 20.0
     assert figures.members == 200
     # Every vote goes to one leader and every commit comes from it: that takes its link a while.
     assert figures.parts.vote_s > 2 * ONE_WAY_S

@@ -1,0 +1,48 @@
+"""Run as a program: by codec, what a reduction takes beyond its tensors, of few chunks and of many, as JSON.
+
+In a process of its own: what else a process does would be in its peak, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+from pathlib import Path
+
+from peers.protocol.codecs import CODEC_NAMES
+from peers.reduce.plan import CHUNK_NUMEL
+from tests.support.reduction_group import ReductionGroup, outcomes
+
+NUM_MEMBERS = 4
+CHUNKS = (2, 8)
+
+
+def resident_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"no {field}")
+
+
+def growth_while_reducing(group: ReductionGroup) -> int:
+    """Of the whole process, in which all members are. Raises OSError if the kernel does not start peaks anew."""
+    gc.collect()
+    # What malloc keeps of an earlier reduction would pass for memory that this one does without.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    outcomes(group, range(NUM_MEMBERS))
+    return resident_bytes("VmHWM") - before
+
+
+def growth_of(codec: str, num_chunks: int) -> int:
+    with contextlib.closing(
+        ReductionGroup(NUM_MEMBERS, NUM_MEMBERS * num_chunks * CHUNK_NUMEL, codec=codec)
+    ) as group:
+        return growth_while_reducing(group)
+
+
+if __name__ == "__main__":
+    print(json.dumps({codec: [growth_of(codec, chunks) for chunks in CHUNKS] for codec in CODEC_NAMES}))
