@@ -441,7 +441,9 @@ async def test_many_are_told_again_and_again_who_is_still_here_and_few_hear_ever
     monkeypatch.setattr(mesh_module, "OFTEN_S", 0.02)
     few = Many(tmp_path / "few", 4)
     await few.meet()
-    await asyncio.sleep(0.1)
+    for _ in range(5):
+        # One after the other: meanwhile each mesh has had its turn as often.
+        await asyncio.sleep(mesh_module.OFTEN_S)
     await few.close()
     assert not any(few.still_here.values())
 
