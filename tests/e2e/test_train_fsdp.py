@@ -80,14 +80,6 @@ def test_a_training_leaves_its_metrics_and_a_model_that_transformers_loads(tmp_p
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([104, 105]) == "hi"
 
 
-def test_a_mistake_of_the_users_gets_one_box_and_exit_code_2(tmp_path):
-    code, output = finished([sys.executable, *BY_MODULE, *flags(tmp_path, path_model="no/such/model")])
-    assert code == 2
-    assert output.count("╭─ diloco") == 1
-    assert "no/such/model is not a model" in output
-    assert "Traceback" not in output
-
-
 @pytest.mark.exhaustive
 def test_under_torchrun_the_box_is_there_once(tmp_path):
     code, output = finished([*TORCHRUN, *BY_PATH, *flags(tmp_path, path_model="nowhere")])

@@ -279,7 +279,6 @@ def test_initial_peers_that_do_not_answer_are_named(start, places):
     check_refused(command, f"{address}: connection refused")
 
 
-@pytest.mark.exhaustive
 def test_a_worker_by_hand_refuses_a_model_that_does_not_fit(start, places):
     command = start(*DILOCO[:1], *TRAINER, *training_flags(Path(places["HUGE"])))
     check_refused(command, "GiB of memory, ")

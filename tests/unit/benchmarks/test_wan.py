@@ -38,7 +38,6 @@ def test_a_stretch_of_steps_lasts_until_the_slowest_peer_is_done() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.exhaustive
 def test_a_swarm_of_commands_averages_and_leaves_no_process(tmp_path: Path) -> None:
     job = Job(loop=Loop(numel=1000, max_epochs=2), local_steps=2)
     with Swarm(job, tmp_path, [Seat()] * 2) as swarm:

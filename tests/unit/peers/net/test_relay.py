@@ -1,21 +1,26 @@
-"""Relays that lie, hang or give out, and callers that want more than their share: libp2p is in this process."""
+"""Streams through a third peer, relays that lie, hang or give out, and callers that want more than their share.
+
+libp2p is in this process.
+"""
 
 import asyncio
 import contextlib
+import os
 import socket
+import ssl
 from functools import partial
 from pathlib import Path
 
 import pytest
 from msgspec.msgpack import Decoder
 
-from peers.errors import PeerUnreachable
+from peers.errors import PeersError, PeerUnreachable
 from peers.net import offers
 from peers.net.channel import Channel
 from peers.net.paths import relay as relay_module
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
-from peers.net.paths.relay import Relay
+from peers.net.paths.relay import MAX_FORWARDED_PER_PAIR, Relay
 from peers.protocol.relays import Go, Offer, Ready, Want, asking, delivering
 from tests.support.in_process import Network, until
 from tests.support.keys import credentials
@@ -84,6 +89,86 @@ async def relay_between(member, other, timeout_s=10.0):
     return relay
 
 
+async def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_caller(tmp_path):
+    async with members(tmp_path, "arb") as (_, m):
+        ours = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=20)
+        caller, theirs = await asyncio.wait_for(m["b"].streams.get(), 20)
+        assert caller == m["a"].peer_id
+        assert isinstance(ours, ssl.SSLSocket) and isinstance(theirs, ssl.SSLSocket)
+        payload = os.urandom(4 << 20)
+        for sock in (ours, theirs):
+            sock.settimeout(20)
+        sender = asyncio.to_thread(ours.sendall, payload)
+        received = bytearray()
+
+        def read():
+            while len(received) < len(payload):
+                received.extend(theirs.recv(1 << 16))
+
+        await asyncio.gather(sender, asyncio.to_thread(read))
+        assert received == payload
+        ours.close()
+        assert await asyncio.to_thread(theirs.recv, 1) == b""
+        theirs.close()
+
+
+async def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_path):
+    async with members(tmp_path, "arb") as (network, m):
+        a, r, b = m["a"], m["r"], m["b"]
+        streams = [
+            await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20) for _ in range(MAX_FORWARDED_PER_PAIR)
+        ]
+        with pytest.raises(PeerUnreachable, match="as much as I can"):
+            await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20)
+        for stream in streams:
+            stream.close()
+        stranger = credentials(tmp_path, "stranger").peer_id
+        with pytest.raises(PeerUnreachable, match="not both of you"):
+            await a.relay.open(stranger, PROTOCOL, timeout_s=20)
+        network.cut.add(frozenset({r.peer_id, b.peer_id}))
+        network.opened.clear()
+        with pytest.raises(PeerUnreachable, match="no connection with it"):
+            await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20)
+        # It did not go on to ask anybody else.
+        assert network.opened == ["diloco/run/relay"]
+
+
+async def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path):
+    async with members(tmp_path, "arb") as (_, m):
+        a, r, b = m["a"], m["r"], m["b"]
+        for claimed in (a.peer_id, "nobody", 7):
+            leg = await r.libp2p.open(b.peer_id, "diloco/run/relayed", timeout_s=10)
+            await Channel(leg).send({"type": "deliver", "caller": claimed}, 10)
+            with pytest.raises(PeersError):
+                await r.acceptor.call(leg, b.peer_id, PROTOCOL, timeout_s=10)
+        assert b.streams.empty() and not b.acceptor._of
+
+
+async def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path):
+    async with members(tmp_path, "arsb") as (network, m):
+        a, b = m["a"], m["b"]
+        first = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20)
+
+        def forwarding():
+            return [m[name] for name in "rs" if m[name].relay._forwarded]
+
+        # The other one has made an offer as well, which nobody took.
+        await until(lambda: len(forwarding()) == 1)
+        (used,) = forwarding()
+        a.relay.blame(first)
+        other = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20)
+        relays = [a.relay._way_of[stream][0] for stream in (first, other)]
+        assert relays[1] != relays[0] == used.peer_id
+        other.close()
+        await used.relay.close()
+        first.settimeout(10)
+        assert await asyncio.to_thread(first.recv, 1) == b""
+        first.close()
+        network.cut |= {frozenset({used.peer_id, other.peer_id}) for other in (a, b)}
+        second = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20)
+        second.close()
+
+
 async def test_a_relay_that_does_not_answer_holds_up_no_offer_of_another(tmp_path, monkeypatch):
     async with members(tmp_path, "ahrb") as (network, m):
         network.handlers[m["h"].peer_id, asking("run")] = hang
@@ -120,9 +205,12 @@ async def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_ot
 
 async def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(offers, "GRACE_S", 5.0)
+    for module in (offers, relay_module):
+        # For so long an offer that nobody turns down is kept.
+        monkeypatch.setattr(module, "PROBE_S", 60.0)
     async with members(tmp_path, "arsb") as (_, m):
         stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
-        await until(lambda: sum(m[name].relay._forwarded.total() for name in "rs") <= 1, 2.0)
+        await until(lambda: sum(m[name].relay._forwarded.total() for name in "rs") <= 1)
         opening = asyncio.create_task(m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10))
         await asyncio.sleep(0.01)
         opening.cancel()
@@ -134,11 +222,14 @@ async def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monke
 
 
 def num_sockets():
+    """Ends of socket pairs, as which streams come: what else runs in this process opens others."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    unnamed = {f"socket:[{words[6]}]" for words in lines if len(words) == 7}
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         # That of the listing itself is gone by now.
         with contextlib.suppress(FileNotFoundError):
-            found += str(descriptor.readlink()).startswith("socket")
+            found += str(descriptor.readlink()) in unnamed
     return found
 
 
