@@ -293,11 +293,10 @@ class CatchUp:
         """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
-        still here. Where nobody of the roster is left but this peer, it goes only if no other peer has signed a commit
-        of its chain: what members made together is not given up to strangers. It then goes, as on a tie, to two members
-        that stand together there, since they would not come here; else to the run whose genesis is too old to be known,
-        or has the smaller hash: so on both sides. Only a founder that has followers waits for its first commit with
-        them.
+        still here. Where nobody of the roster is left but this peer, commits are not given up to strangers: a former
+        member must have signed there. If so it goes, as on a tie, to two members that stand together there, since they
+        would not come here; else to the run whose genesis is too old to be known, or has the smaller hash: so on both
+        sides. Only a founder that has followers waits for its first commit with them.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -317,7 +316,8 @@ class CatchUp:
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
             may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
         else:
-            wins = gives_way and own.is_genesis
+            signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
+            wins = gives_way and (own.is_genesis or self.chain.has_member_of(signers))
             may_go = all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
 

@@ -9,7 +9,7 @@ wins; on a tie, the one whose first certificate after the split has the smaller 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,9 +71,9 @@ class Chain:
         oldest = next(iter(self._own.values()), None)
         return oldest.head if oldest is not None and oldest.is_genesis else ""
 
-    def has_commits_of_nobody_but(self, me: str) -> bool:
-        """Whether no other peer has signed a commit of this peer's chain, as far back as it is known."""
-        return all(commit.is_genesis or commit.plan.signer_set == {me} for commit in self._own.values())
+    def has_member_of(self, peer_ids: Collection[str]) -> bool:
+        """Whether any of them was a member somewhere on this peer's chain, as far back as it is known."""
+        return any(not commit.plan.roster_set.isdisjoint(peer_ids) for commit in self._own.values())
 
     def get(self, head: str) -> Certificate | None:
         return self._own.get(head) or self._others.get(head)
