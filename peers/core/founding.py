@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from peers.core.effects import Pledge, Send
 from peers.core.health import Swarm
-from peers.core.plans import attempt_of_most, is_free, lowest_free
+from peers.core.plans import is_free, lowest_free
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -103,13 +103,15 @@ class Founding:
         return True
 
     def _majority_attempt(self, founders: Iterable[str]) -> int:
+        """The highest attempt that a majority of the founders has reached."""
         statuses = [self.swarm.status(peer_id) for peer_id in founders if peer_id != self.keys.peer_id]
-        return attempt_of_most([self.attempt, *(status.attempt for status in statuses if status is not None)])
+        attempts = sorted([self.attempt, *(status.attempt for status in statuses if status is not None)])
+        return attempts[(len(attempts) - 1) // 2]
 
     def _follow_majority(self, turn: Turn, founders: Collection[str]) -> bool:
-        # One bounded step at a time, as in a round: peers that announce huge attempts cannot use up all of them.
+        # Bounded steps, as in a round.
         most_reached = min(self._majority_attempt(founders), self.attempt + 2 * len(founders))
-        if most_reached <= self.attempt or turn.now <= self._followed_at:
+        if most_reached <= self.attempt or not turn.passed(self._followed_at + self.timing.reaction_s):
             return False
         self._followed_at = turn.now
         self._enter_attempt(turn, most_reached)

@@ -144,11 +144,6 @@ def fault_in(
     return ""
 
 
-def attempt_of_most(attempts: Sequence[int]) -> int:
-    """The latest attempt that more than half of these peers have reached. A minority cannot raise it."""
-    return sorted(attempts)[(len(attempts) - 1) // 2]
-
-
 def is_quorum(present: Collection[str], parent: Certificate, quorum: float) -> bool:
     """Whether more than this share of the parent's roster is present."""
     roster = parent.plan.roster_set

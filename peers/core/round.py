@@ -24,7 +24,7 @@ from typing import NamedTuple
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
 from peers.core.group import Group, RoundContext
-from peers.core.plans import Entry, attempt_of_most
+from peers.core.plans import Entry
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.limits import MAX_ATTEMPT
@@ -142,7 +142,7 @@ class Round:
 
     def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
         """Do what is due; True if anything was. `entry`: this peer's work, None while its worker trains."""
-        if self._skip_to_attempt_of_most(turn):
+        if self._skip_to_median_attempt(turn):
             return True
         if self._lead is not None and self._watch_group(turn, self._lead):
             return True
@@ -208,7 +208,7 @@ class Round:
             return False
         if self._leader_could_propose_at is None:
             self._leader_could_propose_at = max(turn.now, self._not_before)
-        if self.attempt > self._attempt_of_most():
+        if self.attempt > self._median_attempt():
             # The others have yet to come to this attempt.
             return False
         # After a failure the leader pauses too, at most for the silence timeout (Timing.pause_s).
@@ -535,19 +535,18 @@ class Round:
             )
             turn.do(Send(leader, decline))
 
-    def _attempt_of_most(self) -> int:
-        """Of the roster members on this head, this peer included."""
+    def _median_attempt(self) -> int:
+        """The median attempt of the roster members on this head, this peer included."""
         here, roster = self._swarm.live_at(self.head), self._group.roster
         attempts = [status.attempt for peer_id, status in here.items() if peer_id in roster]
-        return attempt_of_most([*attempts, self.attempt])
+        attempts = sorted([*attempts, self.attempt])
+        return attempts[len(attempts) // 2]
 
-    def _skip_to_attempt_of_most(self, turn: Turn) -> bool:
-        """Skip to a later attempt if most members on this head do not take part in this one any more."""
-        if turn.now <= self._skipped_at:
-            return False
-        # Bounded steps: a peer that announces a huge attempt number cannot use up all attempts of this one.
-        next_attempt = min(self._attempt_of_most(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
-        if next_attempt <= self.attempt:
+    def _skip_to_median_attempt(self, turn: Turn) -> bool:
+        """Skip to the median attempt if that is later: half of the members do not take part in this one any more."""
+        # Bounded steps: peers that announce huge attempts cannot use up all attempts of this one.
+        next_attempt = min(self._median_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
+        if next_attempt <= self.attempt or not turn.passed(self._skipped_at + self._timing.reaction_s):
             return False
         self._skipped_at = turn.now
         self._leave_attempt(turn, next_attempt)
