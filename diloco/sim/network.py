@@ -157,9 +157,12 @@ class Network:
         if self.is_linked(one, other) and (one, other) not in self._channels:
             self._channels |= {(one, other), (other, one)}
             self.on_channel(one, other, True)
+            # As the mesh measures it: once, when the channel opens.
+            round_trip_s = sum(self._rng.uniform(*self.quality.delay_s) for _ in range(2))
             for end, far in ((one, other), (other, one)):
                 if (port := self._ports.get(end)) is not None:
                     port.post(events.Connected(far))
+                    port.post(events.RoundTrip(far, round_trip_s))
 
     def _break(self, one: str, other: str, notice_s: tuple[float, float]) -> None:
         if (one, other) not in self._channels:

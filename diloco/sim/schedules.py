@@ -17,6 +17,8 @@ from peers.core.weights import Aggregation
 from peers.protocol.aggregation import LEAST_ROBUST_GROUP, Rule
 
 ALL_LIARS = LIARS | FORGERS
+DELAYS_S = (*2 * ((0.001, 0.02), (0.01, 0.2)), (0.1, 0.5))
+"""With the longest, round trips are what timeouts scale with."""
 FAULTS_S = 40.0
 LOOK_S = 2.0
 STEPS_PER_EPOCH = 6
@@ -103,7 +105,7 @@ def draw(seed: int) -> Schedule:
         saves=rng.random() < 0.3,
         offers_differ=rng.random() < 0.1,
         grace_s=rng.choice((2.0, 5.0, 30.0)),
-        delay_s=rng.choice(((0.001, 0.02), (0.01, 0.2))),
+        delay_s=rng.choice(DELAYS_S),
         epoch_s=0.0 if seed % 4 == 2 else None,
         never_waits=seed % 8 in (2, 5),
         num_fragments=2 if rng.random() < 0.3 else 1,
