@@ -143,7 +143,9 @@ class VirtualPeer(Process):
         self.swarm.reductions.end(self.peer_id)
 
     def fetch(self, fetch: effects.Fetch) -> None:
-        self.swarm.downloads.begin(self, fetch.path[-1].body, fetch.donors, fetch.timeout_s)
+        follows = self.state is not None and fetch.path[0].plan.parent == self.state.head
+        body, donors = fetch.path[-1].body, fetch.donors
+        self.swarm.downloads.begin(self, body, donors, fetch.timeout_s, follows=follows)
 
     def apply(self, certificate: Certificate) -> None:
         def end() -> None:

@@ -11,7 +11,7 @@ from diloco.sim.forgers import FORGERS
 from diloco.sim.invariants import InvariantViolated
 from diloco.sim.liars import LIARS
 from diloco.sim.network import Quality
-from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
+from diloco.sim.swarm import Durations, Span, VirtualSwarm, peer_id_of, settings_for
 from diloco.sim.values import State, initial_state
 from peers.core.weights import Aggregation
 from peers.protocol.aggregation import LEAST_ROBUST_GROUP, Rule
@@ -19,6 +19,8 @@ from peers.protocol.aggregation import LEAST_ROBUST_GROUP, Rule
 ALL_LIARS = LIARS | FORGERS
 DELAYS_S = (*2 * ((0.001, 0.02), (0.01, 0.2)), (0.1, 0.5))
 """With the longest, round trips are what timeouts scale with."""
+SLOW_FETCH_S = (3.0, 10.0)
+"""As long as one to three epochs."""
 FAULTS_S = 40.0
 LOOK_S = 2.0
 STEPS_PER_EPOCH = 6
@@ -50,7 +52,8 @@ class Schedule:
     """Peers write checkpoints, and offer them when they restart."""
     offers_differ: bool
     grace_s: float
-    delay_s: tuple[float, float]
+    delay_s: Span
+    fetch_s: Span
     epoch_s: float | None
     never_waits: bool
     num_fragments: int
@@ -64,6 +67,8 @@ class Schedule:
             lines.append("  everybody offers another state")
         if self.epoch_s is not None:
             lines.append("  epochs last as long as trains most")
+        if self.fetch_s == SLOW_FETCH_S:
+            lines.append("  states are fetched slowly")
         if self.never_waits:
             lines.append("  workers never wait for a round")
         rule, discount = self.aggregation.rule, self.aggregation.staleness_discount
@@ -112,6 +117,7 @@ def draw(seed: int) -> Schedule:
         # A member that lies could make any other quorum unattainable.
         quorum=0.7 if not has_liar and rng.random() < 0.1 else 0.5,
         aggregation=_draw_aggregation(rng, num_peers),
+        fetch_s=SLOW_FETCH_S if rng.random() < 0.2 else Durations.fetch_s,
     )
 
 
@@ -142,6 +148,7 @@ def swarm_of(schedule: Schedule, *, traced: bool = False) -> VirtualSwarm:
             quorum=schedule.quorum,
             aggregation=schedule.aggregation,
         ),
+        durations=Durations(fetch_s=schedule.fetch_s),
         quality=Quality(delay_s=schedule.delay_s),
         liars={liar[0]: ALL_LIARS[liar[1]]} if liar else None,
         saves=schedule.saves,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from diloco.sim.clock import Clock
-from diloco.sim.download import Downloads
+from diloco.sim.download import REPEAT_S, Downloads
 from diloco.sim.network import Network
 from diloco.sim.reduction import OPEN_S, STALL_S, Reductions
 from diloco.sim.values import Pieces, State, digest
@@ -213,6 +213,27 @@ def test_a_download_needs_one_donor_that_is_heard_to_its_end():
     world.cut("b", "a")
     world.at(4.0)
     assert world.peers["a"].outcomes == ["done", {"b", "c"}]
+
+
+def test_a_donor_serves_the_state_that_it_had_when_the_download_began():
+    world = World()
+    world.peers["b"].states[STATE.head] = STATE
+    world.downloads.begin(world.peers["a"], BODY, ("b",), TIMEOUT_S)
+    world.peers["b"].states.clear()
+    world.at(2.0)
+    assert world.peers["a"].outcomes == ["done"]
+
+
+@pytest.mark.parametrize(("follows", "takes_s"), [(True, REPEAT_S), (False, 8.0)])
+def test_commits_are_repeated_faster_than_a_state_is_transferred(follows, takes_s):
+    world = World()
+    world.downloads.fetch_s = (8.0, 8.0)
+    world.peers["b"].states[STATE.head] = STATE
+    world.downloads.begin(world.peers["a"], BODY, ("b",), TIMEOUT_S, follows=follows)
+    world.at(takes_s - 0.1)
+    assert world.peers["a"].outcomes == []
+    world.at(takes_s + 0.1)
+    assert world.peers["a"].outcomes == ["done"]
 
 
 def test_values_that_do_not_match_the_digests_are_not_taken():
