@@ -132,6 +132,23 @@ def test_a_withheld_certificate_is_asked_for():
     together(swarm)
 
 
+def test_a_commit_that_a_majority_has_signed_is_not_rolled_back_while_the_others_wait_for_its_certificate():
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    leader = leader_of(swarm)
+    swarm.network.tamper = lambda sender, _, message: (
+        None if sender == peer_id_of(leader) and isinstance(message, Certificates) else message
+    )
+    assert swarm.run_until(lambda: swarm.state(leader).epoch == 4, 2 * EPOCH_S)
+    commit = swarm.state(leader)
+    behind = {rank: 3 for rank in range(3) if rank != leader}
+    # Longer than a majority has to stay at a head for a rollback to it.
+    swarm.run(2.0)
+    assert swarm.epochs() == behind | {leader: 4} and swarm.state(leader) is commit
+    swarm.network.tamper = lambda sender, receiver, message: message
+    together(swarm)
+
+
 def test_a_certificate_that_one_peer_kept_undoes_nothing_that_its_other_signers_have_signed_since():
     swarm = VirtualSwarm(5)
     in_epoch(swarm, 3)
