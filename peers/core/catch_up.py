@@ -303,6 +303,9 @@ class CatchUp:
         if not path or not (path[0].is_genesis or self._are_without(holders, path[0].plan.parent)):
             return ()
         own = self.chain.newest
+        if self.chain.follows(own.head, head):
+            # A newcomer has no certificates of its chain before its first head, but may know them.
+            return ()
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
         is_smaller = (path[0].head if path[0].is_genesis else "") < self.chain.genesis

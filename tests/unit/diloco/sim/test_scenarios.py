@@ -217,3 +217,31 @@ def test_who_was_away_for_longer_than_certificates_are_kept_takes_what_the_other
     together(swarm)
     together(swarm)
     assert swarm.contributors(swarm.state(0).head) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+def test_the_only_member_does_not_return_to_the_head_before_its_newest_when_it_restarts(seed):
+    swarm = VirtualSwarm(3, seed=seed)
+    in_epoch(swarm, 2)
+    for rank in (0, 1):
+        swarm.finish(rank)
+    assert swarm.run_until(lambda: swarm.roster(swarm.state(2).head) == {2}, 60.0)
+    for rank in (0, 1):
+        swarm.kill(rank)
+        swarm.start(rank)
+        assert swarm.run_until(lambda rank=rank: swarm.peers[rank].state is not None, 60.0)
+        swarm.crash_worker(rank, 1000.0)
+    swarm.run(1.0)
+    assert swarm.run_until(lambda: len(swarm.heads()) == 1, 60.0)
+    # One of the two stays at this head, the other hears of the next.
+    before = swarm.state(1)
+    swarm.network.tamper = lambda sender, receiver, message: (
+        None if receiver == "p1" and isinstance(message, Certificates) else message
+    )
+    assert swarm.run_until(lambda: swarm.state(0).parent is before and len(swarm.heads()) == 2, 60.0)
+    swarm.kill(2)
+    swarm.start(2)
+    assert swarm.run_until(lambda: swarm.peers[2].state is not None, 60.0)
+    assert swarm.state(2).parent is before
+    # That it goes back would violate an invariant.
+    swarm.run(5.0)
