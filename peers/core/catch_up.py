@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import Chain, Fork, adoptable_prefix, num_majorities, prefers_theirs
+from peers.core.chain import Chain, Fork, adoptable_prefix, has_majority, num_backed, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
 from peers.core.plans import fault_of_successor, is_quorum
@@ -294,9 +294,10 @@ class CatchUp:
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
         still here. Where nobody of the roster is left but this peer, commits are not given up to strangers: a former
-        member must have signed there. If so it goes, as on a tie, to two members that stand together there, since they
-        would not come here; else to the run whose genesis is too old to be known, or has the smaller hash: so on both
-        sides. Only a founder that has followers waits for its first commit with them.
+        member must stand there. If so it goes, as on a tie, to two members that stand together there, since they would
+        not come here; else to the run whose genesis is too old to be known, or has the smaller hash, and between two
+        such to the smaller head: so on both sides. Only a founder that has followers waits for its first commit with
+        them.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -308,7 +309,8 @@ class CatchUp:
             return ()
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
-        is_smaller = (path[0].head if path[0].is_genesis else "") < self.chain.genesis
+        theirs = path[0].head if path[0].is_genesis else ""
+        is_smaller = (theirs, path[-1].head) < (self.chain.genesis, own.head)
         # Those that have followed a founder to its genesis are members only with its first commit.
         is_founder = own.is_genesis and self.me in own.plan.roster_set
         is_followed = is_founder and not (holders | roster).issuperset(self.swarm.live_at(own.head))
@@ -319,8 +321,8 @@ class CatchUp:
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
             may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
         else:
-            signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
-            wins = gives_way and (own.is_genesis or self.chain.has_member_of(signers))
+            is_known = not holders.isdisjoint(self.chain.former_members)
+            wins = gives_way and (own.is_genesis or is_known)
             may_go = all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
 
@@ -339,9 +341,10 @@ class CatchUp:
     def _newcomer_path(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
         """The newest head of the run that most live peers are in. Empty until its certificate has arrived.
 
-        Where chains of that run part, the Fork rule decides. Of heads that follow each other it is the last to which
-        majorities of the rosters lead from the first, so a member that made commits with strangers leads nobody there.
-        Nor can the first peer to answer: this waits for the others, unless a majority of the roster has answered.
+        Where chains of that run part, the side that a majority has signed is taken, else the one that the Fork rule
+        prefers. Of heads that follow each other it is the last that is backed (`num_backed`): a member that made
+        commits with strangers leads nobody there. Nor can the first peer to answer: this waits for the others, unless a
+        majority of the roster has answered.
         """
         if not heads or self._heads_since is None:
             return ()
@@ -364,8 +367,8 @@ class CatchUp:
         if not best:
             return ()
         announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
-        end = announced[0] + num_majorities(best[announced[0]], best[announced[0] + 1 :])
-        newest = max(place for place in announced if place <= end)
+        end = announced[0] + num_backed(best[announced[0] :], heads)
+        newest = max(place for place in announced if place < end)
         certificate = best[newest]
         supporters = {p for place in announced if place >= newest for p in heads[best[place].head]}
         is_agreed = len(supporters) > 1 and is_quorum(supporters, certificate, 0.5)
@@ -382,9 +385,9 @@ def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) ->
     if not ours or not theirs:
         return other if theirs else path
     ancestor = path[shared - 1]
-    is_backed, is_other_backed = (num_majorities(ancestor, side) > 0 for side in (ours, theirs))
-    if is_backed != is_other_backed:
-        return other if is_other_backed else path
+    ours_has_it, theirs_has_it = has_majority(ancestor, ours), has_majority(ancestor, theirs)
+    if ours_has_it != theirs_has_it:
+        return other if theirs_has_it else path
     return other if prefers_theirs(Fork(ancestor, ours, theirs)) else path
 
 

@@ -9,7 +9,7 @@ wins; on a tie, the one whose first certificate after the split has the smaller 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ MAX_OWN = 256
 """Certificates of its own chain that a peer keeps. A peer that was away for longer rejoins as a newcomer."""
 RECENT_COMMITS = 16
 """The newest commits, of which `Chain.is_faultless` speaks."""
+MAX_FORMER_MEMBERS = 4096
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
 """Certificates of other chains that a peer keeps; beyond these limits the oldest are dropped."""
@@ -45,6 +46,8 @@ class Chain:
         self._others: dict[str, Certificate] = {}
         self._others_bytes = 0
         self.head = ""
+        self.former_members: dict[str, None] = {}
+        """All who have been on its rosters, also before the oldest certificate that is kept; a set in order of time."""
         self.is_faultless = True
         """Each of the last commits was made at the first attempt, by every member of the roster before it that it does
         not take off, and this peer has been there since."""
@@ -71,9 +74,11 @@ class Chain:
         oldest = next(iter(self._own.values()), None)
         return oldest.head if oldest is not None and oldest.is_genesis else ""
 
-    def has_member_of(self, peer_ids: Collection[str]) -> bool:
-        """Whether any of them was a member somewhere on this peer's chain, as far back as it is known."""
-        return any(not commit.plan.roster_set.isdisjoint(peer_ids) for commit in self._own.values())
+    def met(self, roster: Collection[str]) -> None:
+        """These peers have been members where this chain comes from."""
+        self.former_members |= dict.fromkeys(roster)
+        while len(self.former_members) > MAX_FORMER_MEMBERS:
+            del self.former_members[next(iter(self.former_members))]
 
     def get(self, head: str) -> Certificate | None:
         return self._own.get(head) or self._others.get(head)
@@ -177,6 +182,7 @@ class Chain:
         for certificate in path:
             self.forget(certificate.head)
             self._own[certificate.head] = certificate
+            self.met(certificate.plan.roster_set)
         self.head = path[-1].head
         for certificate in reversed(removed):
             self.add(certificate)
@@ -269,15 +275,23 @@ def adoptable_prefix(
     return tuple(accepted)
 
 
-def num_majorities(ancestor: Certificate, path: Sequence[Certificate]) -> int:
-    """How many certificates of `path`, which follows `ancestor`, have each been signed by a majority of the roster that
-    the one before it names: this certificate itself, or one that follows it on the path."""
-    last_signed, before = _last_signed_at(path), ancestor
-    for place, certificate in enumerate(path):
+def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:
+    """Whether a majority of the ancestor's roster has signed on this path that follows it."""
+    roster = ancestor.plan.roster_set
+    return 2 * len(roster.intersection(_last_signed_at(path))) > len(roster)
+
+
+def num_backed(path: Sequence[Certificate], holders: Mapping[str, Collection[str]]) -> int:
+    """How many certificates of `path` are backed, from the first on, which is: of the roster that the one before it
+    names, a majority has signed it or one that follows it, or more members than stand at a head before it (`holders`).
+    """
+    last_signed, stayed = _last_signed_at(path), set[str]()
+    for place, (before, _) in enumerate(pairwise(path), start=1):
         roster = before.plan.roster_set
-        if 2 * sum(last_signed.get(peer_id, -1) >= place for peer_id in roster) <= len(roster):
+        stayed |= roster.intersection(holders.get(before.head, ()))
+        supporters = {peer_id for peer_id in roster if last_signed.get(peer_id, -1) >= place}
+        if 2 * len(supporters) <= len(roster) and len(supporters) <= len(stayed & roster):
             return place
-        before = certificate
     return len(path)
 
 

@@ -57,6 +57,11 @@ class Founding:
     def __post_init__(self) -> None:
         self.attempt = min(MAX_ATTEMPT, self.signed + 1)
 
+    @property
+    def heard_by(self) -> float:
+        """By then peers that connect have to have sent a status: strangers could come without end."""
+        return self.began_at + self.timing.last_resort_s
+
     def heard_of_a_run(self, now: float) -> None:
         """A peer announces a head. Has an effect once only, so that announcing runs which do not exist cannot delay the
         founding for ever."""

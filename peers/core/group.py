@@ -163,9 +163,11 @@ class Group:
         )
 
     def removed_by(self, plan: Plan) -> frozenset[str]:
-        """Members that the plan removes though they did not say in it that they leave. That they left, or are gone, may
-        reach others at different times: a disagreement about it is nobody's fault."""
-        return self.roster - plan.roster_set - plan.signer_set
+        """Members that the plan removes though they did not say in it that they leave, and that were absent from few
+        commits. That they left, or are gone, may reach others at different times: a disagreement about it is nobody's
+        fault, unless it lasts."""
+        removed = self.roster - plan.roster_set - plan.signer_set
+        return frozenset(p for p in removed if self._absent.get(p, 0) < 2 * ABSENT_COMMITS)
 
     def would_remove(self, removed: Collection[str], contributors: Collection[str]) -> bool:
         """Whether this peer would remove them, too."""

@@ -156,7 +156,8 @@ class Swarm:
     def still_here(self, peer_ids: Collection[str], now: float) -> None:
         """The mesh hears these peers, or neighbours of them that do: they are not silent."""
         for peer_id in self._live.keys() & peer_ids:
-            self._peers[peer_id].heard_at = now
+            if self._live[peer_id] is not _UNHEARD:
+                self._peers[peer_id].heard_at = now
 
     def _add(self, peer_id: str, status: Status, now: float) -> None:
         health = self._peers[peer_id] = Health(status, now, at_head_at=now)

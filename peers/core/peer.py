@@ -304,7 +304,7 @@ class Peer:
         elif not message.is_path:
             self.swarm.strike(sender, self.epoch)
             return
-        is_wanted = self.chain.get(message.head) is None and self.catch_up.has_asked(sender, message.head)
+        is_wanted = self.catch_up.has_asked(sender, message.head)
         for certificate in message.certificates:
             if self.chain.get(certificate.head) is not None:
                 continue
@@ -391,7 +391,7 @@ class Peer:
                 return False
         if (
             self.swarm.has_started_run()
-            or self.swarm.has_unheard()
+            or (self.swarm.has_unheard() and not turn.passed(self._founding.heard_by))
             or not turn.passed(self._founding.not_before)
         ):
             return False
@@ -426,6 +426,8 @@ class Peer:
         if (offer.anchor, offer.momentum) != (genesis.body.anchor, genesis.body.momentum):
             return False
         self._adopt(turn, (genesis,))
+        if offer.certificate is not None:
+            self.chain.met(offer.certificate.plan.roster_set)
         return True
 
     def _commit(self, turn: Turn) -> bool:

@@ -693,3 +693,99 @@ def test_certificates_that_do_not_lead_to_what_was_asked_for_are_not_kept():
     a.say("z", Certificates(head=asked, certificates=junk))
     assert [a.peer.chain.get(one.head) for one in junk] == [None, None, None]
     assert a.peer.swarm.strikes("z") == 1
+
+
+@pytest.mark.parametrize(("founders", "dead"), [("ab", "b"), ("abcd", "cd")])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_stranger_at_an_old_head_holds_no_newcomer_back_from_a_chain_with_a_minoritys_commit(
+    founders, dead, is_late
+):
+    left = founders.replace(dead, "")
+    first = genesis(founders)
+    path = [commit(first, founders)]
+    path += chain_of(path[-1], left, 2)
+    path.append(commit(path[-1], left + "uvw", off=dead))
+    path += chain_of(path[-1], left + "uvw", 4)
+    n = Driven("n", settings=with_settings(galaxy_size=3))
+    n.know([first, *path])
+    if not is_late:
+        n.announce(path[0], "z")
+    n.announce(path[-1], left + "uvw")
+    n.run(3)
+    if is_late:
+        n.announce(path[0], "z")
+        n.run(3)
+    assert fetched_heads(n) == [path[-1].head]
+
+
+def alone(me: str, others: str, commits: int, path: list[Certificate]) -> Driven:
+    """It joined at the end of `path`, and has made so many commits alone since the others were cut off."""
+    driven = Driven(me, settings=with_settings(galaxy_size=3))
+    driven.know(path)
+    driven.announce(path[-1], others)
+    driven.run(4)
+    driven.fetched()
+    driven.run(2)
+    driven.hush(others)
+    for other in others:
+        driven.feed(events.Disconnected(other))
+    driven.run(40)
+    end = driven.peer.epoch + commits
+    while driven.peer.epoch < end:
+        driven.ready()
+        driven.run(0.5)
+        (reduce,) = driven.of(effects.Reduce)
+        driven.effects.clear()
+        driven.feed(events.Reduced(reduce.plan.digest, digest("a", me, end), digest("m", me, end)))
+        driven.run(0.5)
+    driven.known.clear()
+    return driven
+
+
+def test_strangers_take_no_commits_over_by_one_of_their_own_on_top_of_an_old_one():
+    path = [genesis("abc"), *chain_of(genesis("abc"), "abc", 60)]
+    a = alone("a", "bc", 5, path)
+    assert not a.peer.chain.genesis
+    lie = commit(path[5], "yz", off="abc")
+    a.know([path[5], lie])
+    a.announce(lie, "yz")
+    a.run(60)
+    assert fetched_heads(a) == []
+
+
+@pytest.mark.parametrize("members", ["b", "bcd"])
+def test_who_was_away_for_longer_than_certificates_are_kept_goes_back_to_its_members(members):
+    path = [genesis("abcd"), commit(genesis("abcd"), "abcd")]
+    a = alone("a", "bcd", MAX_OWN + 10, path)
+    theirs = [path[-1]]
+    for number in range(MAX_OWN + 10):
+        off = set("abcd") - set(members) if number == 3 else ()
+        theirs.append(commit(theirs[-1], members, off=off))
+    a.know(theirs[-MAX_OWN:])
+    a.announce(theirs[-1], members)
+    a.run(30)
+    went = fetched_heads(a) == [theirs[-1].head]
+    # A single one may also come here.
+    assert went or (members == "b" and a.peer.head < theirs[-1].head)
+
+
+def test_short_answers_of_one_peer_do_not_keep_the_longer_ones_of_others_out():
+    first = genesis("abcz")
+    path = chain_of(first, "bcz", 100)
+    known = {one.head: one for one in [first, *path]}
+    a = Driven.at(first, "bcz")
+    a.mute |= set("bcz")
+    a.announce(path[-1], "bcz")
+    num_rounds, seen = 0, 0
+    while not a.of(effects.Fetch):
+        num_rounds += 1
+        asks = [e for e in a.effects[seen:] if isinstance(e, effects.Send) and isinstance(e.message, Ask)]
+        seen = len(a.effects)
+        a.now += 0.05
+        for ask in sorted(asks, key=lambda ask: ask.peer_id != "z"):
+            answer, head = [], ask.message.head
+            while len(answer) < (1 if ask.peer_id == "z" else 32) and head != ask.message.have:
+                answer.append(known[head])
+                head = known[head].plan.parent
+            a.say(ask.peer_id, Certificates(head=ask.message.head, certificates=tuple(answer[::-1])))
+        assert num_rounds < 10

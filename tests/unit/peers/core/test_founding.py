@@ -410,3 +410,15 @@ def test_proposals_of_peers_that_are_no_founders_are_not_kept():
         a.say(sender, Found(body=body))
     assert not a.of(Vote)
     assert not a.peer._founding._proposals
+
+
+@pytest.mark.parametrize("has_heard_of_them", [False, True])
+def test_peers_that_connect_without_end_and_say_nothing_hold_no_founding_up(has_heard_of_them):
+    a = Driven("a", settings=with_settings(galaxy_size=1), has_worker=False)
+    a.feed(events.Connected("z"))
+    a.feed(events.StateOffered(OFFER))
+    a.feed(events.WorkerWaits())
+    for number in range(60):
+        a.run(1)
+        a.feed(events.StillHere(frozenset("z")) if has_heard_of_them else events.Connected(f"z{number}"))
+    assert a.peer.head
