@@ -30,7 +30,7 @@ _ROOT = Path(__file__).parent.parent
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["peers.daemon.main", "hivemind.dht.node", "peers.net.libp2p.transport"])
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
