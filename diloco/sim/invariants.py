@@ -116,8 +116,8 @@ class Invariants:
             self.violated(f"{me} applies {certificate.head[:6]} with other digests")
         elif peer.state is None or peer.state.head != body.plan.parent:
             self.violated(f"{me} applies {certificate.head[:6]} to another state")
-        elif outcome.doubled:
-            self.violated(f"{me} commits pieces {sorted(outcome.doubled)} that are in the state twice")
+        elif doubled := outcome.doubled - self._truth.made_by_liars:
+            self.violated(f"{me} commits pieces {sorted(doubled)} that are in the state twice")
         self._check_signatures(me, certificate)
         if len(body.plan.contributors) < self._least_group:
             self.violated(f"{me} commits {certificate.head[:6]} with fewer than {self._least_group} members")

@@ -100,6 +100,8 @@ class Truth:
     """For peers that lost their worker: when they got another; infinite: not yet."""
     contradictions: list[str] = field(default_factory=list)
     """Heads under which two peers have different values."""
+    made_by_liars: set[int] = field(default_factory=set)
+    """Pieces: a liar may hand its work over twice."""
 
     def knows(self, certificates: Iterable[Certificate]) -> None:
         for certificate in certificates:

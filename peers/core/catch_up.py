@@ -295,8 +295,8 @@ class CatchUp:
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
         still here. Where nobody of the roster is left but this peer, commits are not given up to strangers: a former
         member must stand there. If so it goes, as on a tie, to two members that stand together there, since they would
-        not come here; else to the run whose genesis is too old to be known, or has the smaller hash, and between two
-        such to the smaller head: so on both sides. Only a founder that has followers waits for its first commit with
+        not come here; else a run without commits gives way, then the one whose genesis is known and has the greater
+        hash, then the greater head: so on both sides. Only a founder that has followers waits for its first commit with
         them.
         """
         path = self.chain.path_back(head)
@@ -310,18 +310,19 @@ class CatchUp:
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
         theirs = path[0].head if path[0].is_genesis else ""
-        is_smaller = (theirs, path[-1].head) < (self.chain.genesis, own.head)
+        place, own_place = (path[-1].is_genesis, theirs, head), (own.is_genesis, self.chain.genesis, own.head)
+        is_before = place < own_place
         # Those that have followed a founder to its genesis are members only with its first commit.
         is_founder = own.is_genesis and self.me in own.plan.roster_set
         is_followed = is_founder and not (holders | roster).issuperset(self.swarm.live_at(own.head))
-        gives_way = len(holders & path[-1].plan.roster_set) > 1 or (is_smaller and not is_followed)
+        gives_way = len(holders & path[-1].plan.roster_set) > 1 or (is_before and not is_followed)
         if switched:
             objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
             lead = len(switched) - 1 - len(objectors)
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
             may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
         else:
-            is_known = not holders.isdisjoint(self.chain.former_members)
+            is_known = not self.chain.former_members.keys().isdisjoint(heads[head])
             wins = gives_way and (own.is_genesis or is_known)
             may_go = all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
@@ -355,11 +356,13 @@ class CatchUp:
             runs.setdefault(path[0].head if path else head, []).append(head)
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
 
-        def rank(first: str) -> tuple[int, int, int, str]:
+        def rank(first: str) -> tuple[int, int, bool, int, str]:
             num_holders = sum(len(heads[head]) for head in runs[first])
             plans = [paths[head][-1].plan for head in runs[first] if paths[head]]
             num_signers, epoch = max(((len(plan.signers), plan.epoch) for plan in plans), default=(0, 0))
-            return num_holders, num_signers, epoch, first
+            # A fetch that has begun goes on: of two runs that are alike now this one, now that one is further.
+            is_fetched = any(self.target in paths[head] for head in runs[first])
+            return num_holders, num_signers, is_fetched, epoch, first
 
         best: Sequence[Certificate] = ()
         for head in runs[max(runs, key=rank)]:
@@ -367,7 +370,7 @@ class CatchUp:
         if not best:
             return ()
         announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
-        end = announced[0] + num_backed(best[announced[0] :], heads)
+        end = num_backed(best, announced[0], heads, self.me)
         newest = max(place for place in announced if place < end)
         certificate = best[newest]
         supporters = {p for place in announced if place >= newest for p in heads[best[place].head]}

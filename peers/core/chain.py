@@ -281,16 +281,22 @@ def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:
     return 2 * len(roster.intersection(_last_signed_at(path))) > len(roster)
 
 
-def num_backed(path: Sequence[Certificate], holders: Mapping[str, Collection[str]]) -> int:
-    """How many certificates of `path` are backed, from the first on, which is: of the roster that the one before it
-    names, a majority has signed it or one that follows it, or more members than stand at a head before it (`holders`).
+def num_backed(
+    path: Sequence[Certificate], start: int, holders: Mapping[str, Collection[str]], me: str
+) -> int:
+    """How many certificates of `path` are backed: those up to and with the one at `start`, and each after it as long as
+    a majority of the roster that the one before it names has signed it or one that follows it, or at least as many of
+    that roster as there are members, former ones too, at a head before it. `holders`: by head, who stands there. This
+    peer counts as standing before it if it is on that roster and has not signed.
     """
-    last_signed, stayed = _last_signed_at(path), set[str]()
+    last_signed, members, behind = _last_signed_at(path), set[str](), set[str]()
     for place, (before, _) in enumerate(pairwise(path), start=1):
         roster = before.plan.roster_set
-        stayed |= roster.intersection(holders.get(before.head, ()))
+        members |= roster
+        behind.update(holders.get(before.head, ()))
         supporters = {peer_id for peer_id in roster if last_signed.get(peer_id, -1) >= place}
-        if 2 * len(supporters) <= len(roster) and len(supporters) <= len(stayed & roster):
+        stayed = members.intersection(behind) | (roster.intersection((me,)) - supporters)
+        if place > start and 2 * len(supporters) <= len(roster) and len(supporters) < len(stayed):
             return place
     return len(path)
 

@@ -131,8 +131,17 @@ class Round:
 
     @property
     def voting_on(self) -> int:
-        """The attempt that this peer has signed and whose end it awaits; -1: none."""
-        return self.attempt if self.stage is Stage.VOTE else -1
+        """The last attempt that this peer has signed, as long as its leader may have made the commit: it is not gone,
+        and has not been seen at a later attempt or elsewhere since; -1: none."""
+        if self.stage is Stage.VOTE:
+            return self.attempt
+        if self.voted_result is None or (leader := self.leader_of(self._signed)) == self._me:
+            return -1
+        status = self._swarm.status(leader)
+        if status is None or self._swarm.is_gone(leader):
+            return -1
+        is_there = status.head == self.head and status.attempt <= self._signed
+        return self._signed if is_there or status.head == self.voted_result.head else -1
 
     def _ordered(self, leaders: Collection[str]) -> Sequence[str]:
         return sorted(leaders, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest())
@@ -306,7 +315,8 @@ class Round:
         lead = self._lead
         if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
             return
-        if self._group.removed_by(lead.plan):
+        blames_nobody = not decline.suspects and not decline.told_by
+        if blames_nobody and self._group.removed_by(lead.plan):
             self._abort(turn, f"{sender} declines: {decline.reason}", ())
             return
         # The fault may lie with the sender, with a member that it names, or with the link between them: the sender and

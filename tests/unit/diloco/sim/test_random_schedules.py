@@ -15,7 +15,27 @@ from diloco.sim import schedules
 NUM_SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "2000"))
 NUM_PARTS = 20
 SHOWN_LINES = 200
-FAILED_ONCE = (2073, 25976, 26671, 47414, 56092, 63420, 73791, 78244, 79684, 99918, 386227)
+FAILED_ONCE = (
+    2073,
+    2235,
+    3780,
+    6597,
+    6742,
+   
+    7150,
+    8686,
+    10732,
+    25976,
+    26671,
+    47414,
+    56092,
+    63420,
+    73791,
+    78244,
+    79684,
+    99918,
+    386227,
+)
 """Beyond those that are tried anyway."""
 
 

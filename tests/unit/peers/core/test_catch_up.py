@@ -789,3 +789,65 @@ def test_short_answers_of_one_peer_do_not_keep_the_longer_ones_of_others_out():
                 head = known[head].plan.parent
             a.say(ask.peer_id, Certificates(head=ask.message.head, certificates=tuple(answer[::-1])))
         assert num_rounds < 10
+
+
+@pytest.mark.parametrize(("founders", "dead"), [("az", ""), ("abz", "b")])
+@pytest.mark.parametrize("newcomer", ["n", "u"])
+def test_one_member_at_an_old_head_holds_nobody_back_from_what_another_has_gone_on_with(
+    founders, dead, newcomer
+):
+    first = genesis(founders)
+    path = [commit(first, founders)]
+    path += chain_of(path[-1], "a", 3)
+    path.append(commit(path[-1], "auvw", off=dead))
+    path += chain_of(path[-1], "auvw", 4)
+    n = Driven(newcomer, settings=with_settings(galaxy_size=3))
+    n.know([first, *path])
+    n.announce(path[0], "z", "waiting")
+    n.announce(path[-1], set("auvw") - {newcomer})
+    n.run(5)
+    assert fetched_heads(n) == [path[-1].head]
+
+
+def test_a_stranger_at_the_last_head_of_a_roster_that_is_gone_holds_nobody_back():
+    first = genesis("a")
+    old = commit(first, "a")
+    path = [old, *chain_of(old, "cde", 5)]
+    n = Driven("n", settings=with_settings(galaxy_size=3))
+    n.know([first, *path])
+    n.announce(old, "z")
+    n.announce(path[-1], "cde")
+    n.run(5)
+    assert fetched_heads(n) == [path[-1].head]
+
+
+@pytest.mark.parametrize("salt", range(4))
+def test_of_two_runs_the_one_without_commits_gives_way(salt):
+    mine, theirs = genesis("a", tokens=salt), genesis("b", tokens=100 + salt)
+    commits = chain_of(theirs, "b", 5)
+    a = Driven.at(mine)
+    a.know([theirs, *commits])
+    a.announce(commits[-1], "b")
+    a.run(30)
+    assert commits[-1].head in fetched_heads(a)
+    b = Driven.at(theirs, me="b")
+    b.come_to(commits, "n")
+    b.hush("n")
+    b.feed(events.Disconnected("n"))
+    b.run(30)
+    b.effects.clear()
+    b.announce(mine, "a")
+    b.run(30)
+    assert fetched_heads(b) == []
+
+
+def test_a_former_member_at_an_old_head_opens_no_door_for_strangers_on_top_of_it():
+    path = [genesis("ab"), *chain_of(genesis("ab"), "ab", 60)]
+    a = alone("a", "b", 5, path)
+    old = path[5]
+    lie = commit(old, "yz", off="ab")
+    a.know([old, lie])
+    a.announce(old, "b")
+    a.announce(lie, "yz")
+    a.run(60)
+    assert lie.head not in fetched_heads(a)

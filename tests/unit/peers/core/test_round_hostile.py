@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from peers.core import effects, events
 from peers.core.plans import Entry, plan_of
 from peers.core.round import Stage
+from peers.core.turn import Turn
 from peers.core.weights import Aggregation
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.limits import MAX_ATTEMPT
@@ -28,7 +29,17 @@ from peers.protocol.messages import (
 )
 from peers.protocol.wire import encode
 from tests.unit.peers.core.driven import Driven
-from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, with_settings, work
+from tests.unit.peers.core.made import (
+    OFFER,
+    SETTINGS,
+    Keys,
+    commit,
+    digest,
+    genesis,
+    members,
+    with_settings,
+    work,
+)
 from tests.unit.peers.core.swarm import Swarm, founded
 
 NAMES = "abcde"
@@ -603,3 +614,44 @@ def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it
     a.say("b", Decline(head=plan.parent, attempt=plan.attempt, reason="takes e off the roster, who is there"))
     assert a.peer.round.attempt == plan.attempt + 1
     assert [a.peer.swarm.strikes(name) for name in "bcd"] == [0, 0, 0]
+
+
+def test_whom_a_decline_names_is_blamed_though_the_plan_takes_somebody_off():
+    certificate = next(
+        one
+        for salt in range(50)
+        if Driven.at(one := genesis(NAMES, tokens=salt), NAMES[1:]).peer.round.leader_of(0) == "a"
+    )
+    a = Driven.at(certificate, NAMES[1:])
+    a.announce(certificate, "e", "leaving")
+    a.announce(certificate, "bcd", "ready", work=work())
+    a.ready()
+    a.run(1)
+    plan = a.of(Propose)[-1].plan
+    a.say("b", Decline(head=plan.parent, attempt=plan.attempt, reason="its stream broke", suspects=("c",)))
+    assert a.peer.swarm.strikes("b") > 0
+    assert a.peer.swarm.strikes("c") > 0
+
+
+def test_what_a_peer_has_signed_is_awaited_until_its_leader_cannot_have_committed_it():
+    """An earlier attempt of others is not taken over meanwhile: the later one may win, with this peer's work in it."""
+    a, leader = led_by_another()
+    for _ in range(3):
+        plan = plan_at(a, attempt=a.peer.round.attempt)
+        leader = a.peer.round.leader_of(plan.attempt)
+        if plan.attempt > 0 and leader != "a":
+            break
+        a.peer.round._leave_attempt(Turn(a.now), a.peer.round.attempt + 1)
+    a.say(leader, Propose(plan=plan))
+    a.feed(events.Reduced(plan.digest, digest("anchor"), digest("momentum")))
+    a.hush(leader)
+    a.feed(events.Disconnected(leader))
+    assert a.peer.round.stage is Stage.GATHER
+    others = NAMES.replace("a", "").replace(leader, "")
+    earlier = commit(a.peer.certificate, others, attempt=0)
+    a.know([earlier])
+    a.announce(earlier, others)
+    a.run(2)
+    assert not a.of(effects.Fetch)
+    a.run(30)
+    assert a.of(effects.Fetch)
