@@ -126,6 +126,13 @@ class DilocoCallback(TrainerCallback):
             control.should_training_stop = False
         self._postpone_save_in_flight(outer, control)
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Postpone a checkpoint of `save_strategy="epoch"`, as `on_step_end` does those by steps."""
+        if self._joined.active:
+            self._postpone_save_in_flight(self._joined, control)
+
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

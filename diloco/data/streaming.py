@@ -86,7 +86,7 @@ class StreamingSource:
         self.samples_per_block = samples_per_block
         self.num_files = dataset.num_files
         self._dataset = dataset
-        self._tokenizer = tokenizer
+        self._tokenizer, self._is_byte_level = tokenizer, is_byte_level(tokenizer)
         self._eval_tokens = eval_tokens
         self._stream: tuple[int, Iterator[np.ndarray], int] | None = None
         self._last: deque[np.ndarray] = deque(maxlen=num_kept)
@@ -185,13 +185,13 @@ class StreamingSource:
                     point = Point(world_rank=start.world_rank, **here, pending=tuple(pending.tolist()))
                     self._points = (*self._points[-1:], point)
             place = 0, 0
-            if num_empty == NUM_LANES:
+            # Two cycles: the files are in another order in each.
+            if num_empty == 2 * NUM_LANES:
                 raise UserError(f"{self._dataset.name} has no document to train on; name a larger dataset")
 
     def _encoded(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        byte_level = is_byte_level(self._tokenizer)
         for content in documents:
-            yield from encode_documents(self._tokenizer, [content], byte_level=byte_level)
+            yield from encode_documents(self._tokenizer, [content], byte_level=self._is_byte_level)
 
 
 class HubDataset:
