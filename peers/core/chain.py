@@ -295,7 +295,8 @@ def num_backed(
         members |= roster
         behind.update(holders.get(before.head, ()))
         supporters = {peer_id for peer_id in roster if last_signed.get(peer_id, -1) >= place}
-        stayed = members.intersection(behind) | (roster.intersection((me,)) - supporters)
+        # After the whole roster has gone nobody of it has signed: then former members do not count either.
+        stayed = (members if supporters else roster).intersection(behind) | (roster & {me} - supporters)
         if place > start and 2 * len(supporters) <= len(roster) and len(supporters) < len(stayed):
             return place
     return len(path)

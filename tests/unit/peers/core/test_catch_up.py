@@ -851,3 +851,15 @@ def test_a_former_member_at_an_old_head_opens_no_door_for_strangers_on_top_of_it
     a.announce(lie, "yz")
     a.run(60)
     assert lie.head not in fetched_heads(a)
+
+
+def test_a_former_member_that_returns_holds_nobody_back_from_what_others_made_after_the_roster_was_gone():
+    first = genesis("az")
+    path = [commit(first, "az"), commit(commit(first, "az"), "a", off="z")]
+    path += chain_of(path[-1], "uvw", 4)
+    n = Driven("n", settings=with_settings(galaxy_size=3))
+    n.know([first, *path])
+    n.announce(path[0], "z")
+    n.announce(path[-1], "uvw")
+    n.run(5)
+    assert fetched_heads(n) == [path[-1].head]
