@@ -356,13 +356,15 @@ class CatchUp:
             runs.setdefault(path[0].head if path else head, []).append(head)
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
 
-        def rank(first: str) -> tuple[int, int, bool, int, str]:
+        def rank(first: str) -> tuple[int, bool, int, int, str]:
             num_holders = sum(len(heads[head]) for head in runs[first])
             plans = [paths[head][-1].plan for head in runs[first] if paths[head]]
             num_signers, epoch = max(((len(plan.signers), plan.epoch) for plan in plans), default=(0, 0))
-            # A fetch that has begun goes on: of two runs that are alike now this one, now that one is further.
+            # A fetch that has begun is not given up for a run that is no larger, nor while it is not known whose the
+            # newest head is: of two runs now the one is further, now the other.
             is_fetched = any(self.target in paths[head] for head in runs[first])
-            return num_holders, num_signers, is_fetched, epoch, first
+            keeps_on = is_fetched or (self.target is not None and not plans)
+            return num_holders, keeps_on, num_signers, epoch, first
 
         best: Sequence[Certificate] = ()
         for head in runs[max(runs, key=rank)]:
