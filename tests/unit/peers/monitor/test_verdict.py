@@ -102,7 +102,7 @@ TABLE = {
     ),
     "the clock is ahead": (swarm({"clock_ahead_s": 7.0}), "fault", "peer 0's clock is 7 s ahead"),
     "it is the observer's clock": (swarm(*[{"clock_ahead_s": 50.0}] * 3), "good", WELL),
-    "other weights": (swarm(differs_at=7), "fault", "peers hold different weights since epoch 7: stop"),
+    "other weights": (swarm(differs_at=7), "fault", "peers hold different weights since epoch 7: restart"),
     "a slow peer": (
         swarm({"wait_share": 0.6}, {"wait_share": 0.6}, {"step_s": 3.0}),
         "warning",
