@@ -134,8 +134,8 @@ def _healthy(there: Sequence[PeerFacts]) -> str:
 def _differing(swarm: SwarmFacts) -> Iterator[str]:
     if swarm.differs_at is not None:
         yield (
-            f"peers hold different weights since epoch {swarm.differs_at}: restart those of the smaller part, which then "
-            "fetch the weights of the others"
+            f"peers hold different weights since epoch {swarm.differs_at}: restart those of the smaller part, which "
+            "then fetch the weights of the others"
         )
 
 
