@@ -380,12 +380,16 @@ class CatchUp:
         return (certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
 
 
+def _num_shared(path: Sequence[Certificate], other: Sequence[Certificate]) -> int:
+    """How many certificates both begin with."""
+    pairs = zip(path, other, strict=False)
+    return next((n for n, (one, two) in enumerate(pairs) if one.head != two.head), min(len(path), len(other)))
+
+
 def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) -> Sequence[Certificate]:
     """Of two paths that begin alike: the longer one if it continues the other, else the one of which a majority of the
     roster before it has signed its side, else the one that the Fork rule prefers."""
-    shared = 0
-    while shared < min(len(path), len(other)) and path[shared].head == other[shared].head:
-        shared += 1
+    shared = _num_shared(path, other)
     ours, theirs = tuple(path[shared:]), tuple(other[shared:])
     if not ours or not theirs:
         return other if theirs else path
@@ -399,9 +403,7 @@ def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) ->
 def _prefers_path(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
     """Whether `path` is the better of two that may both be adopted: the longer one if it continues the other, else the
     one that the Fork rule prefers; without a common ancestor the one with the later epoch."""
-    shared = 0
-    while shared < min(len(other), len(path)) and other[shared].head == path[shared].head:
-        shared += 1
+    shared = _num_shared(path, other)
     have_same_start = path[0].plan.parent == other[0].plan.parent
     if shared in (len(other), len(path)) and have_same_start:
         return len(path) > len(other)

@@ -391,11 +391,16 @@ def test_a_founder_that_has_signed_at_the_last_attempt_says_nothing_that_others_
     assert decode_message(encode(a.of(Status)[-1])).attempt == MAX_ATTEMPT
 
 
-def test_a_peer_that_never_sends_a_status_holds_no_founding_up_whatever_else_it_sends():
+def connected_to_a_silent_peer() -> Driven:
     a = Driven("a", settings=with_settings(galaxy_size=1), has_worker=False)
     a.feed(events.Connected("z"))
     a.feed(events.StateOffered(OFFER))
     a.feed(events.WorkerWaits())
+    return a
+
+
+def test_a_peer_that_never_sends_a_status_holds_no_founding_up_whatever_else_it_sends():
+    a = connected_to_a_silent_peer()
     for _ in range(20):
         a.run(1)
         a.say("z", Ask(head=digest("any")))
@@ -414,10 +419,7 @@ def test_proposals_of_peers_that_are_no_founders_are_not_kept():
 
 @pytest.mark.parametrize("has_heard_of_them", [False, True])
 def test_peers_that_connect_without_end_and_say_nothing_hold_no_founding_up(has_heard_of_them):
-    a = Driven("a", settings=with_settings(galaxy_size=1), has_worker=False)
-    a.feed(events.Connected("z"))
-    a.feed(events.StateOffered(OFFER))
-    a.feed(events.WorkerWaits())
+    a = connected_to_a_silent_peer()
     for number in range(60):
         a.run(1)
         a.feed(events.StillHere(frozenset("z")) if has_heard_of_them else events.Connected(f"z{number}"))

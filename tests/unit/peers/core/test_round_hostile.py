@@ -598,7 +598,8 @@ def test_who_has_left_may_be_heard_at_different_times_and_nobody_is_blamed():
     assert b.peer.swarm.strikes(leader) == 1
 
 
-def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it():
+def proposed_without_e() -> tuple[Driven, Plan]:
+    """`a` leads, and has proposed a plan that takes `e` off, who leaves."""
     certificate = next(
         one
         for salt in range(50)
@@ -609,7 +610,11 @@ def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it
     a.announce(certificate, "bcd", "ready", work=work())
     a.ready()
     a.run(1)
-    plan = a.of(Propose)[-1].plan
+    return a, a.of(Propose)[-1].plan
+
+
+def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it():
+    a, plan = proposed_without_e()
     assert "e" not in plan.roster_set
     a.say("b", Decline(head=plan.parent, attempt=plan.attempt, reason="takes e off the roster, who is there"))
     assert a.peer.round.attempt == plan.attempt + 1
@@ -617,17 +622,7 @@ def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it
 
 
 def test_whom_a_decline_names_is_blamed_though_the_plan_takes_somebody_off():
-    certificate = next(
-        one
-        for salt in range(50)
-        if Driven.at(one := genesis(NAMES, tokens=salt), NAMES[1:]).peer.round.leader_of(0) == "a"
-    )
-    a = Driven.at(certificate, NAMES[1:])
-    a.announce(certificate, "e", "leaving")
-    a.announce(certificate, "bcd", "ready", work=work())
-    a.ready()
-    a.run(1)
-    plan = a.of(Propose)[-1].plan
+    a, plan = proposed_without_e()
     a.say("b", Decline(head=plan.parent, attempt=plan.attempt, reason="its stream broke", suspects=("c",)))
     assert a.peer.swarm.strikes("b") > 0
     assert a.peer.swarm.strikes("c") > 0
