@@ -170,7 +170,7 @@ def run(seed: int, *, traced: bool = False) -> Verdict:
         swarm.run(FAULTS_S)
         while why_unsettled(swarm):
             if settled_s >= SETTLE_S + (LIAR_S if schedule.liar else 0.0):
-                if has_lying_founders(swarm):
+                if lacks_honest_majority(swarm):
                     break
                 raise InvariantViolated(f"{settled_s:.0f} s after the last fault {why_unsettled(swarm)}")
             swarm.run(LOOK_S)
@@ -200,15 +200,13 @@ def why_unsettled(swarm: VirtualSwarm) -> str:
     return next(filter(None, map(_why_apart, runs)), "")
 
 
-def has_lying_founders(swarm: VirtualSwarm) -> bool:
-    """Whether an honest peer is in a run whose first roster had no honest majority: then no further commit is
-    guaranteed.
+def lacks_honest_majority(swarm: VirtualSwarm) -> bool:
+    """Whether an honest peer is in a run whose roster has no honest majority: then no further commit is guaranteed.
 
-    This happens if the liar founded the run alone, or with one other, before most peers had started.
+    This happens if the liar founded the run alone, or with one other, before most peers had started, or if honest
+    members have left.
     """
-    rosters = [
-        swarm.truth.roster_after(peer.state.genesis) for peer in swarm.honest if peer.state is not None
-    ]
+    rosters = [swarm.truth.roster_after(peer.state.head) for peer in swarm.honest if peer.state is not None]
     return any(2 * len(roster - swarm.liars) <= len(roster) for roster in rosters)
 
 

@@ -74,10 +74,12 @@ def split_between(ours: State, theirs: State) -> Split:
 
 
 def _back_from(state: State | None) -> list[State]:
+    """The states of its run, back to the genesis."""
     chain = []
     while state is not None:
         chain.append(state)
-        state = state.parent
+        is_first = state.certificate is None or state.certificate.is_genesis
+        state = None if is_first else state.parent
     return chain
 
 

@@ -97,9 +97,13 @@ class CatchUp:
         if not path or (path[-1].head == self._failed[0] and not turn.passed(self._failed[1])):
             return False
         if self.target is not None and (
-            path[-1].head == self.target.head or self.chain.follows(path[-1].head, self.target.head)
+            path[-1].head == self.target.head
+            or self.chain.follows(path[-1].head, self.target.head)
+            or (self.chain.head and not any(map(self._is_on_own_run, (self.path, path))))
         ):
             # Finish the fetch of a target that is an ancestor of the new one: later commits are replayed on top of it.
+            # And of two other runs the one that was chosen first: they go on in turn, now the one seems to be better,
+            # now the other.
             return False
         self.fetch(turn, path, self._donors(path[-1]))
         return True
@@ -135,6 +139,10 @@ class CatchUp:
 
     def head_moved(self) -> None:
         self._asked.clear()
+
+    def _is_on_own_run(self, path: Sequence[Certificate]) -> bool:
+        """Whether this path leads on from this peer's chain."""
+        return not path[0].is_genesis and self.chain.is_on_own_chain(path[0].plan.parent)
 
     def _announced(self) -> Heads:
         """The heads of live peers that are not on this peer's chain."""
@@ -350,21 +358,21 @@ class CatchUp:
         if not heads or self._heads_since is None:
             return ()
         paths = {head: self.chain.path_back(head) for head in heads}
-        # Paths that share a certificate go back to the same one.
+        # Paths that share a certificate go back to the same one. While a state is fetched, heads of which nothing is
+        # known yet are taken for later ones of its run: else of two runs now the one would seem larger, now the other.
+        target = self.target
+        fetched = next(iter(self.chain.path_back(target.head)), target).head if target is not None else ""
         runs: dict[str, list[str]] = {}
         for head, path in paths.items():
-            runs.setdefault(path[0].head if path else head, []).append(head)
+            runs.setdefault(path[0].head if path else fetched or head, []).append(head)
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
 
         def rank(first: str) -> tuple[int, bool, int, int, str]:
             num_holders = sum(len(heads[head]) for head in runs[first])
             plans = [paths[head][-1].plan for head in runs[first] if paths[head]]
             num_signers, epoch = max(((len(plan.signers), plan.epoch) for plan in plans), default=(0, 0))
-            # A fetch that has begun is not given up for a run that is no larger, nor while it is not known whose the
-            # newest head is: of two runs now the one is further, now the other.
-            is_fetched = any(self.target in paths[head] for head in runs[first])
-            keeps_on = is_fetched or (self.target is not None and not plans)
-            return num_holders, keeps_on, num_signers, epoch, first
+            # A fetch that has begun is not given up for a run that is no larger.
+            return num_holders, first == fetched, num_signers, epoch, first
 
         best: Sequence[Certificate] = ()
         for head in runs[max(runs, key=rank)]:

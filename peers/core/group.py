@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from peers.core.chain import Chain
 from peers.core.health import Swarm
 from peers.core.plans import (
     ABSENT_COMMITS,
@@ -38,6 +39,7 @@ class RoundContext:
     settings: Settings
     timing: Timing
     swarm: Swarm
+    chain: Chain
 
 
 class Group:
@@ -51,11 +53,14 @@ class Group:
         context: RoundContext,
         parent: Certificate,
         *,
+        now: float,
         absent: Mapping[str, int],
         recent: Collection[str],
     ) -> None:
         self._parent, self._absent, self._recent = parent, absent, recent
-        self._swarm, self._settings = context.swarm, context.settings
+        self._heads_due_at = now + context.timing.last_resort_s
+        """Until then a minority waits for what those announce that may be further (`_may_be_further`)."""
+        self._swarm, self._chain, self._settings = context.swarm, context.chain, context.settings
         self._me = context.keys.peer_id
 
     @property
@@ -75,8 +80,9 @@ class Group:
         """The peers that are ready to commit on this head, and those to wait for. `entry`: this peer's own work.
 
         Peers that made attempts fail are excluded from both if the rest is enough (`is_enough`). This tries to exclude,
-        in this order: peers left out for strikes and all `suspects` of attempts on this head; only the former; only the
-        suspects of the last attempt; nobody.
+        in this order: peers left out for strikes, all `suspects` of attempts on this head, and after the first attempt
+        newcomers, since any stranger can claim to be ready; all but newcomers, where a robust rule needs their number;
+        all but suspects; only the suspects of the last attempt; nobody.
         """
         here, epoch = self._swarm.live_at(self._parent.head), self._parent.plan.epoch
         expected = {peer_id for peer_id, status in here.items() if status.phase in _TAKING_PART}
@@ -95,10 +101,12 @@ class Group:
             expected.add(self._me)
         others = expected - {self._me}
         out = self._swarm.left_out(epoch) & others
-        if attempt > 0:
-            # A newcomer that claims to be ready can make only the first attempt on a head fail.
-            out |= others - self.roster
-        for excluded in (out | suspects, out, last_suspects):
+        newcomers = others - self.roster if attempt > 0 else set()
+        exclusions = [out | newcomers | suspects, out | newcomers, last_suspects]
+        if sum(divmod(attempt, len(self.roster))) % 2 == 0:
+            # In every second attempt of each leader.
+            exclusions.insert(1, out | suspects)
+        for excluded in exclusions:
             if self.is_enough(turn, rest := ready - excluded):
                 return rest, expected - excluded
         return ready, expected
@@ -124,10 +132,20 @@ class Group:
         return is_quorum(present, self._parent, self._settings.quorum)
 
     def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
-        """Whether each of them is gone, or has not been seen on this head for a while."""
+        """Whether each of them is gone, or has not been seen on this head for a while and is not further."""
         return all(
-            self._swarm.is_gone(peer_id) or self._swarm.is_off_head(peer_id, turn) for peer_id in others
+            self._swarm.is_gone(peer_id)
+            or (self._swarm.is_off_head(peer_id, turn) and not self._may_be_further(turn, peer_id))
+            for peer_id in others
         )
+
+    def _may_be_further(self, turn: Turn, peer_id: str) -> bool:
+        """Whether it is at a later head of this chain, or at one whose certificate has yet to arrive. Counts for a
+        while only: the certificate or the state may never arrive."""
+        status = self._swarm.status(peer_id)
+        if status is None or not status.head or turn.passed(self._heads_due_at):
+            return False
+        return self._chain.get(status.head) is None or self._chain.follows(status.head, self._parent.head)
 
     # Plans
 

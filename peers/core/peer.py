@@ -87,7 +87,12 @@ class Peer:
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
         self._round_context = RoundContext(
-            keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm
+            keys=keys,
+            verify=verify,
+            settings=settings,
+            timing=self.timing,
+            swarm=self.swarm,
+            chain=self.chain,
         )
         self._founding = Founding(
             keys=keys,

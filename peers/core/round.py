@@ -88,7 +88,7 @@ class Round:
         self._swarm, self._timing = context.swarm, context.timing
         self._me = context.keys.peer_id
         self._began_at = now
-        self._group = Group(context, parent, absent=absent, recent=recent)
+        self._group = Group(context, parent, now=now, absent=absent, recent=recent)
         self.attempt, self._signed = min(MAX_ATTEMPT, signed + 1), signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
@@ -113,6 +113,8 @@ class Round:
         """Peers blamed for the last failed attempt."""
         self._deadline = 0.0
         """When the attempt in which this peer takes part times out."""
+        self._leader_failed = ""
+        """Why this peer's part in the reduction failed, if by its leader, as it seems; empty: it has not."""
         self._not_before = 0.0
         """This peer proposes nothing earlier: the pause after a failure."""
         self._skipped_at = -math.inf
@@ -437,6 +439,13 @@ class Round:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != failed.plan:
             return
+        leader = self.leader_of(plan.attempt)
+        if failed.suspects == {leader} and not failed.offenders | failed.told_by and self._can_lead(leader):
+            # It may have ended its reduction because of another member: its Abort, which says so, is on the way.
+            self._decline(turn, leader, self.attempt, failed.reason, failed.suspects)
+            self._leader_failed = failed.reason
+            self._deadline = min(self._deadline, turn.now + self._timing.reaction_s)
+            return
         for peer_id in sorted(failed.offenders):
             self._strike(turn, peer_id, failed.reason)
         # Under hearsay the accuser may itself be at fault, so accuser and accused share half a strike.
@@ -472,8 +481,12 @@ class Round:
             self._fail(turn, f"lost its leader {leader}", (leader,))
             return True
         if leader != self._me and turn.passed(self._deadline):
-            self._timing.attempt_timed_out()
-            self._fail(turn, "it took too long")
+            if self._leader_failed:
+                self._strike(turn, leader, self._leader_failed, 0.5)
+                self._fail(turn, self._leader_failed, (leader,))
+            else:
+                self._timing.attempt_timed_out()
+                self._fail(turn, "it took too long")
             return True
         return False
 
@@ -486,7 +499,8 @@ class Round:
             # Half a strike, which fades before the same leader's next turn: no single leader can exclude a peer.
             if self._swarm.is_live(peer_id):
                 self._strike(turn, peer_id, abort.reason, 0.5)
-        self._fail(turn, f"its leader gave it up: {abort.reason}", set(abort.lost) - {self._me})
+        lost = set(abort.lost) - {self._me} or ({sender} if self._leader_failed else set())
+        self._fail(turn, f"its leader gave it up: {abort.reason}", lost)
 
     def _judge(self, turn: Turn, votes: Sequence[OddVote], plan: Plan) -> None:
         """Strike the members whose signed digests differ from the majority's."""
@@ -567,6 +581,7 @@ class Round:
             turn.do(CancelReduce())
         self.attempt = min(MAX_ATTEMPT, next_attempt)
         self.stage, self._lead, self._leader_could_propose_at = Stage.GATHER, None, None
+        self._leader_failed = ""
         self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}
 
     def _fail(

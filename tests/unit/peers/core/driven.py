@@ -112,6 +112,10 @@ class Driven:
         self.fetched()
         assert self.peer.head == path[-1].head
 
+    def leads(self, attempt: int) -> bool:
+        """On its own head."""
+        return self.peer.round.leader_of(attempt) == self.me
+
     def vote(self, sender: str, plan: Plan, *, anchor: str = "", momentum: str = "") -> Vote:
         body = Body(plan=plan, anchor=anchor or digest("anchor"), momentum=momentum or digest("momentum"))
         return vote_of(sender, body)

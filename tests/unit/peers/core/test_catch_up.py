@@ -8,7 +8,7 @@ import pytest
 
 from peers.core import catch_up, effects, events
 from peers.core.catch_up import LEAST_ASKED, MAX_ASKED
-from peers.core.chain import MAX_OWN
+from peers.core.chain import MAX_OTHERS, MAX_OWN
 from peers.core.timing import FETCH_S
 from peers.protocol.certificates import Certificate
 from peers.protocol.messages import Ask, Certificates, decode_message
@@ -385,6 +385,51 @@ def test_who_comes_to_a_head_that_the_others_have_just_left_does_not_commit_on_i
     assert a.of(effects.Reduce) == []
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_nor_does_one_of_two_that_comes_to_what_the_other_made_alone_while_that_is_at_a_head_it_does_not_know(
+    answers,
+):
+    start = genesis("ab")
+    a, way = Driven.at(start), chain_of(start, "b", 2)
+    a.announce(way[0], "b")
+    a.run(20)
+    assert fetched_heads(a) == [way[0].head]
+    a.ready()
+    a.ready()
+    a.mute = {"b"}
+    a.announce(way[1], "b")
+    a.fetched()
+    assert a.peer.head == way[0].head and a.peer.phase == "ready"
+    a.run(5)
+    assert a.of(effects.Reduce) == []
+    if answers:
+        a.mute = set()
+        a.run(5)
+        assert fetched_heads(a)[-1] == way[1].head
+    else:
+        a.hush("b")
+        a.run(30)
+        assert a.of(effects.Reduce)
+
+
+def test_members_at_a_head_that_is_not_known_yet_object_to_what_another_has_made_up_alone():
+    start = genesis("abcd")
+    a, way = Driven.at(start, "bcd"), chain_of(start, "bcd", 2)
+    a.announce(way[0], "bcd")
+    a.run(20)
+    a.mute = {"b", "c"}
+    a.announce(way[1], "bc")
+    alone = commit(way[0], "d", attempt=3)
+    a.announce(alone, "d")
+    a.fetched()
+    assert a.peer.head == way[0].head
+    a.run(10)
+    assert fetched_heads(a) == [way[0].head]
+    a.mute = set()
+    a.run(5)
+    assert fetched_heads(a)[-1] == way[1].head
+
+
 def test_nobody_leaves_what_most_have_signed_for_what_one_member_has_made_up_alone():
     five = genesis("abcde")
     most = chain_of(five, "abcd", 2)
@@ -461,6 +506,45 @@ def test_a_newcomer_finishes_its_download_while_commits_go_on():
     n.fetched()
     n.run(3)
     assert len(n.of(effects.Fetch)[-1].path) == 10
+
+
+@pytest.mark.parametrize("own", [None, genesis("n")])
+def test_of_two_runs_that_go_on_one_after_the_other_the_one_that_is_fetched_first_is_fetched(own):
+    """A newcomer, or a founder that nobody has followed; now the one run is further, now the other."""
+    n = Driven("n") if own is None else Driven.at(own, me="n")
+    runs = {names: [genesis(names)] for names in ("ab", "cd")}
+    for names, way in runs.items():
+        way += chain_of(way[0], names, 20)
+        n.announce(way[1], names)
+    n.run(20)
+    first = fetched_heads(n)
+    assert len(first) == 1
+    for epoch in range(2, 12):
+        for names, way in runs.items():
+            # One of the two hears of the commit later, and its certificate takes a moment.
+            for name in names:
+                n.mute = {name}
+                n.announce(way[epoch], name)
+                n.run(0.3)
+            n.mute = set()
+            n.run(2)
+    assert fetched_heads(n) == first
+
+
+def test_a_newcomer_finishes_its_download_though_a_stranger_pushes_all_other_certificates_out():
+    n, honest = Driven("n"), commit(GENESIS, "abc")
+    n.know([GENESIS])
+    n.announce(honest, "abc")
+    n.run(10)
+    assert fetched_heads(n) == [honest.head]
+    for k in range(1 + MAX_OTHERS // 32):
+        way = [genesis(["s"], tokens=k)]
+        way += chain_of(way[0], "s", 31)
+        n.know(way)
+        n.announce(way[-1], "s")
+    n.run(2)
+    n.fetched()
+    assert n.peer.head == honest.head
 
 
 def test_a_peer_that_is_behind_finishes_its_download_while_commits_go_on():

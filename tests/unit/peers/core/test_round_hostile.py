@@ -343,6 +343,62 @@ def test_an_abort_counts_from_its_leader_and_for_its_attempt_only():
     assert effects.CancelReduce() in a.effects
 
 
+@pytest.mark.parametrize("gives_a_reason", [True, False])
+def test_a_leader_that_ends_its_reduction_is_given_a_moment_to_say_for_whose_fault(gives_a_reason):
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    other = next(name for name in "bcde" if name != leader)
+    a.say(leader, Propose(plan=plan))
+    made = a.feed(events.ReduceFailed(plan.digest, "a stream broke", frozenset({leader})))
+    assert [decline.suspects for decline in a.of(Decline, made)] == [(leader,)]
+    assert a.peer.round.attempt == 0
+    if gives_a_reason:
+        a.say(leader, replace(abort_with(a, plan, []), lost=(other,)))
+    else:
+        a.run(2 * a.peer.timing.reaction_s)
+    assert a.peer.round.attempt == 1
+    assert a.peer.round._last_suspects == {other if gives_a_reason else leader}
+    assert a.peer.swarm.strikes(leader) == (0 if gives_a_reason else 0.5)
+    assert len(a.of(Decline)) == 1
+
+
+def test_newcomers_stand_in_for_a_member_that_makes_attempts_fail_where_too_few_are_left_for_a_robust_rule():
+    names, robust = "abc", with_settings(aggregation=Aggregation(rule="trimmed-mean"))
+    a = Driven.at(genesis(names), "bc", settings=robust)
+    a.announce(a.peer.certificate, "bcde", "ready", work=work())
+    a.ready()
+    groups = []
+    for attempt in range(6):
+        ready, _ = a.peer.round._group.ready_and_expected(
+            Turn(a.now),
+            Entry(-1, work()),
+            is_training=False,
+            attempt=attempt,
+            suspects=frozenset("c") if attempt else frozenset(),
+            last_suspects=frozenset(),
+        )
+        groups.append("".join(sorted(ready)))
+    # Three lead in turn.
+    assert groups == ["abcde", "abc", "abde", "abc", "abde", "abc"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_newcomer_that_never_votes_does_not_stop_the_last_one_of_the_roster(place):
+    """Whichever of the attempts it leads."""
+    start = next(g for g in (genesis("ab", tokens=n) for n in range(50)) if Driven.at(g).leads(place))
+    a = Driven.at(start, "b")
+    a.hush("b")
+    a.feed(events.Disconnected("b"))
+    a.run(20)
+    a.announce(start, "s", "ready", work=work())
+    made = a.ready()
+    for _ in range(120):
+        for reduce in a.of(effects.Reduce, made):
+            reduced(a, reduce.plan)
+        made = a.run(0.5)
+    assert a.of(effects.Apply)
+
+
 def test_a_decline_of_a_stranger_or_of_another_attempt_does_not_end_an_attempt():
     a = led_by_me()
     for sender, attempt in (("z", 0), ("b", 3)):
