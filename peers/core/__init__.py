@@ -1,6 +1,6 @@
 """The peer as a pure state machine: `handle(event, now) -> effects` and `deadline`. No I/O, no clock, no torch.
 
 Start with peer.py. The four rules: the Leader rule is in round.py, the Group rule in group.py (what a plan must be in
-plans.py), the Fork rule in chain.py, the Late-work rule in late_work.py. Failure detection is in health.py, and every
-timeout in timing.py.
+plans.py), the Fork rule in chain.py, the Late-work rule in late_work.py. Whose state a peer fetches is decided in
+catch_up.py and newcomer.py, who is live in health.py; every timeout is in timing.py.
 """

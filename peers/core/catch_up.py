@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import Chain, Fork, adoptable_prefix, has_majority, num_backed, prefers_theirs
+from peers.core.chain import Chain, Fork, adoptable_prefix, num_shared, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
+from peers.core.newcomer import Heads, best_head
 from peers.core.plans import fault_of_successor, is_quorum
 from peers.core.settings import Settings
 from peers.core.timing import Timing
@@ -30,9 +31,6 @@ LEAST_ASKED = 4
 MAX_ASKED = 64
 """Requests for certificates that are remembered per peer."""
 MAX_SOUND = 4096
-
-Heads = dict[str, list[str]]
-"""By announced head, the live peers that announce it."""
 
 
 @dataclass
@@ -348,70 +346,22 @@ class CatchUp:
         return path[-1] if path else None
 
     def _newcomer_path(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """The newest head of the run that most live peers are in. Empty until its certificate has arrived.
-
-        Where chains of that run part, the side that a majority has signed is taken, else the one that the Fork rule
-        prefers. Of heads that follow each other it is the last that is backed (`num_backed`): a member that made
-        commits with strangers leads nobody there. Nor can the first peer to answer: this waits for the others, unless a
-        majority of the roster has answered.
-        """
+        """To the head that a newcomer goes to (newcomer.py). The first peer to answer does not decide: this waits for
+        the others, unless a majority of the roster has answered."""
         if not heads or self._heads_since is None:
             return ()
-        paths = {head: self.chain.path_back(head) for head in heads}
-        # Paths that share a certificate go back to the same one. While a state is fetched, heads of which nothing is
-        # known yet are taken for later ones of its run: else of two runs now the one would seem larger, now the other.
-        target = self.target
-        fetched = next(iter(self.chain.path_back(target.head)), target).head if target is not None else ""
-        runs: dict[str, list[str]] = {}
-        for head, path in paths.items():
-            runs.setdefault(path[0].head if path else fetched or head, []).append(head)
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
-
-        def rank(first: str) -> tuple[int, bool, int, int, str]:
-            num_holders = sum(len(heads[head]) for head in runs[first])
-            plans = [paths[head][-1].plan for head in runs[first] if paths[head]]
-            num_signers, epoch = max(((len(plan.signers), plan.epoch) for plan in plans), default=(0, 0))
-            # A fetch that has begun is not given up for a run that is no larger.
-            return num_holders, first == fetched, num_signers, epoch, first
-
-        best: Sequence[Certificate] = ()
-        for head in runs[max(runs, key=rank)]:
-            best = _better_backed(best, paths[head])
-        if not best:
+        best = best_head(self.chain, heads, self.me, fetched=self.target)
+        if best is None:
             return ()
-        announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
-        end = num_backed(best, announced[0], heads, self.me)
-        newest = max(place for place in announced if place < end)
-        certificate = best[newest]
-        supporters = {p for place in announced if place >= newest for p in heads[best[place].head]}
-        is_agreed = len(supporters) > 1 and is_quorum(supporters, certificate, 0.5)
-        return (certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
-
-
-def _num_shared(path: Sequence[Certificate], other: Sequence[Certificate]) -> int:
-    """How many certificates both begin with."""
-    pairs = zip(path, other, strict=False)
-    return next((n for n, (one, two) in enumerate(pairs) if one.head != two.head), min(len(path), len(other)))
-
-
-def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) -> Sequence[Certificate]:
-    """Of two paths that begin alike: the longer one if it continues the other, else the one of which a majority of the
-    roster before it has signed its side, else the one that the Fork rule prefers."""
-    shared = _num_shared(path, other)
-    ours, theirs = tuple(path[shared:]), tuple(other[shared:])
-    if not ours or not theirs:
-        return other if theirs else path
-    ancestor = path[shared - 1]
-    ours_has_it, theirs_has_it = has_majority(ancestor, ours), has_majority(ancestor, theirs)
-    if ours_has_it != theirs_has_it:
-        return other if theirs_has_it else path
-    return other if prefers_theirs(Fork(ancestor, ours, theirs)) else path
+        is_agreed = len(best.supporters) > 1 and is_quorum(best.supporters, best.certificate, 0.5)
+        return (best.certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
 
 
 def _prefers_path(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
     """Whether `path` is the better of two that may both be adopted: the longer one if it continues the other, else the
     one that the Fork rule prefers; without a common ancestor the one with the later epoch."""
-    shared = _num_shared(path, other)
+    shared = num_shared(path, other)
     have_same_start = path[0].plan.parent == other[0].plan.parent
     if shared in (len(other), len(path)) and have_same_start:
         return len(path) > len(other)

@@ -9,7 +9,7 @@ wins; on a tie, the one whose first certificate after the split has the smaller 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -251,7 +251,7 @@ def adoptable_prefix(
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
-    last_signed = _last_signed_at(fork.theirs)
+    last_signed = last_signed_at(fork.theirs)
     for place, certificate in enumerate(fork.theirs):
         roster = before.plan.roster_set
         all_signers = certificate.plan.signer_set
@@ -275,36 +275,15 @@ def adoptable_prefix(
     return tuple(accepted)
 
 
-def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:
-    """Whether a majority of the ancestor's roster has signed on this path that follows it."""
-    roster = ancestor.plan.roster_set
-    return 2 * len(roster.intersection(_last_signed_at(path))) > len(roster)
-
-
-def num_backed(
-    path: Sequence[Certificate], start: int, holders: Mapping[str, Collection[str]], me: str
-) -> int:
-    """How many certificates of `path` are backed: those up to and with the one at `start`, and each after it as long as
-    a majority of the roster that the one before it names has signed it or one that follows it, or at least as many of
-    that roster as there are members, former ones too, at a head before it. `holders`: by head, who stands there. This
-    peer counts as standing before it if it is on that roster and has not signed.
-    """
-    last_signed, members, behind = _last_signed_at(path), set[str](), set[str]()
-    for place, (before, _) in enumerate(pairwise(path), start=1):
-        roster = before.plan.roster_set
-        members |= roster
-        behind.update(holders.get(before.head, ()))
-        supporters = {peer_id for peer_id in roster if last_signed.get(peer_id, -1) >= place}
-        # After the whole roster has gone nobody of it has signed: then former members do not count either.
-        stayed = (members if supporters else roster).intersection(behind) | (roster & {me} - supporters)
-        if place > start and 2 * len(supporters) <= len(roster) and len(supporters) < len(stayed):
-            return place
-    return len(path)
-
-
-def _last_signed_at(path: Sequence[Certificate]) -> dict[str, int]:
+def last_signed_at(path: Sequence[Certificate]) -> dict[str, int]:
     """By signer, the place on the path of the last certificate that it has signed."""
     return {peer_id: place for place, commit in enumerate(path) for peer_id in commit.plan.signers}
+
+
+def num_shared(path: Sequence[Certificate], other: Sequence[Certificate]) -> int:
+    """How many certificates both begin with."""
+    pairs = zip(path, other, strict=False)
+    return next((n for n, (one, two) in enumerate(pairs) if one.head != two.head), min(len(path), len(other)))
 
 
 def _are_faultless(recent: Sequence[Certificate]) -> bool:

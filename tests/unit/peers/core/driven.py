@@ -151,3 +151,7 @@ class Driven:
                 head = self.known[head].plan.parent
             answer = Certificates(head=effect.message.head, certificates=tuple(found[::-1]))
             self._answer(self.say(effect.peer_id, answer))
+
+
+def fetched_heads(driven: Driven) -> list[str]:
+    return [fetch.path[-1].head for fetch in driven.of(effects.Fetch)]

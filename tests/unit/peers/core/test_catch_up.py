@@ -8,19 +8,15 @@ import pytest
 
 from peers.core import catch_up, effects, events
 from peers.core.catch_up import LEAST_ASKED, MAX_ASKED
-from peers.core.chain import MAX_OTHERS, MAX_OWN
+from peers.core.chain import MAX_OWN
 from peers.core.timing import FETCH_S
 from peers.protocol.certificates import Certificate
 from peers.protocol.messages import Ask, Certificates, decode_message
 from peers.protocol.wire import encode
-from tests.unit.peers.core.driven import Driven
-from tests.unit.peers.core.made import chain_of, commit, digest, genesis, status, with_settings, work
+from tests.unit.peers.core.driven import Driven, fetched_heads
+from tests.unit.peers.core.made import chain_of, commit, digest, genesis, status, with_settings
 
 GENESIS = genesis("abc")
-
-
-def fetched_heads(driven: Driven) -> list[str]:
-    return [fetch.path[-1].head for fetch in driven.of(effects.Fetch)]
 
 
 def test_a_peer_takes_over_the_commit_that_a_majority_has_signed():
@@ -77,6 +73,7 @@ def test_of_many_holders_a_few_are_asked_at_a_time_and_the_others_if_those_are_s
 
 
 PAIR, FOUR = genesis("ab"), genesis("abcd")
+
 STRANGERS = [f"s{n}" for n in range(9)]
 
 
@@ -188,131 +185,6 @@ def test_who_is_behind_by_more_than_others_keep_takes_what_its_roster_shows(num_
     a.announce(way[-1], "bc")
     a.run(30)
     assert fetched_heads(a) == [way[-1].head]
-
-
-def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
-    mine, theirs = genesis("a"), genesis("b", epoch=1)
-    a, b = Driven.at(mine, me="a"), Driven.at(theirs, me="b")
-    a.announce(theirs, "b")
-    b.announce(mine, "a")
-    a.run(30)
-    b.run(30)
-    assert sorted([len(fetched_heads(a)) > 0, len(fetched_heads(b)) > 0]) == [False, True]
-
-
-@pytest.mark.parametrize("founders", ["ab", "ba"])
-@pytest.mark.parametrize("is_deserted", [False, True])
-def test_of_two_founders_that_stand_alone_one_gives_way_whoever_follows_the_other(founders, is_deserted):
-    """By their hashes, but who has followers waits for its first commit with them. If both went by the number of
-    followers, a newcomer that each thinks is the other's would have them change places; `is_deserted`: a second member
-    has left the other run for this one."""
-    left, right = founders
-    mine, theirs = genesis(left), genesis(right + "c" * is_deserted, epoch=1)
-    one, other = Driven.at(mine, me=left), Driven.at(theirs, "c" * is_deserted, me=right)
-    one.announce(mine, "cx")
-    one.announce(theirs, right)
-    other.announce(mine, [left, "c", "x"])
-    one.run(30)
-    other.run(30)
-    assert (fetched_heads(one), fetched_heads(other)) == ([], [mine.head] if mine.head < theirs.head else [])
-    if theirs.head < mine.head:
-        together = commit(mine, left + "cx")
-        other.announce(together, left + "cx")
-        other.run(30)
-        assert fetched_heads(other) == [together.head]
-
-
-@pytest.mark.parametrize("founders", ["ab", "ba"])
-def test_a_founder_whose_followers_leave_its_genesis_gives_way_by_the_hash(founders):
-    left, right = founders
-    mine, theirs = genesis(left), genesis(right, epoch=1)
-    one, other = Driven.at(mine, "x", me=left), Driven.at(theirs, "x", me=right)
-    one.announce(theirs, right)
-    other.announce(mine, left)
-    one.run(30)
-    other.run(30)
-    assert fetched_heads(one) == fetched_heads(other) == []
-    one.announce(commit(mine, left), "x")
-    other.announce(commit(theirs, right), "x")
-    one.mute = other.mute = {"x"}
-    one.run(30)
-    other.run(30)
-    went = theirs.head in fetched_heads(one), mine.head in fetched_heads(other)
-    assert went == (theirs.head < mine.head, mine.head < theirs.head)
-
-
-@pytest.mark.parametrize(("founder", "others"), [("a", "bc"), ("b", "ac"), ("c", "ab"), ("d", "ab")])
-def test_followers_of_a_founder_go_with_it_to_two_members_of_another_run(founder, others):
-    mine, theirs = genesis(founder), genesis(others, epoch=1)
-    x = Driven("x")
-    x.announce(mine, founder)
-    x.run(5)
-    x.fetched()
-    assert x.peer.head == mine.head
-    x.announce(theirs, founder + others)
-    x.run(30)
-    assert fetched_heads(x) == [mine.head, theirs.head]
-
-
-def test_a_newcomer_asks_where_its_run_came_from_once_it_sees_another_part_of_it():
-    """It came to a part that one member had made alone, and two go on with the other part."""
-    pair = genesis("abc")
-    alone = chain_of(pair, "c", 3)
-    n = Driven("n")
-    n.announce(alone[-1], "c")
-    n.run(5)
-    n.fetched()
-    n.hush("c")
-    together = chain_of(pair, "ab", 40)
-    n.know([pair, *alone, *together])
-    n.announce(together[-1], "abc")
-    n.run(10)
-    ask = next(s.message for s in n.of(effects.Send) if getattr(s.message, "head", "") == alone[1].head)
-    assert isinstance(ask, Ask)
-    assert n.of(effects.Fetch)[-1].path == tuple(together)
-
-
-def test_a_founder_that_stands_alone_goes_to_two_members_of_another_run_whoever_follows_it():
-    """They would not come to it."""
-    mine, theirs = genesis("a"), genesis("bc", epoch=1)
-    a, b = Driven.at(mine, me="a"), Driven.at(theirs, "c", me="b")
-    a.announce(mine, "xyz")
-    a.announce(theirs, "bc")
-    b.announce(mine, "axyz")
-    a.run(30)
-    b.run(30)
-    assert (fetched_heads(a), fetched_heads(b)) == ([theirs.head], [])
-
-
-def test_one_that_founded_a_run_anew_from_the_checkpoint_of_another_becomes_one_with_it():
-    two = genesis("ab")
-    shared = commit(two, "ab")
-    anew = genesis("b", epoch=1, parent=shared.head)
-    a, b = Driven.at(two, "b", me="a"), Driven.at(anew, me="b")
-    a.come_to([shared], "b")
-    a.announce(anew, "b")
-    b.know([two])
-    b.announce(shared, "a")
-    a.run(60)
-    b.run(60)
-    assert sorted([anew.head in fetched_heads(a), shared.head in fetched_heads(b)]) == [False, True]
-
-
-def test_two_parts_of_one_run_become_one_though_one_of_them_knows_no_common_past():
-    pair = genesis("ab")
-    mine = commit(commit(pair, "b", off="a"), "bc")
-    c = Driven("c")
-    c.announce(mine, "b")
-    c.run(5)
-    c.fetched()
-    assert c.peer.head == mine.head
-    # The member that it came to has gone over to the other part, and nobody is left here but itself.
-    theirs = chain_of(pair, "ab", 20)
-    c.know([pair, *theirs])
-    for newest in theirs:
-        c.announce(newest, "ab")
-        c.run(8)
-    assert fetched_heads(c)[1] == next(one.head for one in theirs[1:] if one.head < mine.head)
 
 
 def test_both_sides_of_a_broken_link_agree_whose_state_counts():
@@ -445,108 +317,6 @@ def test_nobody_leaves_what_most_have_signed_for_what_one_member_has_made_up_alo
     assert lie.head not in fetched_heads(a)
 
 
-@pytest.mark.parametrize(
-    ("holders", "other"),
-    [
-        ("abc", commit(GENESIS, "x", epoch=1 << 40)),
-        ("a", commit(genesis("x"), "x", epoch=1 << 40)),
-    ],
-    ids=["that most of those who answer show", "that three have signed and one shows"],
-)
-def test_a_newcomer_does_not_believe_one_signer_of_a_late_epoch_against_what(holders, other):
-    n = Driven("n")
-    newest = commit(GENESIS, "abc")
-    n.announce(newest, holders)
-    n.announce(other, "x")
-    n.run(10)
-    assert fetched_heads(n) == [newest.head]
-
-
-def test_a_newcomer_waits_for_nobody_else_once_most_of_the_roster_have_shown_their_chain():
-    n = Driven("n")
-    newest = commit(GENESIS, "abc")
-    n.announce(newest, "ab")
-    n.run(0.2)
-    assert fetched_heads(n) == [newest.head]
-
-
-@pytest.mark.parametrize(("roster", "show"), [("abc", "a"), ("x", "x")])
-def test_a_newcomer_to_whom_one_peer_has_spoken_gives_the_others_time_to(roster, show):
-    n = Driven("n")
-    newest = commit(genesis(roster), roster)
-    n.announce(newest, show)
-    n.run(0.2)
-    assert fetched_heads(n) == []
-    n.run(10)
-    assert fetched_heads(n) == [newest.head]
-
-
-def test_a_newcomer_does_not_take_the_first_answer_where_most_show_something_else():
-    n = Driven("n")
-    n.mute = {"a", "b", "c"}
-    n.announce(genesis("x", epoch=99), "x")
-    newest = commit(GENESIS, "abc")
-    n.announce(newest, "abc")
-    n.run(5)
-    assert n.of(effects.Fetch) == []
-    n.mute = set()
-    n.run(10)
-    assert fetched_heads(n) == [newest.head]
-
-
-def test_a_newcomer_finishes_its_download_while_commits_go_on():
-    n = Driven("n")
-    n.announce(GENESIS, "abc")
-    n.run(5)
-    assert fetched_heads(n) == [GENESIS.head]
-    for certificate in chain_of(GENESIS, "abc", 10):
-        n.announce(certificate, "abc")
-        n.run(1.5)
-    assert fetched_heads(n) == [GENESIS.head]
-    n.fetched()
-    n.run(3)
-    assert len(n.of(effects.Fetch)[-1].path) == 10
-
-
-@pytest.mark.parametrize("own", [None, genesis("n")])
-def test_of_two_runs_that_go_on_one_after_the_other_the_one_that_is_fetched_first_is_fetched(own):
-    """A newcomer, or a founder that nobody has followed; now the one run is further, now the other."""
-    n = Driven("n") if own is None else Driven.at(own, me="n")
-    runs = {names: [genesis(names)] for names in ("ab", "cd")}
-    for names, way in runs.items():
-        way += chain_of(way[0], names, 20)
-        n.announce(way[1], names)
-    n.run(20)
-    first = fetched_heads(n)
-    assert len(first) == 1
-    for epoch in range(2, 12):
-        for names, way in runs.items():
-            # One of the two hears of the commit later, and its certificate takes a moment.
-            for name in names:
-                n.mute = {name}
-                n.announce(way[epoch], name)
-                n.run(0.3)
-            n.mute = set()
-            n.run(2)
-    assert fetched_heads(n) == first
-
-
-def test_a_newcomer_finishes_its_download_though_a_stranger_pushes_all_other_certificates_out():
-    n, honest = Driven("n"), commit(GENESIS, "abc")
-    n.know([GENESIS])
-    n.announce(honest, "abc")
-    n.run(10)
-    assert fetched_heads(n) == [honest.head]
-    for k in range(1 + MAX_OTHERS // 32):
-        way = [genesis(["s"], tokens=k)]
-        way += chain_of(way[0], "s", 31)
-        n.know(way)
-        n.announce(way[-1], "s")
-    n.run(2)
-    n.fetched()
-    assert n.peer.head == honest.head
-
-
 def test_a_peer_that_is_behind_finishes_its_download_while_commits_go_on():
     a = Driven.at(GENESIS, "bc")
     way = chain_of(GENESIS, "bc", 10)
@@ -557,24 +327,6 @@ def test_a_peer_that_is_behind_finishes_its_download_while_commits_go_on():
     a.fetched()
     a.run(3)
     assert a.of(effects.Fetch)[-1].path == tuple(way[1:])
-
-
-def test_donors_that_never_deliver_do_not_keep_a_newcomer_out():
-    n = Driven("n")
-    sybils = [f"s{k}" for k in range(12)]
-    n.announce(GENESIS, sybils)
-    n.announce(GENESIS, "abc")
-    n.run(3)
-    asked = set()
-    for _ in range(12):
-        if n.peer.catch_up.target is None:
-            n.run(3)
-            continue
-        donors = n.of(effects.Fetch)[-1].donors
-        asked |= set(donors)
-        n.feed(events.FetchFailed(GENESIS.head, "nothing came", frozenset(donors) & set(sybils)))
-        n.run(3)
-    assert asked & set("abc")
 
 
 def test_a_fetch_that_failed_is_tried_again_after_a_moment():
@@ -655,99 +407,6 @@ def test_heads_that_a_stranger_makes_up_do_not_keep_it_from_asking_for_others():
     assert fetched_heads(a) == [newer.head]
 
 
-def test_a_newcomer_is_led_to_no_old_head_by_one_that_stays_there():
-    way = chain_of(GENESIS, "bc", 25)
-    newest = way[-1]
-    # Of one chain all heads have as many behind them: the smallest hash is the liar's best choice.
-    old = min(way[:-1], key=lambda certificate: certificate.head)
-    a = Driven("a")
-    a.know(way)
-    a.announce(old, "z")
-    a.announce(newest, "bc")
-    a.run(5)
-    assert fetched_heads(a) == [newest.head]
-
-
-def made_up(before: Certificate, *, last: bool = False, salt: object = "") -> Certificate:
-    """What `z` has signed together with keys of its own, as many as it likes."""
-    names = ["z", *(f"y{number}" for number in range(8))]
-    works = {name: work(based_on=before.plan.epoch, last=True) for name in names[1:]} if last else {}
-    return commit(before, names, works=works, off="abc", salt=salt)
-
-
-@pytest.mark.parametrize("strangers", ["", "vwxy"], ids=["alone", "with strangers that show the same"])
-def test_a_member_that_restarts_does_not_believe_one_member_that_has_gone_on_with_keys_of_its_own(strangers):
-    three = genesis("abz")
-    head = commit(three, "abz")
-    a = Driven("a", settings=with_settings(galaxy_size=3))
-    a.know([three])
-    a.announce(head, "b")
-    a.announce(made_up(head), "z" + strangers)
-    a.run(5)
-    assert fetched_heads(a) == [head.head]
-
-
-@pytest.mark.parametrize("salt", range(4))
-def test_nor_where_its_commit_is_beside_one_that_most_have_signed(salt):
-    """Whichever of the two has the smaller hash, and however late the attempt that the liar names."""
-    three = genesis("abz")
-    one = commit(three, "abz")
-    head = commit(one, "bz")
-    a = Driven("a", settings=with_settings(galaxy_size=3))
-    a.know([three, one])
-    a.announce(head, "b")
-    a.announce(commit(one, ["z", "y"], attempt=9, salt=salt), "vwxyz")
-    a.run(5)
-    assert fetched_heads(a) == [head.head]
-
-
-def test_nor_while_the_others_are_one_commit_apart():
-    four = genesis("abcz")
-    head = commit(four, "abcz")
-    next_head = commit(head, "bcz")
-    a = Driven("a", settings=with_settings(galaxy_size=3))
-    a.know([four, head])
-    a.announce(head, "b")
-    a.announce(next_head, "c")
-    a.announce(made_up(next_head, last=True), "z")
-    a.run(5)
-    assert fetched_heads(a)[0] in (head.head, next_head.head)
-
-
-def test_where_most_are_one_commit_further_a_newcomer_begins_there():
-    three = genesis("abc")
-    head = commit(three, "abc")
-    newest = commit(head, "abc")
-    n = Driven("n")
-    n.know([three, head])
-    n.announce(head, "a")
-    n.announce(newest, "bc")
-    n.run(5)
-    assert fetched_heads(n) == [newest.head]
-
-
-@pytest.mark.parametrize("holders", ["z", "yz"])
-@pytest.mark.parametrize("founders", ["a", "ab"])
-def test_commits_are_not_given_up_to_strangers_though_nobody_else_is_left(founders, holders):
-    pair = genesis(founders)
-    a = Driven.at(pair, founders[1:])
-    a.run(1)
-    a.come_to([commit(pair, founders)], founders[1:] or "n")
-    a.hush([*founders[1:], "n"])
-    for name in [*founders[1:], "n"]:
-        a.feed(events.Disconnected(name))
-    a.run(30)
-    head = a.peer.head
-    unknown = commit(genesis(holders), holders, parent=digest("unknown"))
-    lies = [unknown, *(commit(genesis(holders, tokens=salt), holders) for salt in range(3))]
-    a.know([genesis(holders, tokens=salt) for salt in range(3)])
-    for lie in lies:
-        a.announce(lie, holders)
-        a.run(60)
-    assert a.peer.head == head
-    assert not {lie.head for lie in lies} & set(fetched_heads(a))
-
-
 def test_a_long_chain_that_somebody_has_made_up_costs_little():
     three = genesis("abc")
     a = Driven.at(three, "bc")
@@ -779,80 +438,6 @@ def test_certificates_that_do_not_lead_to_what_was_asked_for_are_not_kept():
     assert a.peer.swarm.strikes("z") == 1
 
 
-@pytest.mark.parametrize(("founders", "dead"), [("ab", "b"), ("abcd", "cd")])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_stranger_at_an_old_head_holds_no_newcomer_back_from_a_chain_with_a_minoritys_commit(
-    founders, dead, is_late
-):
-    left = founders.replace(dead, "")
-    first = genesis(founders)
-    path = [commit(first, founders)]
-    path += chain_of(path[-1], left, 2)
-    path.append(commit(path[-1], left + "uvw", off=dead))
-    path += chain_of(path[-1], left + "uvw", 4)
-    n = Driven("n", settings=with_settings(galaxy_size=3))
-    n.know([first, *path])
-    if not is_late:
-        n.announce(path[0], "z")
-    n.announce(path[-1], left + "uvw")
-    n.run(3)
-    if is_late:
-        n.announce(path[0], "z")
-        n.run(3)
-    assert fetched_heads(n) == [path[-1].head]
-
-
-def alone(me: str, others: str, commits: int, path: list[Certificate]) -> Driven:
-    """It joined at the end of `path`, and has made so many commits alone since the others were cut off."""
-    driven = Driven(me, settings=with_settings(galaxy_size=3))
-    driven.know(path)
-    driven.announce(path[-1], others)
-    driven.run(4)
-    driven.fetched()
-    driven.run(2)
-    driven.hush(others)
-    for other in others:
-        driven.feed(events.Disconnected(other))
-    driven.run(40)
-    end = driven.peer.epoch + commits
-    while driven.peer.epoch < end:
-        driven.ready()
-        driven.run(0.5)
-        (reduce,) = driven.of(effects.Reduce)
-        driven.effects.clear()
-        driven.feed(events.Reduced(reduce.plan.digest, digest("a", me, end), digest("m", me, end)))
-        driven.run(0.5)
-    driven.known.clear()
-    return driven
-
-
-def test_strangers_take_no_commits_over_by_one_of_their_own_on_top_of_an_old_one():
-    path = [genesis("abc"), *chain_of(genesis("abc"), "abc", 60)]
-    a = alone("a", "bc", 5, path)
-    assert not a.peer.chain.genesis
-    lie = commit(path[5], "yz", off="abc")
-    a.know([path[5], lie])
-    a.announce(lie, "yz")
-    a.run(60)
-    assert fetched_heads(a) == []
-
-
-@pytest.mark.parametrize("members", ["b", "bcd"])
-def test_who_was_away_for_longer_than_certificates_are_kept_goes_back_to_its_members(members):
-    path = [genesis("abcd"), commit(genesis("abcd"), "abcd")]
-    a = alone("a", "bcd", MAX_OWN + 10, path)
-    theirs = [path[-1]]
-    for number in range(MAX_OWN + 10):
-        off = set("abcd") - set(members) if number == 3 else ()
-        theirs.append(commit(theirs[-1], members, off=off))
-    a.know(theirs[-MAX_OWN:])
-    a.announce(theirs[-1], members)
-    a.run(30)
-    went = fetched_heads(a) == [theirs[-1].head]
-    # A single one may also come here.
-    assert went or (members == "b" and a.peer.head < theirs[-1].head)
-
-
 def test_short_answers_of_one_peer_do_not_keep_the_longer_ones_of_others_out():
     first = genesis("abcz")
     path = chain_of(first, "bcz", 100)
@@ -873,68 +458,6 @@ def test_short_answers_of_one_peer_do_not_keep_the_longer_ones_of_others_out():
                 head = known[head].plan.parent
             a.say(ask.peer_id, Certificates(head=ask.message.head, certificates=tuple(answer[::-1])))
         assert num_rounds < 10
-
-
-@pytest.mark.parametrize(("founders", "dead"), [("az", ""), ("abz", "b")])
-@pytest.mark.parametrize("newcomer", ["n", "u"])
-def test_one_member_at_an_old_head_holds_nobody_back_from_what_another_has_gone_on_with(
-    founders, dead, newcomer
-):
-    first = genesis(founders)
-    path = [commit(first, founders)]
-    path += chain_of(path[-1], "a", 3)
-    path.append(commit(path[-1], "auvw", off=dead))
-    path += chain_of(path[-1], "auvw", 4)
-    n = Driven(newcomer, settings=with_settings(galaxy_size=3))
-    n.know([first, *path])
-    n.announce(path[0], "z", "waiting")
-    n.announce(path[-1], set("auvw") - {newcomer})
-    n.run(5)
-    assert fetched_heads(n) == [path[-1].head]
-
-
-def test_a_stranger_at_the_last_head_of_a_roster_that_is_gone_holds_nobody_back():
-    first = genesis("a")
-    old = commit(first, "a")
-    path = [old, *chain_of(old, "cde", 5)]
-    n = Driven("n", settings=with_settings(galaxy_size=3))
-    n.know([first, *path])
-    n.announce(old, "z")
-    n.announce(path[-1], "cde")
-    n.run(5)
-    assert fetched_heads(n) == [path[-1].head]
-
-
-@pytest.mark.parametrize("salt", range(4))
-def test_of_two_runs_the_one_without_commits_gives_way(salt):
-    mine, theirs = genesis("a", tokens=salt), genesis("b", tokens=100 + salt)
-    commits = chain_of(theirs, "b", 5)
-    a = Driven.at(mine)
-    a.know([theirs, *commits])
-    a.announce(commits[-1], "b")
-    a.run(30)
-    assert commits[-1].head in fetched_heads(a)
-    b = Driven.at(theirs, me="b")
-    b.come_to(commits, "n")
-    b.hush("n")
-    b.feed(events.Disconnected("n"))
-    b.run(30)
-    b.effects.clear()
-    b.announce(mine, "a")
-    b.run(30)
-    assert fetched_heads(b) == []
-
-
-def test_a_former_member_at_an_old_head_opens_no_door_for_strangers_on_top_of_it():
-    path = [genesis("ab"), *chain_of(genesis("ab"), "ab", 60)]
-    a = alone("a", "b", 5, path)
-    old = path[5]
-    lie = commit(old, "yz", off="ab")
-    a.know([old, lie])
-    a.announce(old, "b")
-    a.announce(lie, "yz")
-    a.run(60)
-    assert lie.head not in fetched_heads(a)
 
 
 def test_a_former_member_that_returns_holds_nobody_back_from_what_others_made_after_the_roster_was_gone():
