@@ -163,6 +163,7 @@ class Invariants:
         split = split_between(peer.state, state) if peer.state is not None else None
         if split is None or split.ancestor is None:
             self._check_is_known(peer, certificate.head)
+            self._check_gives_way(peer, certificate.head)
         elif not split.ours:
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
@@ -204,6 +205,21 @@ class Invariants:
             self.violated(
                 f"{peer.peer_id} adopts {head[:6]}, which no honest peer has held, though it hears {heard}"
             )
+
+    def _check_gives_way(self, peer: VirtualPeer, head: str) -> None:
+        """Commits are not given up for another run as long as this peer hears a majority of its roster at its head."""
+        me, own = peer.peer_id, peer.state
+        if own is None or own.certificate is None or own.certificate.is_genesis:
+            return
+        roster, now = self._truth.roster_after(own.head), self._clock.now
+        stayed = [
+            p
+            for p in sorted(roster - self._liars - {me})
+            if self._truth.was_on_head(p, own.head, now, now - SLACK_S)
+            and not self._is_excused(me, p, LEAST_OUTAGE_S)
+        ]
+        if stayed and 2 * len({me, *stayed}) > len(roster):
+            self.violated(f"{me} leaves {own.head[:6]}, where {stayed} are, for {head[:6]} of another run")
 
     def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
         """The certificate is signed by a majority of the roster before it, or by as many members as could object."""

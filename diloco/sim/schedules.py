@@ -201,13 +201,19 @@ def why_unsettled(swarm: VirtualSwarm) -> str:
 
 
 def lacks_honest_majority(swarm: VirtualSwarm) -> bool:
-    """Whether an honest peer is in a run whose roster has no honest majority: then no further commit is guaranteed.
+    """Whether there is a run in which the roster of every honest peer lacks an honest majority: then no further commit
+    is guaranteed.
 
     This happens if the liar founded the run alone, or with one other, before most peers had started, or if honest
     members have left.
     """
-    rosters = [swarm.truth.roster_after(peer.state.head) for peer in swarm.honest if peer.state is not None]
-    return any(2 * len(roster - swarm.liars) <= len(roster) for roster in rosters)
+    lacks: dict[str, list[bool]] = {}
+    for peer in swarm.honest:
+        if peer.state is not None:
+            roster = swarm.truth.roster_after(peer.state.head)
+            has_majority = 2 * len(roster - swarm.liars) > len(roster)
+            lacks.setdefault(peer.state.genesis, []).append(not has_majority)
+    return any(map(all, lacks.values()))
 
 
 def _why_apart(held: list[State]) -> str:

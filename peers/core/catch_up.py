@@ -140,7 +140,8 @@ class CatchUp:
 
     def _is_on_own_run(self, path: Sequence[Certificate]) -> bool:
         """Whether this path leads on from this peer's chain."""
-        return not path[0].is_genesis and self.chain.is_on_own_chain(path[0].plan.parent)
+        first, is_own = path[0], self.chain.is_on_own_chain
+        return is_own(first.head) or (not first.is_genesis and is_own(first.plan.parent))
 
     def _announced(self) -> Heads:
         """The heads of live peers that are not on this peer's chain."""

@@ -58,10 +58,12 @@ class Group:
         recent: Collection[str],
     ) -> None:
         self._parent, self._absent, self._recent = parent, absent, recent
-        self._heads_due_at = now + context.timing.last_resort_s
-        """Until then a minority waits for what those announce that may be further (`_may_be_further`)."""
-        self._swarm, self._chain, self._settings = context.swarm, context.chain, context.settings
         self._me = context.keys.peer_id
+        self._swarm, self._chain, self._settings = context.swarm, context.chain, context.settings
+        goes_on_as_minority = self._me in parent.plan.signer_set and not self.is_quorum(parent.plan.signers)
+        self._heads_due_at = now + (0.0 if goes_on_as_minority else context.timing.last_resort_s)
+        """Until then a minority waits for what those announce that may be further (`_may_be_further`): not again if it
+        made the last commit, too."""
 
     @property
     def roster(self) -> frozenset[str]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
 from diloco.sim import schedules
 from diloco.sim.forgers import FORGERS
-from diloco.sim.invariants import InvariantViolated
+from diloco.sim.invariants import Invariants, InvariantViolated
 from diloco.sim.liars import Liar
 from diloco.sim.schedules import lost_pieces
 from diloco.sim.swarm import VirtualSwarm
-from diloco.sim.truth import Outages
-from diloco.sim.values import digest
+from diloco.sim.truth import Outages, Truth
+from diloco.sim.values import State, digest
 from peers.core import catch_up, chain, effects, events
 from peers.core.weights import Aggregation
 from peers.protocol.messages import Certificates, Vote
+from tests.unit.peers.core.made import SETTINGS, chain_of, commit, genesis, verify
 
 
 class Broken(Liar):
@@ -120,6 +123,51 @@ def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
         catch_up, "prefers_theirs", lambda fork: not fork.ours or not chain.prefers_theirs(fork)
     )
     assert any("against the Fork rule" in schedules.run(seed).fault for seed in (12, 20, 60))
+
+
+def state_at(path):
+    state = None
+    for certificate in path:
+        body = certificate.body
+        state = State(
+            certificate.head,
+            certificate.plan.epoch,
+            body.anchor,
+            body.momentum,
+            certificate=certificate,
+            parent=state,
+        )
+    return state
+
+
+def test_a_peer_that_gives_commits_up_for_a_run_founded_anew_is_found():
+    way = [genesis("abc"), *chain_of(genesis("abc"), "abc", 5)]
+    anew = genesis("c", epoch=3, parent=way[3].head)
+    truth, theirs = Truth(), state_at([*way[:4], anew])
+    truth.knows([*way, anew])
+    peers = {
+        name: SimpleNamespace(peer_id=name, is_honest=True, state=state, fetched_state=theirs)
+        for name, state in (("a", state_at(way)), ("b", state_at(way)), ("c", theirs))
+    }
+    for peer in peers.values():
+        truth.holds(peer, peer.state, 0.0)
+    invariants = Invariants(SimpleNamespace(now=100.0), truth, verify, (), peers, SETTINGS)
+    with pytest.raises(InvariantViolated, match="of another run"):
+        invariants.adopts(peers["a"], anew)
+
+
+def test_a_peer_that_stays_behind_with_a_liar_is_not_excused():
+    way = [genesis("abcdz"), commit(genesis("abcdz"), "abcdz")]
+    most, few = chain_of(way[-1], "abc", 4), chain_of(way[-1], "dz", 3)
+    few.append(commit(few[-1], "dz", off="abc"))
+    truth = Truth()
+    truth.knows([*way, *most, *few])
+    honest = [SimpleNamespace(state=state_at([*way, *most])) for _ in "abc"]
+    swarm = SimpleNamespace(truth=truth, liars=frozenset("z"), honest=honest)
+    swarm.honest.append(SimpleNamespace(state=state_at([*way, *few])))
+    assert not schedules.lacks_honest_majority(swarm)
+    swarm.honest = swarm.honest[-1:]
+    assert schedules.lacks_honest_majority(swarm)
 
 
 def test_wrong_weights_on_which_all_agree_are_found(monkeypatch):
