@@ -10,6 +10,6 @@ published   Results that others have reported, predicted from their descriptions
 scale       The CPU time to simulate 256 peers on this machine.
 thousand    1000 unlike peers train 10B weights and fail once a day each (thousand.py). Only if named: half an hour.
 
-Not covered: reductions along a grid, from 16 peers on. The simulator is optimistic there: it predicts 13.7 s for a round
-that takes 19.5 s with the 24 peers of `benchmarks.wan --cases many`, whose processors are busy throughout.
+Not covered: reductions along a grid, from 16 peers on. The simulator is optimistic there: it predicts 13.7 s for a
+round that takes 19.5 s with the 24 peers of `benchmarks.wan --cases many`, whose processors are busy throughout.
 """
