@@ -64,7 +64,7 @@ class Downloads:
                 fetcher.fetched(served)
                 return
             suspects = frozenset(donors) - there
-            fetcher.post(events.FetchFailed(wanted.head, "no donor delivered", suspects))
+            fetcher.fetch_failed(events.FetchFailed(wanted.head, "no donor delivered", suspects))
 
         self._timers[fetcher.peer_id] = self._clock.after(takes_s, end)
 

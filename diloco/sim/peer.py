@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,7 +116,15 @@ class VirtualPeer(Process):
 
     def fetched(self, state: State) -> None:
         self.fetched_state = state
-        self.post(events.Fetched(state.head))
+        self._fetch_ended(events.Fetched(state.head))
+
+    def fetch_failed(self, failed: events.FetchFailed) -> None:
+        self._fetch_ended(failed)
+
+    def _fetch_ended(self, event: Event) -> None:
+        began, _ = self.swarm.truth.fetches[self.peer_id]
+        self.swarm.truth.fetches[self.peer_id] = began, self._clock.now
+        self.post(event)
 
     def state_of(self, head: str) -> State | None:
         """The state that it serves for this head."""
@@ -145,6 +154,7 @@ class VirtualPeer(Process):
     def fetch(self, fetch: effects.Fetch) -> None:
         follows = self.state is not None and fetch.path[0].plan.parent == self.state.head
         body, donors = fetch.path[-1].body, fetch.donors
+        self.swarm.truth.fetches[self.peer_id] = self._clock.now, math.inf
         self.swarm.downloads.begin(self, body, donors, fetch.timeout_s, follows=follows)
 
     def apply(self, certificate: Certificate) -> None:

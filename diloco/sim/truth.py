@@ -43,6 +43,10 @@ class Outages:
             if not self._causes[pair]:
                 self._past[pair].append((self._since.pop(pair), now))
 
+    def since(self, listener: str, speaker: str) -> float:
+        """Since when the listener has not heard the speaker; infinite: it hears it."""
+        return self._since.get((listener, speaker), math.inf)
+
     def longest_s(self, listener: str, speaker: str, since: float, now: float) -> float:
         """The longest outage that had not ended before `since`; 0: there was none."""
         pair = (listener, speaker)
@@ -100,6 +104,8 @@ class Truth:
     """For peers that announced that they leave: when they came back; infinite: not yet."""
     idle_until: dict[str, float] = field(default_factory=dict)
     """For peers that lost their worker: when they got another; infinite: not yet."""
+    fetches: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By peer id: when it last began to fetch a state, and when that ended; infinite: not yet."""
     contradictions: list[str] = field(default_factory=list)
     """Heads under which two peers have different values."""
     made_by_liars: set[int] = field(default_factory=set)

@@ -50,6 +50,8 @@ class FakePeer:
         if isinstance(event, events.ReduceFailed | events.FetchFailed):
             self.outcomes.append(event.suspects)
 
+    fetch_failed = post
+
     def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None:
         assert set(parts) == set(plan.signers)
         self.outcomes.append("done")
