@@ -94,7 +94,8 @@ def _results(settings: Settings, calm: Outcome, struck: Outcome) -> list[Result]
     epoch_s = before.epoch_s()
     goodput = history.tokens_per_live_second() / before.tokens_per_live_second()
     with_starts = history.tokens_per_live_second(from_training=False) / before.tokens_per_live_second()
-    recoveries, rejoins = history.recoveries_s(epoch_s), history.rejoins_s()[settings.num_peers :]
+    recoveries, alone = history.recoveries_s(epoch_s), history.recoveries_s(epoch_s, alone=True)
+    rejoins = history.rejoins_s()[settings.num_peers :]
     rows: list[tuple[str, str, list[float]]] = [
         ("goodput", "of no faults", [goodput]),
         ("goodput, starts included", "of no faults", [with_starts]),
@@ -113,6 +114,11 @@ def _results(settings: Settings, calm: Outcome, struck: Outcome) -> list[Result]
             ("recovery beyond an epoch", "s", recoveries),
             ("recovery, 95th percentile", "s", [quantile(recoveries, 0.95)]),
         ]
+    if alone:
+        rows += [
+            ("recovery, no other fault", "s", alone),
+            ("recovery, no other fault, 95th percentile", "s", [quantile(alone, 0.95)]),
+        ]
     if rejoins:
         rows.append(("start to first step", "s", rejoins))
     return [Result.of(case, metric, unit, values) for metric, unit, values in rows]
@@ -123,7 +129,8 @@ def _notes(settings: Settings, struck: Outcome) -> list[str]:
     return [
         f"{settings.seconds / 60:g} minutes, a fault every {settings.mean_s:g} s on average: {kinds}.",
         "Goodput is committed tokens by the seconds that peers train and are not frozen, against the same without "
-        "faults; recovery is the time between the others' commits around a peer's death, less an epoch's length.",
+        "faults. Recovery is the time between the others' commits around a peer's death, less an epoch's length; other "
+        "faults may add to it: a death beside a partition can leave no majority until the partition is over.",
         *struck.unplanned[:5],
     ]
 

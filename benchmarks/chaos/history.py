@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ class Struck:
     kind: str
     ranks: tuple[int, ...]
     at: float
+    until: float = -math.inf
+    """When it is over; before `at` for a fault that does not last."""
 
 
 class History:
@@ -159,20 +162,28 @@ class History:
         gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2]
 
-    def recoveries_s(self, epoch_s: float) -> list[float]:
-        """For every death, the time between the others' commits around it, minus `epoch_s`, at least 0."""
-        return [max(0.0, after - before - epoch_s) for before, _, after in self._deaths()]
+    def recoveries_s(self, epoch_s: float, *, alone: bool = False) -> list[float]:
+        """For every death, the time between the others' commits around it, minus `epoch_s`, at least 0.
+
+        `alone`: only deaths beside which no other fault struck or lasted between these commits.
+        """
+        return [
+            max(0.0, after - before - epoch_s)
+            for before, death, after in self._deaths()
+            if not alone
+            or all(f is death or f.at > after or max(f.at, f.until) < before for f in self.faults)
+        ]
 
     def waits_after_deaths_s(self) -> list[float]:
         """For every death, the time until the next commit of another peer."""
-        return [after - at for _, at, after in self._deaths()]
+        return [after - death.at for _, death, after in self._deaths()]
 
     def rejoins_s(self) -> list[float]:
         """Times from a start of a peer to its worker's first step."""
         return [at - life.started_at for life in self.lives if (at := self._trains_at(life)) is not None]
 
-    def _deaths(self) -> Iterator[tuple[float, float, float]]:
-        """For every death: the time of the others' commit before it, its own, that of their commit after it."""
+    def _deaths(self) -> Iterator[tuple[float, Struck, float]]:
+        """Every death, between the times of the others' commits before and after it."""
         for fault in self.faults:
             if fault.kind not in KINDS or not KINDS[fault.kind].is_death:
                 continue
@@ -183,7 +194,7 @@ class History:
             )
             following = bisect(times, fault.at)
             if 0 < following < len(times):
-                yield times[following - 1], fault.at, times[following]
+                yield times[following - 1], fault, times[following]
 
     def _lived_s(self, life: Life, begin: float, end: float, from_training: bool) -> float:
         started = self._trains_at(life) if from_training else life.started_at

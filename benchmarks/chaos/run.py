@@ -135,7 +135,8 @@ class _Chaos:
         if fault.ranks and not living:
             return
         print(f"{fault.at_s:7.1f} s: {fault}", file=sys.stderr, flush=True)
-        self.struck.append(Struck(fault.kind, fault.ranks, time.time()))
+        now = time.time()
+        self.struck.append(Struck(fault.kind, fault.ranks, now, now + fault.until_s - fault.at_s))
         if KINDS[fault.kind].is_death:
             swarm.end(fault.ranks[0], fault.kind)
             self._later(until, lambda: self._start(fault.ranks[0]))

@@ -15,4 +15,5 @@ many           24 peers, 20 Mbit/s, 20 ms, 16 MB; then one is killed in mid-redu
 nat            2 peers behind NAT without a path between them and a public one, 100 Mbit/s, 40 ms, 32 MB; then the
                public one is killed
 memory         4 peers, two sizes of model: the daemon's peak memory beyond its imports and the tensors it must hold
+join           a third peer joins two with a large state: while they are idle, and while they commit
 """

@@ -150,6 +150,9 @@ def test_recovery_is_what_the_others_take_beyond_an_epoch_and_time_away_is_no_li
         tmp_path, *good, lives=lives, faults=[Struck("kill daemon", (2,), 16.0), Struck("clock", (1,), 17.0)]
     )
     assert found.recoveries_s(3.0) == [pytest.approx(2.0)]
+    assert found.recoveries_s(3.0, alone=True) == []
+    found.faults = [found.faults[0], Struck("freeze", (1,), 5.0, 14.0), Struck("clock", (1,), 21.0)]
+    assert found.recoveries_s(3.0, alone=True) == [pytest.approx(2.0)]
     assert found.waits_after_deaths_s() == [pytest.approx(4.0)]
     assert found.tokens_per_live_second() == pytest.approx(60 / (6.0 + 10.0 + 1.0))
 
