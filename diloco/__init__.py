@@ -2,17 +2,17 @@
 
 Each folder imports only from those above it:
 
-    options     what a user says: flags, their limits, a trainer's configuration, models and data by name
+    options     what the user sets: flags and their limits, a trainer's configuration, named models and datasets
     outer       the worker's end of the swarm: start at outer/diloco.py
-    data        from documents to batches, and which of them are whose
-    train       what a trainer is made of
+    data        from documents to batches, and which peer trains on which samples
+    train       the parts of a trainer: model, optimizer, sharding, metrics, run directory
     checkpoint  saving and restoring, exporting
     rl          GRPO: tasks, rewards, rollouts
-    sim         the virtual runtime of peers.core
-    doctor      what keeps a machine from being a peer
+    sim         the virtual runtime of peers.core, and `diloco simulate`
+    doctor      checks whether a machine can be a peer
     launch      peers and trainers as processes on this machine
     dashboard   the web page
-    cli         the verbs
+    cli         the commands
 
 The trainers are train_fsdp.py and train_grpo.py.
 """
@@ -29,7 +29,7 @@ __all__ = ["Diloco", "DilocoCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    # When asked for: both load torch, which no `--help` waits for.
+    # Imported on first use: both load torch, which would slow down `--help`.
     if name == "Diloco":
         from diloco.outer.diloco import Diloco
 

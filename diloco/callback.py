@@ -78,7 +78,7 @@ class DilocoCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Wait for the swarm and load its weights. Raises UserError if its schedule does not fit TRL's.
+        """Wait for the swarm and load its weights. Raises UserError as `check_divides` does.
 
         Gives each peer its own shuffling seed: with a common seed all peers would train on the same samples.
         """
@@ -129,7 +129,7 @@ class DilocoCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Postpone a checkpoint of `save_strategy="epoch"`, as `on_step_end` does those by steps."""
+        """Postpone a checkpoint of `save_strategy="epoch"` while an outer step is in flight, as `on_step_end` does."""
         if self._joined.active:
             self._postpone_save_in_flight(self._joined, control)
 
@@ -205,7 +205,7 @@ class DilocoCallback(TrainerCallback):
             _set_schedule(lr_scheduler, state.global_step)
 
     def _postpone_save_in_flight(self, outer: Diloco, control: TrainerControl) -> None:
-        """Postpone a due checkpoint while an outer step is in flight: it would hold one half of that step."""
+        """Postpone a due checkpoint while an outer step is in flight: it would hold only half of that step's result."""
         if outer.in_flight:
             self._is_save_postponed |= control.should_save
             control.should_save = False
@@ -274,7 +274,7 @@ def _set_due(args: TrainingArguments, state: TrainerState, control: TrainerContr
 
 
 def _set_schedule(lr_scheduler: LRScheduler | None, step: int) -> None:
-    """Set a scheduler to the state that it has after `step` steps, unless it goes by the loss."""
+    """Set a scheduler to the state that it has after `step` steps, unless it depends on the loss."""
     # Unwrapped: accelerate's wrapper advances by one for every process.
     scheduler: Any = getattr(lr_scheduler, "scheduler", lr_scheduler)
     if isinstance(scheduler, ReduceLROnPlateau) or not hasattr(scheduler, "last_epoch"):

@@ -23,7 +23,7 @@ class DilocoError(Exception):
 
 
 class UserError(DilocoError):
-    """What is wrong, the value, and the next move, in one or two sentences."""
+    """The message says what is wrong, with the value, and what the user can do, in one or two sentences."""
 
 
 def print_note(text: str) -> None:

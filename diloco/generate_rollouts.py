@@ -33,7 +33,7 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
-    """Serve the daemon until it hangs up. Raises UserError."""
+    """Serve the daemon until it closes the link. Raises UserError."""
     config, _ = parse_train_config(argv, "grpo")
     with cleaned_up_on_failure(clean_ups), contextlib.ExitStack() as stack:
         generator = stack.enter_context(opened(config, clean_ups))
@@ -46,7 +46,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
 
 @contextlib.contextmanager
 def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
-    """What generates: this process, or a vLLM server, which then has the GPU. Raises UserError."""
+    """The generator: the model in this process, or a vLLM server, which then has the GPU. Raises UserError."""
     gpus = [] if config.device == "cpu" else visible_gpus(os.environ)
     uses_server = config.grpo.rollout == "vllm"
     device = torch.device("cuda" if gpus and not uses_server else "cpu")
@@ -95,7 +95,7 @@ def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:
 
 
 def _unloaded(generator: Generator, paths: Sequence[str], digest: str) -> str:
-    """Why the policy of this digest cannot be used; empty if it is."""
+    """Load the policy of this digest. Returns why it cannot be used; empty if it can."""
     try:
         for path in paths:
             generator.load(Path(path).read_bytes())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 if not __package__:
-    # Started by path: Python has put diloco/ first in sys.path, where our modules would shadow others of their name.
+    # Started by path: Python has put diloco/ first in sys.path, so its modules would shadow others of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
@@ -193,7 +193,7 @@ class Trainer:
         figures = {"step": step + 1, "epoch": outer.epoch, "lr": lr, "tokens": tokens, "tokens_per_s": rate}
         metrics.write("step", **figures, **asdict(result))
 
-        # Overdue since an earlier step, as rounds were in flight.
+        # A checkpoint may be overdue since an earlier step, because rounds were in flight.
         is_save_due = self.checkpoints.due(step)
         outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss, is_save_due=is_save_due)
         for commit in outer.commits:
@@ -210,7 +210,7 @@ class Trainer:
         return bool(outer.commits)
 
     def tell_of_long_steps(self, step_s: float) -> None:
-        """Say how long a step will take, while the first of them is under way."""
+        """Record how long a step will take, while the first long one is under way."""
         self.metrics.write(
             "event", event="long_steps", **self.position(), step_s=step_s, step_tokens=self.tokens_per_step
         )
@@ -235,7 +235,7 @@ class Trainer:
         return place_of(self.outer, self.outer.nominal_step, steps_per_epoch=steps)
 
     def stream_state(self) -> dict[str, bytes]:
-        """The file of a checkpoint that says where a streamed dataset is read on; other data needs none."""
+        """The file of a checkpoint with the position in a streamed dataset; other data needs none."""
         if not isinstance(self.source, StreamingSource):
             return {}
         block, local_step = self.place()

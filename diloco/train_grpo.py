@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if not __package__:
-    # Started by path: Python has put diloco/ first in sys.path, where our modules would shadow others of their name.
+    # Started by path: Python has put diloco/ first in sys.path, so its modules would shadow others of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
@@ -310,7 +310,7 @@ class Training:
     def rows(self) -> list[dict[str, Any]]:
         """The next generation: prompts, each `num_generations` times in a row, with completions. A collective."""
         if self.pushed_at != self.trainer.state.global_step:
-            # Before it waits for rollout peers: their rollouts to come are to be by these weights.
+            # Before waiting for rollout peers, whose next rollouts have to be sampled by these weights.
             self.push()
         numbers = self.example_numbers()
         match self.config.grpo.rollout:
@@ -325,7 +325,7 @@ class Training:
         return rows_of(self.task, groups)
 
     def push(self) -> None:
-        """Give the newest weights to who generates: the server or rollout peers, if there are any. A collective."""
+        """Give the newest weights to the server or to the rollout peers, if there are any. A collective."""
         takers = self.server or self.peer_rollouts
 
         def pushed() -> None:
@@ -337,13 +337,13 @@ class Training:
         self.pushed_at = self.trainer.state.global_step
 
     def taken_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Rollout peers have the weights beside the adapters already, while the server takes no adapters."""
+        """The weights to push: rollout peers need only what is trained, the server whole weights without adapters."""
         if self.server:
             return merged(self.model, self.model.named_parameters())
         return trained(self.model).items()
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """On the CPU, adapters merged in; empty on ranks other than 0. A collective."""
+        """The weights on the CPU, with adapters merged in; empty on ranks other than 0. A collective."""
         return dict(merged(self.model, full_state(self.model).items()))
 
     def groups_of_peers(self) -> list[Group]:
@@ -365,7 +365,7 @@ class Training:
         return [own_group(number, group) for number, group in zip(numbers, groups, strict=True)]
 
     def example_numbers(self) -> list[int]:
-        """Of the next generation's prompts."""
+        """The numbers of the next generation's examples."""
         step, steps_per_epoch = self.trainer.state.global_step, self.prompts.steps_per_epoch
         block, local_step = place_of(self.outer, step, steps_per_epoch=steps_per_epoch)
         return self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
@@ -412,7 +412,7 @@ class Training:
         return figures
 
     def evaluated(self) -> dict[str, float]:
-        """By completions of the held-out prompts."""
+        """The figures of an evaluation on the held-out prompts. Rank 0 only."""
         return evaluated(
             self.task,
             self.tokenizer,
@@ -430,15 +430,15 @@ class Training:
         if self.server:
             return self.server.complete(prompts, count, sampling, seed=seed)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        # The memory for a generation of this rank suffices for as many completions of any kind.
+        # Memory that suffices for this rank's share of a generation suffices for as many other completions.
         share = -(-self.prompts.prompts_per_generation // self.world.num_ranks)
         at_once = max(AT_ONCE, share * self.config.grpo.num_generations)
-        # PEFT's `generate` calls a forward pass below the one that accelerate has wrapped.
+        # PEFT's `generate` calls the inner model's forward pass, and accelerate has wrapped only the outer one.
         with self.trainer.accelerator.autocast():
             return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed, at_once=at_once)
 
     def rollout_seed(self) -> int:
-        """Of the next generation on this rank: differs between steps, within a step, between ranks and peers."""
+        """The seed of the next generation on this rank; no other generation of a step, rank or peer has the same."""
         place = (self.seed, self.trainer.state.global_step, self.trainer.batch_of_step, self.world.rank)
         return random.Random(str(place)).getrandbits(31)
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 LAST_SAVE_TIMEOUT_S = 600.0
 """How long the end of a training waits for its last checkpoint."""
 _SIGNAL_TIMEOUT_S = 2.0
-"""How long a process ended by a signal waits for it: less than the time after which it is killed."""
+"""How long a process ended by a signal waits for its last checkpoint: less than the time until it is killed."""
 
 
 class Checkpoints:
@@ -86,7 +86,7 @@ class Checkpoints:
         return Restored(position=mark.position, tokens=tokens, directory=directory)
 
     def restored_file(self, name: str) -> bytes | None:
-        """A file that was given to `save` for the checkpoint that `restore` has loaded, if any. Not after `begin`."""
+        """The content of a `beside` file of the checkpoint that `restore` loaded, if it exists. Not after `begin`."""
         path = self._restored and self._restored / name
         return path.read_bytes() if path is not None and path.is_file() else None
 

@@ -52,7 +52,7 @@ def to_resume(
 
     If all peers were killed at once, some may have saved a step that others had not; only from a step that all have can
     the swarm resume without loss. If the others never completed their first checkpoint, that step is the beginning, and
-    None is returned. If there is no common step otherwise, each peer takes its newest. `own` is sorted newest first;
+    None is returned. If there is no common step for other reasons, each peer takes its newest. `own` is newest first;
     `others` maps step names and world ranks to heads.
     """
     recent = {rank for candidate in own[:_RECENT] for rank in others.get(candidate.name, {})}

@@ -36,7 +36,7 @@ _OLD_OFFSETS_KEY = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
-    """Write the model of a checkpoint, from its anchor or its own weights; returns a summary. Raises UserError."""
+    """Write a checkpoint's model, from the anchor or the peer's own weights; returns a summary. Raises UserError."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-")))
         try:
@@ -77,7 +77,7 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
 
 
 def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tuple[Store, Candidate, Path]:
-    """Find the checkpoint and verify its files; returns its local directory, too. Raises OSError and UserError."""
+    """Find the checkpoint and verify its files; also returns its local directory. Raises OSError and UserError."""
     place, name, part = split(checkpoint)
     problems = list[str]()
     if name.startswith("model_step_") or part:

@@ -34,7 +34,7 @@ class Found:
 
 
 class OwnCheckpoints:
-    """One peer's checkpoints at --ckpt.path: what a new one says of those before it, and which old ones go.
+    """One peer's checkpoints at --ckpt.path: finds the one to resume, completes new ones and deletes old ones.
 
     `resumed` is a collective; all other methods are for rank 0.
     """
@@ -57,7 +57,7 @@ class OwnCheckpoints:
         stack: contextlib.ExitStack,
         on_skipped: Callable[[str], None],
     ) -> Found | None:
-        """The checkpoint that --ckpt.resume means; new ones continue its history. As `fetched`."""
+        """As `fetched`; checkpoints saved afterwards continue the history of the one that was found."""
         if self._config.interval is not None:
             self._saved_at_ms = on_rank_zero(lambda: self._register(world_rank))
         found = fetched(self._config, world, world_rank, self._scratch, stack, on_skipped=on_skipped)
@@ -83,7 +83,7 @@ class OwnCheckpoints:
                 self._registered = world_rank
 
     def delete_old(self, world_rank: int | None) -> None:
-        """Delete those in excess of `--ckpt.topk`; other peers delete their own. A failure is logged."""
+        """Delete this peer's checkpoints in excess of `--ckpt.topk`. A failure is logged."""
         try:
             kept = candidates_in(self.store, own_part(world_rank))
             for old in to_delete(kept, topk=self._config.topk):
@@ -122,8 +122,8 @@ def fetched(
 ) -> Found | None:
     """The checkpoint to resume; its directory exists until the stack is closed. A collective. Raises UserError.
 
-    If this peer has no checkpoint, it may be another peer's. `on_skipped` is called on rank 0 with what is wrong with
-    each checkpoint that was skipped.
+    If this peer has no checkpoint, the result may be another peer's. `on_skipped` is called on rank 0 with what is
+    wrong with each checkpoint that was skipped.
     """
     if config.resume is None:
         return None
@@ -270,7 +270,7 @@ class Finder:
 def candidates_in(
     store: Store, part: str, on_damaged: Callable[[str, str], object] = lambda _name, _problem: None
 ) -> list[Candidate]:
-    """A peer's checkpoints whose marks are valid; of others, `on_damaged` gets name and problem. Raises OSError."""
+    """A peer's checkpoints with valid marks; `on_damaged` gets name and problem of each other one. Raises OSError."""
     found = []
     for name, raw in store.marks(part).items():
         try:
@@ -282,7 +282,7 @@ def candidates_in(
 
 
 def named_in(store: Store, name: str, part: str) -> Candidate:
-    """A step's checkpoint: of `part` if given, else without a swarm, else the lowest rank's. Raises UserError."""
+    """A step's checkpoint: of `part` if given, else of no swarm, else of the lowest world rank. Raises UserError."""
     raw = store.mark(name, part)
     if raw is None and not part:
         parts = store.parts(name)

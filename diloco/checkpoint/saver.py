@@ -63,7 +63,7 @@ class Saver:
     def __init__(self, *, tells: bool = True) -> None:
         """`tells`: whether this rank logs failures; true on one rank only."""
         self._tells = tells
-        # An event rather than Thread.join, which fails before the thread has started and is not for two waiters.
+        # An event rather than Thread.join, which raises if the thread has not started yet.
         self._idle = threading.Event()
         self._idle.set()
         self._ended: deque[Saved] = deque()

@@ -104,7 +104,7 @@ def load(directory: Path, inner: InnerLoop, *, rank: int, with_random: bool = Tr
         directory,
         lambda there: state_of(inner) | {name: random[name] for name in random if name in there},
     )
-    # Whether to scale is this run's to say: the checkpoint may be of another precision.
+    # This run's precision decides whether the loss is scaled; that of the checkpoint may differ.
     if inner.loss_scale.interval and state["loss_scale.interval"]:
         inner.loss_scale.scale = state["loss_scale.scale"].item()
         inner.loss_scale.good_steps = int(state["loss_scale.good_steps"].item())

@@ -91,7 +91,7 @@ class Store:
             self._put(json.dumps({"at_ms": at_ms, "has_saved": has_saved}).encode(), *file)
 
     def savers(self) -> dict[int, Registration]:
-        """World ranks that have registered here, or that have checkpoints here, which may have been copied."""
+        """World ranks that have registered here, or whose checkpoints are here, perhaps copied from elsewhere."""
         names = [name for name in self._names(SAVERS) if name.startswith(PEER_PART)]
         found = {name: _registration(self._read(SAVERS, name) or b"") for name in names}
         found |= {name: Registration() for name in self._marked_parts()}
@@ -107,7 +107,7 @@ class Store:
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
         """Store these finished files of the staging directory. An earlier checkpoint of the step becomes invalid.
 
-        Nothing to do in a directory: the staging directory is beside its place, and `finish` renames it.
+        Does nothing for a local directory: the staging directory is beside the final one, and `finish` renames it.
         """
 
     def finish(self, staging: Path, step: int, part: str) -> None:
@@ -130,7 +130,7 @@ class Store:
 
     def clear(self, part: str) -> None:
         """Remove half-written checkpoints that killed workers of this peer have left."""
-        # All are found before the first is deleted: several peers clear one directory at once.
+        # Listed before the first is deleted: several peers may clear one directory at once.
         for path in list(self._directory.glob(f"model_step_*/.{part}.*" if part else ".model_step_*")):
             if path.name.endswith(_TEMPORARY):
                 _delete(path)
@@ -141,7 +141,7 @@ class Store:
 
     @contextlib.contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Path]:
-        """A local directory with the checkpoint's files, as far as they are there."""
+        """A local directory with those of the checkpoint's files that exist."""
         yield self._directory / candidate.name / candidate.part
 
     def _names(self, *words: str) -> list[str]:

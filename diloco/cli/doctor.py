@@ -121,7 +121,7 @@ def _check_with_torch(
 
     yield from run_check("gpu", lambda: check_gpus(train.device, compiles=train.torch_compile is not False))
     if has_own_worker:
-        # Its model is not known.
+        # The model of the user's program is not known.
         return
     memory = list(run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes())))
     yield from memory

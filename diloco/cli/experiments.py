@@ -1,4 +1,4 @@
-"""`diloco experiments`: many trainings over rented pods, and what came of them."""
+"""`diloco experiments`: runs many trainings on rented pods and reports their results."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def run(
     has_begun = False
 
     async def rent(pods: Renters, setup: Setup, unfinished: set[str]) -> Mapping[str, Exception]:
-        """What went wrong. The caller holds the ledger's lock."""
+        """Rent the pods and set them up. Returns the errors by pod. The caller holds the ledger's lock."""
         nonlocal has_begun
-        # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
+        # Pods are rented for unfinished experiments only; pods that exist stay until they are given back.
         there = {row.name for row in ledger.rows()}
         names = unfinished | there if unfinished else {spec.name for spec in found.pods}
         specs = [spec for spec in found.pods if spec.name in names]
@@ -174,7 +174,7 @@ def run(
             has_begun = True
             is_good = await trained(pods, setup)
         except Exception:
-            # Whatever keeps the results from being shown, the pods cost money. What was not agreed to changes nothing.
+            # Whatever failed, the pods cost money. Until the user has agreed, nothing is rented or given back.
             if has_begun:
                 shouted(await destroyed(pods))
             raise
@@ -183,7 +183,7 @@ def run(
 
     async def trained(pods: Renters, setup: Setup) -> bool:
         """Run the experiments and print the results. Returns whether all succeeded."""
-        # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
+        # Without the ledger's lock, so that pods can be extended, and given back at their rental end, meanwhile.
         results = await runs.run(pods, setup.pod_python, found, of)
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
@@ -192,7 +192,7 @@ def run(
         return all(result.ok for result in results)
 
     async def destroyed(pods: Renters) -> Mapping[str, Exception]:
-        """Give the pods back, if --destroy says so. Returns what went wrong."""
+        """Give the pods back if --destroy is set. Returns the errors by pod."""
         if not destroy:
             return {}
         try:
@@ -210,7 +210,7 @@ def run(
 
 
 def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
-    """The same without what only clouds can promise, where these machines are no cloud's."""
+    """The set without requirements that only clouds can meet, if the provider means machines of the user's own."""
     from provisioning.pods.pod import usual_for
 
     usual = usual_for(provider)
@@ -219,7 +219,7 @@ def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
 
 
 def print_results(results: Sequence[Result], figure_of: str) -> None:
-    """A table of the results, and below it what went wrong, whole."""
+    """Print a table of the results, and on stderr each failure's message in full."""
     rows = [
         (
             result.name,

@@ -215,7 +215,6 @@ def _group_of(argument: Argument) -> str:
 
 
 def _value_placeholder(argument: Argument) -> str:
-    """The placeholder for the value."""
     if argument.parameter.metavar:
         return str(argument.parameter.metavar)
     hint: Any = resolve_optional(argument.hint)

@@ -36,15 +36,15 @@ def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
     try:
         return asyncio.run(until_signal(main, CLEAN_UP_TIMEOUT_S))
     finally:
-        # The loop leaves Python's own, which print a traceback.
+        # asyncio has restored Python's default handlers, which print a traceback.
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def run_with_hivemind(main: Coroutine[Any, Any, int]) -> int:
-    """As `run_interruptible`, for what joins a DHT.
+    """As `run_interruptible`, for a `main` that joins a DHT.
 
-    Loading hivemind takes seconds, during which an event loop could not handle signals; so it is loaded before.
+    Loads hivemind before the event loop starts: loading takes seconds, in which the loop could not handle signals.
     """
     from peers.net.dht.node import load_hivemind
 

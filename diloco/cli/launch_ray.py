@@ -1,4 +1,4 @@
-"""`diloco launch --engine ray`: a training over a Ray cluster on pods that are set up already."""
+"""`diloco launch --engine ray`: runs a training on a Ray cluster of pods that are set up already."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run_on_pods(
     state_file: Path | None,
     inventory: Path | None,
 ) -> int:
-    """Start what of the cluster does not run yet, submit the training, print what it says; its exit code.
+    """Start the nodes of the cluster that do not run yet, submit the training and print its output; its exit code.
 
-    `storage` is a directory that all nodes share; on this machine alone it need not be named.
+    `storage` is a directory that all nodes share; None only if all pods are on this machine.
     """
     ledger = opened_existing(state_file)
 
@@ -59,7 +59,7 @@ def run_on_pods(
 def print_cluster_yaml(
     job: LaunchJob, *, cpus: int | None, state_file: Path | None, inventory: Path | None
 ) -> int:
-    """The cluster for `ray up`; nothing is started."""
+    """Print the cluster as a configuration file for `ray up`; starts nothing."""
     ledger = opened_existing(state_file)
 
     async def work() -> int:
@@ -96,7 +96,7 @@ def print_cluster_yaml(
 
 
 def _python(ledger: Ledger, renter: Renter) -> str:
-    """That which the pods were set up with."""
+    """The Python interpreter that the pods were set up with."""
     from provisioning.ledger.keys import PYTHON
     from provisioning.machines.paths import VENV
 

@@ -1,7 +1,7 @@
-"""What `provision`, `peer` and `run` train where nobody names a model, or no more than a preset: whatever the machine
-trains well.
+"""The settings that `provision`, `peer` and `run` choose: those that suit the machine if the user names no model, or
+those of the preset that the user names.
 
-The trainers themselves, under torchrun, keep the defaults of options.py, which are OpenDiLoCo's.
+The trainers themselves, under torchrun, keep the defaults of options/flags.py, which are OpenDiLoCo's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHORT_RUN = {"hv.outer_lr": 0.7, "hv.outer_momentum": 0.6}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training, and what a peer needs for it: so many cores and so much memory, or a GPU with so much."""
+    """Settings of a training, and what a peer needs for it: cores and memory, or memory of each GPU."""
 
     cores: float
     memory_gib: float
@@ -29,12 +29,12 @@ class Recipe:
     values: Mapping[str, Any]
     """Fields of TrainConfig by their dotted names."""
     rates: Mapping[str, Mapping[str, float]]
-    """The same, by optimizer; beside Muon's, those for whoever names adamw."""
+    """Further fields, by inner optimizer: `muon` is the default, `adamw` applies if the user names it."""
 
 
 RECIPES = (
-    # Small batches, because many steps count for more here than many tokens. In a rehearsal, one seed, two peers, Muon
-    # ended at 1.70 bits per byte on Python's own sources (at 0.02: 1.72) and AdamW at 1.98. With an outer rate of 0.7
+    # Small batches, because many steps count for more here than many tokens. In a test (one seed, two peers) Muon ended
+    # at 1.70 bits per byte on Python's own sources (with lr 0.02: 1.72) and AdamW at 1.98. With an outer rate of 0.7
     # and a momentum of 0.9, thirty outer steps of AdamW ended 0.3 higher.
     Recipe(
         cores=1,
@@ -54,11 +54,11 @@ RECIPES = (
         },
         rates={"muon": MUON_DEFAULTS | {"lr": 12e-3}, "adamw": {"lr": 1e-2}},
     ),
-    # By the 30 to 50 GFLOP/s of a core that were measured with these models, an epoch of the next two takes between 20
-    # and 80 s on so many cores. On GPUs none of this has been measured. Muon's inner rate is MuLoCo's, tuned on longer
+    # One core was measured at 30 to 50 GFLOP/s with these models, so an epoch of the next two recipes takes 20 to 80 s
+    # on the cores that they require. Nothing was measured on GPUs. Muon's inner rate is MuLoCo's, tuned on longer
     # runs, as are the outer rates of 150m. The outer rates of the next two, for 40 and 80 outer steps, are the best in
-    # the grid of benchmarks/convergence (four peers, 87 outer steps). MuLoCo's for four peers, 0.85 and 0.75, were not
-    # in it; on both sides of them, 1.0 and 0.6 ended 2 to 7 % higher, 0.7 and 0.8 ended 8 to 19 % higher.
+    # the grid of benchmarks/convergence (four peers, 87 outer steps). MuLoCo's rate and momentum for four peers, 0.85
+    # and 0.75, were not in it; next to them, 1.0 and 0.6 ended 2 to 7 % higher, 0.7 and 0.8 ended 8 to 19 % higher.
     Recipe(
         cores=8,
         memory_gib=4.0,
@@ -111,16 +111,16 @@ RECIPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A configuration, and which fields were chosen here; none if the user named the model."""
+    """A configuration, and those of its fields that a recipe has set."""
 
     config: TrainConfig
     fields: frozenset[str] = frozenset()
     why: str = ""
 
     def in_words(self, agreed: TrainConfig, *, has_joined: bool = False) -> str:
-        """One line on what is trained once the swarm has agreed on it, and who has chosen it: another peer, if this one
-        `has_joined` its swarm.
-        """
+        """One line on the training that the swarm has agreed on, and on who chose it.
+
+        `has_joined`: this peer has joined the swarm of another peer, which chose it."""
         mine, theirs = flat_values(self.config), flat_values(agreed)
         if has_joined or any(mine[name] != theirs[name] for name in shared_fields()):
             return f"{trained(agreed)}; as the swarm does"
@@ -133,11 +133,11 @@ def recipe_for(machine: Machine) -> Recipe:
 
 
 def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num_ranks: int = 1) -> Choice:
-    """The configuration with the machine's recipe, or that of the preset that the user names, in the fields that the
-    user did not name.
+    """Fill the fields that the user did not name from a recipe: that of the preset that the user names, else the
+    machine's.
 
-    Unchanged where the user names another model, or a batch beside a preset, and in reinforcement, whose models have
-    to know something already.
+    Changes nothing if the user names another model, or a batch size with a preset; nor for GRPO, which needs a
+    pretrained model.
     """
     recipe = _recipe_of(config.path_model, named) if "path_model" in named else recipe_for(machine)
     if config.mode != "pretrain":
@@ -153,7 +153,7 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
 
 
 def possible(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> list[TrainConfig]:
-    """All that `chosen` may make of a configuration, by the machine."""
+    """The configurations that `chosen` may return, depending on the machine."""
     recipes = [_recipe_of(config.path_model, named)] if "path_model" in named else RECIPES
     if config.mode != "pretrain":
         recipes = [None]
@@ -169,7 +169,7 @@ def trained(config: TrainConfig) -> str:
     else:
         data = "random tokens" if config.fake_data else config.dataset_name_or_path
         batch = f"{config.total_batch_size} samples of {config.seq_length} tokens"
-    # Not changed: the rates are part of the manifest, and a few steps of a long run may be a trial of them.
+    # Reported, not corrected: the manifest has the warmup steps, and a short run may be a trial of a long run's rates.
     warmup = ""
     if config.end_step <= config.warmup_steps:
         warmup = f"; the learning rate rises for all of them, since --warmup-steps is {config.warmup_steps}"
@@ -187,7 +187,7 @@ def _filled(
     recipes_own = {"optimizer": optimizer, **recipe.values, **recipe.rates[optimizer]}
     values = {name: value for name, value in recipes_own.items() if name not in named}
     if config.hv.compression == "topk":
-        # Its residuals stand in for the momentum; see peers.core.defaults.
+        # The residuals of topk replace the outer momentum; see peers/core/defaults.py.
         values = {name: value for name, value in values.items() if not name.startswith("hv.outer_")}
     if "total_batch_size" in values:
         values["total_batch_size"] += -values["total_batch_size"] % num_ranks
@@ -201,7 +201,7 @@ def _filled(
 
 
 def _recipe_of(path_model: str, named: Collection[str]) -> Recipe | None:
-    """The recipe of a preset, unless the user has a training of their own in mind, with a batch of its own."""
+    """The recipe of a preset; None for another model, or if the user names a batch size."""
     found = (recipe for recipe in RECIPES if recipe.values["path_model"] == path_model)
     return None if "total_batch_size" in named else next(found, None)
 

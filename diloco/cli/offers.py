@@ -1,4 +1,4 @@
-"""`diloco provision --offers`: what could be rented now."""
+"""`diloco provision --offers`: lists what can be rented now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def tell_offers(specs: Sequence[PodSpec], where: Access, *, as_json: bool) -> int:
-    """Print what the providers offer that fits one of these specs, which are of the same providers."""
+    """Print the offers that fit one of these specs, all of which name the same providers."""
     from provisioning.providers.registry import open_provider
     from provisioning.renting.plan import objections
     from provisioning.renting.renters import offers_of
@@ -28,7 +28,7 @@ async def tell_offers(specs: Sequence[PodSpec], where: Access, *, as_json: bool)
         for name in specs[0].providers:
             providers.append(open_provider(name, where))
             opened.push_async_callback(providers[-1].close)
-        # Without the check before renting: looking needs no SSH key, and no money.
+        # Without the checks that come before renting: listing offers needs neither an SSH key nor money.
         there = await offers_of(providers, say)
     found = [one for one in there if any(not objections(spec, one) for spec in specs)]
     found.sort(key=lambda one: (one.price_per_hour, one.key))

@@ -129,7 +129,7 @@ def peer(
     is_first = not train.hv.initial_peers
     if not program:
         check_choices(train, machine, is_settled=is_first)
-    # Settings that the user has not set come from the swarm, so only the others are checked.
+    # Settings that the user has not set come from the swarm, so only those that the user has set are checked.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
     fields = daemon_config(train, _SOURCE.named, has_own_worker=bool(program))
@@ -140,8 +140,8 @@ def peer(
     with run_dir_of(train) as run_dir:
         print(f"run directory: {run_dir}", flush=True)
         write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
-        # Takes seconds. It comes after the checks of the arguments, which then fail fast, and before the event loop,
-        # which could not handle signals meanwhile.
+        # This import takes seconds. It follows the checks of the arguments, so that they fail fast, and precedes the
+        # event loop, which could not handle signals meanwhile.
         import peers.daemon.main  # noqa: F401
 
         choice = replace(choice, config=train)
@@ -159,7 +159,7 @@ def parse_worker(worker: str | None) -> tuple[str, ...]:
         raise UserError(f"--worker {worker}: {error}.") from error
     if not words or shutil.which(words[0], path=path_with_this_python()) is None:
         raise UserError(f"--worker {worker!r} names no program that can be started on this machine.")
-    # Elsewhere such a word may be anything: an argument, a part of a shell's command, a name in another directory.
+    # Only the word after `python`: others may be arguments, parts of a shell command, or names in another directory.
     is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name) is not None
     script = words[1] if is_python and len(words) > 1 else ""
     if script.endswith(".py") and not Path(script).expanduser().exists():

@@ -1,4 +1,4 @@
-"""Tables of what providers and pods have said: offers, and the state of pods."""
+"""Prints tables of the providers' offers and of the state of pods."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def print_offers(found: Sequence[Offer]) -> None:
 def print_table(
     texts: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]], *, to_stderr: bool = False
 ) -> None:
-    """A table with columns of text, which goes on in the next line where it is too wide, and then of figures.
+    """Print a table: first the columns of text, which wrap if they are too wide, then right-aligned columns of figures.
 
-    Cells are shown as they are: rich would take the brackets of `[rank0]` for markup.
+    Cells are shown verbatim: rich would take the brackets of `[rank0]` for markup.
     """
     from rich.console import Console
     from rich.table import Table
@@ -84,6 +84,6 @@ def print_table(
 
 
 def clock_hours(seconds: float) -> str:
-    """Such as 1:05 h."""
+    """Hours and minutes, such as 1:05 h."""
     minutes = max(round(seconds / 60), 0)
     return f"{minutes // 60}:{minutes % 60:02d} h"

@@ -1,4 +1,4 @@
-"""`diloco pods`: what there is to do with pods once they are rented."""
+"""`diloco pods`: the commands for pods that are rented."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
     from provisioning.swarm.status import overview
 
     ledger = opened_existing(state_file)
-    # This machine may have been off since it was started.
+    # The watcher may have ended with a restart of this machine.
     ensure_watcher(ledger)
 
     async def look() -> int:
@@ -303,9 +303,9 @@ def reconcile(
         return 0
 
     try:
-        # Whoever asks for the watcher's process holds the lock for a moment, too.
+        # A command that looks up the watcher's process holds this lock for a moment, too.
         with held(watcher.lock_path(ledger.path), wait_s=1.0):
             return run_interruptible(forever())
     except Busy:
-        # There is one already.
+        # Another watcher runs already.
         return 0

@@ -1,4 +1,4 @@
-"""What `diloco provision`, `pods` and `experiments` have in common: flags, the lock, questions, and how they speak."""
+"""What `diloco provision`, `pods` and `experiments` have in common: flags, the lock, questions, and messages."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ _LOCK_WAIT_S = 30.0
 
 
 def say(name: str, text: str) -> None:
-    """One line of progress; stdout is for results."""
+    """Print one line of progress to stderr; stdout is for results."""
     print(f"{time.strftime('%H:%M:%S')} {name:<10} {text}", file=sys.stderr, flush=True)
 
 
 def fetched(words: str | None) -> list[str] | None:
-    """The words of --fetch. Raises UserError for one that is none."""
+    """The words of --fetch. Raises UserError for an invalid one."""
     from provisioning.machines.results import patterns_of
 
     if words is None:
@@ -94,7 +94,7 @@ class Given:
     """Where that goes, a directory for each pod: a path, or a URL for fsspec; default: runs/<UTC time>-<name>."""
 
     def setup(self) -> Setup:
-        """Raises UserError for a secret or a file that is not there."""
+        """Raises UserError for a secret or a file that does not exist."""
         from provisioning.machines.setup import Setup, mount_of, secrets_of, source_directory
 
         fetched(self.fetch)
@@ -111,7 +111,7 @@ GIVEN = Given()
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What of the pods' results is copied, and where to."""
+    """Which results of the pods are copied, and where to."""
 
     place: str
     words: Sequence[str]
@@ -124,9 +124,9 @@ class Results:
 
 
 def results_of(ledger: Ledger, given: Given, name: str) -> Results:
-    """As these flags say, or else as the command before this one said; `name` is part of a new directory's name.
+    """As the flags say, else as the previous command for this ledger did; `name` is part of a new directory's name.
 
-    Raises UserError if nothing can be written there: then nothing is to be rented, either.
+    Raises UserError if nothing can be written there, so that the command fails before it rents anything.
     """
     from diloco.train.run_dir import default_run_dir
     from provisioning.ledger.keys import FETCH, RUN_DIR
@@ -152,18 +152,17 @@ def access(inventory: Path | None) -> Access:
 
 
 def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_jobs: bool = False) -> int:
-    """Do it as the one command that changes these pods, or that runs jobs on them."""
+    """Run `work` as the only command that changes these pods or, with `for_jobs`, that runs jobs on them."""
     from provisioning.swarm import watcher
 
-    # A watcher holds the lock for some time now and then.
+    # A watcher takes the lock from time to time, so wait for it.
     is_watched = not for_jobs and watcher.running_pid(ledger.path) is not None
     with ledger.locked(wait_s=_LOCK_WAIT_S if is_watched else 0.0, for_jobs=for_jobs):
         return run_interruptible(work())
 
 
 def ensure_watcher(ledger: Ledger) -> None:
-    """Where a pod has an end, an order is in doubt or a deletion has failed, a process of ours sees to it beside every
-    command."""
+    """Start a watcher, a process in the background, if the ledger needs one and none runs: see `needs_watcher`."""
     from provisioning.swarm import watcher
 
     if not watcher.needs_watcher(ledger):
@@ -171,7 +170,7 @@ def ensure_watcher(ledger: Ledger) -> None:
     if watcher.lacks(ledger, access(None)):
         watcher.stop(ledger.path)
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
-    # Found also where diloco is not installed but run from its source.
+    # With this path the watcher finds diloco even if it runs from its source without being installed.
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
@@ -183,7 +182,7 @@ def ensure_watcher(ledger: Ledger) -> None:
 
 
 async def confirmed(question: str, *, yes: bool) -> None:
-    """Raises UserError unless somebody says yes."""
+    """Ask the user. Raises UserError unless the answer is yes."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -193,13 +192,13 @@ async def confirmed(question: str, *, yes: bool) -> None:
 
 
 async def says_yes(question: str) -> bool:
-    """What somebody at the terminal answers."""
+    """Ask the user at the terminal. Returns whether the answer is yes."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return (await _typed_line()).strip().lower() in ("y", "yes")
 
 
 async def _typed_line() -> str:
-    """What a person types. Waiting in `readline` itself would keep Ctrl-C from being noticed."""
+    """Read a line from the terminal. Waiting in `readline` itself would keep Ctrl-C from being handled."""
     loop, typed = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), typed.set)
     try:
@@ -211,7 +210,7 @@ async def _typed_line() -> str:
 
 @contextlib.contextmanager
 def interruption_told(ledger: Ledger, give_back: str, also: str = "") -> Iterator[None]:
-    """On an interruption inside, tell which pods stay and how to give them back, and `also`."""
+    """If the block is cancelled, print how many pods stay and how to give them back, and `also`."""
     try:
         yield
     except asyncio.CancelledError:
@@ -228,7 +227,7 @@ def interruption_told(ledger: Ledger, give_back: str, also: str = "") -> Iterato
 
 
 def shouted(failures: Mapping[str, Exception]) -> int:
-    """The exit code; what failed goes to stderr, where it cannot be overlooked."""
+    """Print the errors by pod to stderr. Returns the exit code."""
     for name, error in failures.items():
         print(f"!!! {name}: {error}", file=sys.stderr, flush=True)
     return 1 if failures else 0

@@ -1,7 +1,4 @@
-"""`diloco provision` and `diloco pods down`: what rents pods, and what gives them back.
-
-The same command again changes nothing.
-"""
+"""`diloco provision` rents pods, and `diloco pods down` gives them back. Repeating a command changes nothing."""
 
 from __future__ import annotations
 
@@ -107,7 +104,7 @@ class PodFlags:
 
         if (self.pods is None) == (self.file is None):
             raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
-        # A switch that is off is one that was not given: a table may say yes.
+        # Without --spot, a table of the file may still say `spot = true`.
         common = {**self._common(), "spot": self.spot or None}
         origin = "--pods"
         tables: list[dict[str, Any]] = [{}] * (self.pods or 0)
@@ -117,7 +114,7 @@ class PodFlags:
         return specs_of(tables, origin, gpu_types=self.gpu_types, **common)
 
     def filters(self) -> list[PodSpec]:
-        """What to list offers by: flags that are not given exclude nothing, spot machines included.
+        """The specs that --offers matches. Flags that are not given exclude nothing, not even spot machines.
 
         Raises UserError for --file, whose tables may name several providers.
         """
@@ -210,14 +207,14 @@ def provision(
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
 
     async def attempt(found: Renters, setup: Setup) -> int:
-        """Raises NoCapacity and NoOffer where not all pods can be had and that is to be waited for."""
+        """Raises NoOffer, or with --retry-until-up NoCapacity, if not all pods can be rented now."""
         agreed = await shown_plan(found, specs, as_json=as_json, only_plan=plan)
         if plan:
             return 0
         await agreed_to(agreed, yes=yes)
         to_fetch.remember(ledger)
         begin_run(ledger)
-        # It replaces pods only after this command has succeeded: it would rent more than the user has seen.
+        # The watcher replaces pods only after this command has succeeded: it would rent more than the user agreed to.
         keep(ledger, agreed, setup, options, replaces=False, stops=stops)
         with interruption_told(
             ledger, typed("diloco pods down", ledger), _NOT_REPLACED if care.replace else ""
@@ -252,7 +249,7 @@ def provision(
 
 
 async def shown_plan(found: Renters, specs: Sequence[PodSpec], *, as_json: bool, only_plan: bool) -> Plan:
-    """What has to be done for these pods, which is also printed. `only_plan`: nothing else is to be done."""
+    """Plan what has to be done for these pods, and print the plan. `only_plan`: it is the command's only result."""
     agreed = await found.plan(specs)
     print_plan(agreed, to_stderr=as_json)
     if only_plan and as_json:
@@ -280,7 +277,7 @@ def plan_json(agreed: Plan) -> dict[str, Any]:
 
 
 def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
-    """A table with prices per hour and in total."""
+    """Print a table with prices per hour and in total."""
     now = time.time()
     pods = [
         ("create", one.spec.name, one.offer, one.offer.place, one.spec.ttl_hours) for one in agreed.create
@@ -299,7 +296,7 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
 
 
 async def agreed_to(agreed: Plan, *, yes: bool) -> None:
-    """Raises UserError unless somebody says yes. What neither costs nor destroys anything needs no question."""
+    """Ask the user, unless the plan neither costs nor destroys anything. Raises UserError unless the answer is yes."""
     free = not agreed.destroy and agreed.new_dollars_per_hour == 0
     cost = f"rent {len(agreed.create)} pods for {agreed.new_dollars_per_hour:.2f} $/h"
     await confirmed(f"Go on, {cost}, give back {len(agreed.destroy)}?", yes=yes or free)
@@ -353,14 +350,14 @@ def down(
         return await given_back(ledger, access(inventory), names, words, yes=yes)
 
     if not names:
-        # It may be replacing a pod just now; what it leaves is given back like the others.
+        # The watcher may be replacing a pod; what it leaves behind is given back like the other pods.
         watcher.stop(ledger.path)
     try:
         code = locked(ledger, work)
     finally:
-        # Also where it was another command's turn, or somebody interrupted it: what is left has its end.
+        # Also if another command held the lock, or after an interruption: the pods that are left have a rental end.
         ensure_watcher(ledger)
-    # Only now: a provider may have had a pod that is not in the file.
+    # Not before: pods that a provider lists and the state file does not are given back, too.
     if was_empty:
         say_if_empty(ledger)
     if state_file is None and not names:
@@ -371,7 +368,7 @@ def down(
 async def given_back(
     ledger: Ledger, where: Access, names: Sequence[str], fetches: Sequence[str] | None, *, yes: bool
 ) -> int:
-    """The exit code of a command that gives pods back, and asks before results are lost."""
+    """Give pods back, asking before results are lost. Returns the exit code."""
     from provisioning.errors import ResultsNotFetched
     from provisioning.renting.renters import renters
     from provisioning.swarm import watcher
@@ -381,7 +378,7 @@ async def given_back(
         kept = {name: error for name, error in failures.items() if isinstance(error, ResultsNotFetched)}
         code = 0
         if kept and sys.stdin.isatty():
-            # Before the question: it says why there is one.
+            # Printed before the question, since these errors are its reason.
             code = shouted(kept)
             failures = {name: error for name, error in failures.items() if name not in kept}
             if await says_yes(f"Give back {', '.join(kept)} without their results?"):

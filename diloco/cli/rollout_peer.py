@@ -46,8 +46,8 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
     fields = daemon_config(config, named)
     with run_dir_of(config) as run_dir:
         print(f"run directory: {run_dir}", flush=True)
-        # Takes seconds. It comes after the checks of the arguments, which then fail fast, and before the event loop,
-        # which could not handle signals meanwhile.
+        # This import takes seconds. It follows the checks of the arguments, so that they fail fast, and precedes the
+        # event loop, which could not handle signals meanwhile.
         import peers.daemon.rollout_peer  # noqa: F401
 
         return run_with_hivemind(_run(config, named, fields, run_dir, num_peers))

@@ -107,7 +107,7 @@ def _check_no_overwrite(ckpt: CkptConfig) -> None:
 
 
 def _check_enough_peers(rule: Rule, num_peers: int) -> None:
-    """Raise UserError if there are fewer peers than the rule needs, which would wait forever for others."""
+    """Raise UserError if there are fewer peers than the rule needs: they would wait forever for others."""
     needed = Aggregation(rule=rule).least_group
     if num_peers < needed:
         raise UserError(f"--hv.aggregation {rule} needs {needed} or more peers: use --peers {needed}.")

@@ -75,7 +75,7 @@ def from_lists(pods: Pods) -> list[Pods]:
 
 
 def from_toml(path: Path, usual: Pods) -> list[Pods]:
-    """[[peers]] tables with fields of Pods, and count; what a table leaves out is as usual."""
+    """[[peers]] tables with fields of Pods, and count; fields that a table leaves out are those of `usual`."""
     tables = tables_in(read_toml(path), "peers", str(path))
     return [
         peer
@@ -111,7 +111,7 @@ def _pods(*, pods: Annotated[Pods, Parameter(name="*")] = Pods()) -> None:  # no
 
 
 def peak_of(peer: Pods) -> float:
-    """Peak FLOP/s of all its GPUs. Raises UserError for an unknown GPU."""
+    """Peak FLOP/s of all GPUs of a peer. Raises UserError for an unknown GPU."""
     if peer.flops is not None:
         return peer.flops
     each = peak_flops(peer.gpu)

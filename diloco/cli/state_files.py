@@ -1,4 +1,4 @@
-"""The files in which pods are written down: one by default, and one for each set of experiments."""
+"""The state files, which list pods: one by default, and one for each set of experiments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(state_file: Path | None) -> Ledger:
 
 
 def opened_existing(state_file: Path | None) -> Ledger:
-    """For what has no sense without pods: a file that was named and is not there is an error."""
+    """As `opened`, but raises UserError if the user names a file that does not exist."""
     if state_file is not None and not state_file.expanduser().exists():
         raise UserError(f"There is no state file {state_file}: no pods were ever written down there.")
     return opened(state_file)
@@ -46,7 +46,7 @@ def _default_state_file() -> Path:
 
 
 def typed(command: str, ledger: Ledger) -> str:
-    """The command as it is to be typed for the pods of this state file."""
+    """The command as the user types it for this state file: with --state-file unless it is the default one."""
     if ledger.path == _default_state_file().absolute():
         return command
     return f"{command} --state-file {shlex.quote(str(ledger.path))}"
@@ -59,7 +59,7 @@ def say_if_empty(ledger: Ledger) -> None:
 
 
 def tell_other_state_files(command: str) -> None:
-    """Say which other files in the state directory still hold pods, and how this command is typed for each."""
+    """Print which other state files still list pods, and how to type this command for each."""
     from diloco.launch.swarm_config import state_dir
     from provisioning.errors import UserError as PodsError
 
@@ -81,13 +81,13 @@ def tell_other_state_files(command: str) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            # This machine may have been off since it was started.
+            # The watcher may have ended with a restart of this machine.
             ensure_watcher(ledger)
         ledger.close()
 
 
 def state_file_of(name: str) -> Path:
-    """Where the pods and results of a set are written down: by its name, and of a file also by its path."""
+    """The state file of a set, named after the set; for a set in a TOML file, also after a hash of its path."""
     from diloco.launch.swarm_config import state_dir
     from provisioning.experiments.sets import BUILT_IN
 

@@ -78,8 +78,8 @@ async def _show_status(
                     table = render(observer.swarm(), width=console.width, height=console.height)
                     live.update(table, refresh=True)
                 else:
-                    # Printed in a thread, so that Ctrl-C works even if the reader of a pipe blocks; summed up here,
-                    # where reports come in.
+                    # Printed in a thread, so that Ctrl-C works even if the reader of a pipe blocks. `swarm()` is called
+                    # in this thread, which receives the reports.
                     await asyncio.to_thread(show, observer.swarm())
                 await asyncio.sleep(MIN_REDRAW_S)
                 await observer.changed(REDRAW_S)

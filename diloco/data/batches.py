@@ -1,7 +1,7 @@
 """Training samples and validation text from the dataset that --dataset-name-or-path names.
 
 Every sample is a pure function of (seed, epoch, world rank, data_base, local step), so there is no read position to
-save or restore. Only a stream's is saved, since finding it again would mean reading all that comes before.
+save or restore. Only that of a streamed dataset is saved, since finding it again would mean reading all before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FAKE_VALIDATION_BLOCK = 2**40
 _FAKE_EVAL_TOKENS = 8192
 # Steps whose samples wait to be trained on.
 _READ_AHEAD = 2
-# Limit of `check_data`.
+# Time limit of `check_data`.
 _CHECK_S = 2.0
 
 
@@ -86,7 +86,7 @@ def open_data(
             tokenizer,
             seq_length=config.seq_length,
             samples_per_block=block,
-            # A commit of which training went ahead leaves samples that were read ahead to be read again.
+            # If training went ahead of a commit, the samples that were read ahead are read again after it.
             num_kept=(_READ_AHEAD + 1) * config.total_batch_size,
             eval_tokens=config.eval_tokens,
         )
@@ -281,7 +281,7 @@ class Prefetched(Generic[T]):
         self.close()
 
     def __iter__(self) -> Iterator[T]:
-        # The end, or an error, stays in its place: iterating again meets it again.
+        # The end, or an error, stays in the queue, so that iterating again meets it again.
         while not isinstance(item := self._ahead[0].result(), _End):
             self._ahead.popleft()
             self._ahead.append(self._submitted())

@@ -35,7 +35,7 @@ class Block:
 
 
 def place_of(outer: Diloco, step: int, *, steps_per_epoch: int) -> tuple[Block, int]:
-    """The block that this peer's inner step `step`, its next one, takes its samples from, and the local step in it."""
+    """The block from which this peer's next inner step, `step`, takes its samples, and the local step in it."""
     position = outer.position
     if outer.world_rank is not None:
         block = Block(epoch=position.epoch, world_rank=outer.world_rank, data_base=position.data_base)

@@ -5,8 +5,8 @@ Documents are divided into NUM_LANES disjoint lanes. A peer reads one lane after
 depends on (seed, world rank, epoch) only. A peer that joins late must read its lanes from the start; one that resumes
 from a checkpoint continues at the Point that is saved there.
 
-Whoever has read all lanes has read the dataset once, and begins the next cycle. Each cycle reads the files in another
-order. Inside a file the order is kept: the content of a shuffle buffer would have to be saved as well.
+A peer that has read all lanes has read the dataset once, and begins the next cycle. Each cycle reads the files in
+another order. Inside a file the order is kept: with a shuffle buffer, checkpoints would have to save its content.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Upper limit of world ranks. A constant, since another number would assign every document to another lane.
+# World ranks have at most this many bits. A constant, since another number would assign documents to other lanes.
 _LANE_BITS = 6
 NUM_LANES = 2**_LANE_BITS
 _SKIP_WORTH_A_LINE = 1000
@@ -42,10 +42,11 @@ _COUNTED_DOCUMENTS = 256
 
 
 def lane_of(world_rank: int, passes: int) -> int:
-    """The lane that a peer reads after `passes` others: in each pass no two peers the same, over NUM_LANES passes all.
+    """The lane that a peer reads after `passes` others. In each pass, peers read different lanes; in NUM_LANES passes
+    a peer reads each lane once.
 
-    With the bits reversed, 2, 4, 8 ... peers from world rank 0 on have together read all lanes before any of them reads
-    one that another has read, without knowing of each other.
+    Because the bits are reversed, 2, 4, 8 ... peers from world rank 0 on together read all lanes before any of them
+    reads one that another has read, without communicating.
     """
     reversed_bits = int(f"{passes % NUM_LANES:0{_LANE_BITS}b}"[::-1], 2)
     return world_rank ^ reversed_bits
@@ -53,19 +54,19 @@ def lane_of(world_rank: int, passes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point between two documents from which a peer's windows can be read on."""
+    """A point between two documents from which a peer can continue to read its windows."""
 
     world_rank: int
     number: int = 0
-    """Windows before it."""
+    """Windows before this point."""
     passes: int = 0
     """Lanes read to their end."""
     file: int = 0
-    """Of the lane that is being read, the files read to their end."""
+    """Files of the present lane read to their end."""
     row: int = 0
     """Rows read of the next file."""
     pending: tuple[int, ...] = ()
-    """Token ids read that are in no window yet, fewer than a window's."""
+    """Token ids that were read and are in no window yet; fewer than a window has."""
 
 
 class StreamingSource:
@@ -90,8 +91,8 @@ class StreamingSource:
         self._eval_tokens = eval_tokens
         self._stream: tuple[int, Iterator[np.ndarray], int] | None = None
         self._last: deque[np.ndarray] = deque(maxlen=num_kept)
-        # The newest points, at least num_kept windows apart, so that the older one is before all that is read again.
-        # Replaced as a whole: a thread that reads ahead does so while another one saves.
+        # The two newest points, at least num_kept windows apart, so that the older one is before every sample that may
+        # be read again. The tuple is replaced, not changed: one thread reads ahead while another one saves.
         self._points: tuple[Point, ...] = ()
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
@@ -101,12 +102,12 @@ class StreamingSource:
         return np.stack([self._window(block.world_rank, first + int(offset)) for offset in offsets])
 
     def state(self, block: Block, offset: int) -> bytes:
-        """For a checkpoint: where to read on for the sample at this offset of the block and those after it."""
+        """For a checkpoint: the Point from which to read the sample at this offset of the block and those after it."""
         point = self._point_before(block.world_rank, block.epoch * self.samples_per_block + offset)
         return json.dumps({"data": self._identity(), "point": asdict(point)}).encode()
 
     def load_state(self, state: bytes) -> None:
-        """Continue from `state`. That of other data is ignored: then the stream is read from the beginning."""
+        """Continue from `state`. A state of other data is ignored: then the stream is read from the beginning."""
         content = json.loads(state)
         if content["data"] == self._identity():
             point = content["point"]
@@ -136,7 +137,7 @@ class StreamingSource:
         return validation_of(tokens, counts, self._tokenizer, **limits)
 
     def _identity(self) -> list[Any]:
-        """Whatever the content of a window depends on, except its number and the world rank."""
+        """All that the content of a window depends on, except its number and the world rank."""
         return [*self._dataset.identity(), self.seq_length, len(self._tokenizer)]
 
     def _point_before(self, world_rank: int, number: int) -> Point:
@@ -168,7 +169,7 @@ class StreamingSource:
         return self._last[number - position]
 
     def _windows(self, start: Point) -> Iterator[np.ndarray]:
-        """Yields the packed windows after `start`, lane after lane for ever, and notes points on the way."""
+        """Yields the packed windows after `start`, lane after lane without end, and records points on the way."""
         pending, number = np.array(start.pending, dtype=np.int64), start.number
         place, num_empty = (start.file, start.row), 0
         for passes in itertools.count(start.passes):
@@ -185,7 +186,7 @@ class StreamingSource:
                     point = Point(world_rank=start.world_rank, **here, pending=tuple(pending.tolist()))
                     self._points = (*self._points[-1:], point)
             place = 0, 0
-            # Two cycles: the files are in another order in each.
+            # Twice NUM_LANES, so that they include a whole cycle: lanes hold other documents in the next cycle.
             if num_empty == 2 * NUM_LANES:
                 raise UserError(f"{self._dataset.name} has no document to train on; name a larger dataset")
 
@@ -208,7 +209,7 @@ class HubDataset:
     ) -> None:
         """Reads one row to find the text column. Raises UserError if there is no row or no text.
 
-        `seed` orders the files.
+        `seed` determines the order of the files.
         """
         self.name = name
         self.num_files: int = train.num_shards
@@ -224,7 +225,7 @@ class HubDataset:
         self._column = text_column_of(first, named=text_column, dataset=name)
 
     def identity(self) -> list[Any]:
-        """Whatever the lanes depend on."""
+        """All that the content of the lanes depends on."""
         return [self.name, self._column, self.num_files, self._seed]
 
     def lane(self, number: int, cycle: int = 0) -> Iterator[bytes]:
@@ -234,9 +235,9 @@ class HubDataset:
     def documents(
         self, lane: int, cycle: int, start: tuple[int, int] = (0, 0)
     ) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """A lane's training documents from a place on, each with the place after it.
+        """A lane's training documents from `start` on, each with the place after it.
 
-        A place is the number of files, and then of rows, read before it.
+        A place is the number of the lane's files read to their end, and the number of rows read of the next one.
         """
         if lane >= NUM_LANES:
             raise UserError(
@@ -264,7 +265,7 @@ class HubDataset:
         return (content for content in self._texts(self._rows(self._train)) if is_held_out(content))
 
     def _file(self, index: int, first: int) -> Any:
-        """The rows of one file from `first` on, which `skip` finds without decoding those before."""
+        """The rows of one file from `first` on; `skip` does not decode the rows before it."""
         rows = self._train
         if self.num_files > 1:
             rows = rows.shard(num_shards=self.num_files, index=index)
@@ -279,8 +280,8 @@ class HubDataset:
     def _rows(self, dataset: Any) -> Iterator[dict[str, Any]]:
         try:
             yield from dataset
-        # Not UserError, after which no worker is started again: mostly the hub or the network is down for a while.
-        # As in `open_hub_dataset`, its client lets the errors of any HTTP library through.
+        # Not UserError, after which workers are not restarted: usually the hub or the network is down for a while.
+        # Any exception, for the reason given in `open_hub_dataset`.
         except Exception as error:
             raise DilocoError(f"reading {self.name} failed: {error}") from error
 
@@ -298,7 +299,7 @@ def open_hub_dataset(name: str, text_column: str | None = None, *, seed: int = 0
         _check_is_there(path)
         configuration = configuration or _usual_configuration(datasets, path)
         splits = datasets.load_dataset(path, configuration or None, streaming=True)
-    # The hub's client lets the errors of its HTTP library through, and which library that is depends on its version.
+    # Any exception: the hub's client lets those of its HTTP library through, which depends on the client's version.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -311,7 +312,7 @@ def open_hub_dataset(name: str, text_column: str | None = None, *, seed: int = 0
 
 
 def _check_is_there(path: str) -> None:
-    """Ask the hub once: `datasets` asks again and again for half a minute before it says that nobody answers."""
+    """Ask the hub once: `datasets` would retry for half a minute before it reports that the hub does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -93,7 +93,7 @@ def _build(
     directory: Path,
     on_tokenized: Callable[[float], None],
 ) -> None:
-    """Tokenise the corpus into `directory`. The caller holds the lock, so a `.partial` is left from a dead process."""
+    """Tokenise the corpus into `directory`. The caller holds the lock, so a `.partial` is a dead process's."""
     log.info("tokenising %s", corpus.name)
     num_bytes = 0
 

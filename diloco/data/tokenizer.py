@@ -1,6 +1,6 @@
 """The byte-level tokenizer of the presets, and any Hugging Face tokenizer.
 
-The byte-level vocabulary is the 256 byte values, with id = value, followed by SPECIAL_TOKENS. It is an ordinary Hugging
+The byte-level vocabulary is the 256 byte values, with id = value, followed by special tokens. It is an ordinary Hugging
 Face tokenizer (a BPE without merges), so transformers, TRL and vLLM can load it from the directory of a saved model.
 """
 

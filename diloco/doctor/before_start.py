@@ -27,8 +27,8 @@ def check_memory_and_disk(
 ) -> None:
     """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.
 
-    `is_settled=False` means that the batch sizes may still come from the swarm; then activations are not counted. The
-    same holds for `--grpo.lora-rank`; then so little is needed as with adapters.
+    `is_settled=False` means that the batch sizes and `--grpo.lora-rank` may still come from the swarm. Then activations
+    are not counted, and GRPO counts as training adapters, which takes less memory.
     """
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"

@@ -74,7 +74,7 @@ class ReachabilityProbe:
         return f"{command} --initial-peers {' '.join(self._hv.initial_peers)}  # {why}"
 
     def findings(self) -> Iterator[Finding]:
-        """Findings about ports, NAT and announced addresses, by a peer from outside if there was one."""
+        """Findings about ports, NAT and announced addresses, as seen by a peer on another network if one was asked."""
         observation = self._observation
         if observation is None:
             yield warned(
@@ -115,7 +115,7 @@ class ReachabilityProbe:
         self._ports.append(Port(name, direct.port, outside, is_named, announce_flag))
 
     async def _request_connections(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
-        """Let the member connect to this machine's ports, unless a peer from outside has already done so."""
+        """Let the member connect to this machine's ports, unless a peer on another network has already done so."""
         host = asked.here.host
         if not host or (self._observation is not None and not self._observation.is_near):
             return

@@ -61,7 +61,7 @@ class LocalPeer:
 
 @dataclass
 class LocalSwarm:
-    """All peers have the configuration `config`, of which the user has set `named`; `say` prints messages."""
+    """All peers have the configuration `config`; the user has set the fields `named`. `say` prints messages."""
 
     config: TrainConfig
     named: frozenset[str]
@@ -165,7 +165,7 @@ class LocalSwarm:
         return LocalPeer(rank, supervisor, row, LogTail(command.log_path))
 
     def _gpus(self, rank: int, gpus: list[str]) -> dict[str, str]:
-        """Its own GPU; where it starts a server, then that of the server, as in a sweep."""
+        """The GPU of the peer's trainer, followed by that of its vLLM server if it starts one, as in a sweep."""
         if gpus and needs_two_gpus(self.config):
             return {"CUDA_VISIBLE_DEVICES": f"{gpus[2 * rank + 1]},{gpus[2 * rank]}"}
         return gpu_of_peer(rank, gpus)
@@ -236,7 +236,7 @@ def _check_end(code: int, name: str, log: LogTail) -> None:
 
 
 def free_port() -> int:
-    """A free port outside the ephemeral range, where an outgoing connection could take it before it is bound."""
+    """A free port outside the ephemeral range, whose ports an outgoing connection could take before they are bound."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

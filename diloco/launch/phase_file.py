@@ -28,8 +28,8 @@ def write_phase(run_dir: Path, phase: Phase) -> None:
         contextlib.suppress(OSError),
         os.fdopen(os.open(run_dir / PHASE, os.O_WRONLY | os.O_CREAT, 0o644), "wb", 0) as file,
     ):
-        # Padded to a fixed length, so that the write replaces the old content entirely. Only after a longer phase, a
-        # reader between write and truncate finds invalid JSON, and then no phase.
+        # Padded to a fixed length, so that the write replaces the old content. If the old content was even longer, a
+        # reader between write and truncate finds invalid JSON, and reports no phase.
         file.write(text.ljust(_LENGTH))
         file.truncate()
 

@@ -83,7 +83,7 @@ def validation_of(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it, up to _SMOOTHED_STEPS, fewer of a short run."""
+    """The mean of each value and the values before it: of up to _SMOOTHED_STEPS values, fewer in a short run."""
     window = max(1, min(len(values) // 20, _SMOOTHED_STEPS))
     parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(part) / len(part) for part in parts]
@@ -116,7 +116,7 @@ def _draw_peer(
         axes.axvspan(lost_at - began_at, returned_at - began_at, color=colour, alpha=0.12, linewidth=0)
         text = f" {peer} lost{', then back' if returned_at < ended_at else ''} "
         where = (lost_at - began_at, 0.02)
-        # Near the end of the plot, to the left of the loss.
+        # Near the right edge, the text is to the left of the moment of the loss.
         side = "right" if lost_at - began_at > 0.8 * (ended_at - began_at) else "left"
         axes.annotate(text, where, xycoords=("data", "axes fraction"), color=colour, fontsize=9, ha=side)
 

@@ -1,6 +1,7 @@
 """Runs in a Ray worker: starts this node's ranks of a program.
 
-Programs are child processes of Ray's worker, so they can set up torch.distributed by themselves. They die with it.
+Programs are child processes of Ray's worker, so they can set up torch.distributed by themselves. They die with the
+worker.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _SHOWN_SHARE = 0.0005
 
 
 def report_of(config: TrainConfig, records_of: RecordsOf, *, in_swarm: bool = True) -> tuple[str, bool]:
-    """The text, and whether there was at least one epoch, and all peers had identical anchors after each.
+    """The text, and whether there was an epoch and all peers had identical anchors after every epoch.
 
     `records_of` holds each peer's records in the order of writing.
     """
@@ -118,7 +118,7 @@ def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
 
 
 def print_report(text: str, paths: Mapping[str, Path]) -> None:
-    """The report, and below it where things are: paths below the current directory are shown relative to it."""
+    """Print the report, and below it the paths of files; those below the current directory are relative to it."""
     here = Path.cwd()
     shown = {
         name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in paths.items()

@@ -132,7 +132,7 @@ def _facts(rank: int, records: Sequence[Record], config: TrainConfig) -> PeerFac
         bytes_per_s=statistics.median(sent) if sent else 0.0,
         round_bytes=float(epochs[-1].get("sent_bytes") or 0.0) if epochs else 0.0,
         compression=config.hv.compression,
-        # Training went on during every round.
+        # With this setting, training goes on during every round.
         overlaps=config.hv.overlap_steps == AS_LONG_AS_THE_ROUND,
         troubles=[*_not_finite(steps), *_not_saved(records)],
     )

@@ -2,7 +2,7 @@
 
 The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
 digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
-Where adapters are trained (`--grpo.lora-rank`), `weights` is the digest of what they are beside, which no peer sends.
+If adapters are trained (`--grpo.lora-rank`), `weights` is the digest of the frozen weights, which no peer sends.
 `worker` tells whether the workers run diloco's trainer or the user's own program (`--worker`). In the latter case, the
 manifest has only the fields that the daemon reads, since the user's program ignores the others.
 """
@@ -59,7 +59,7 @@ def daemon_config(
             "--initial-peers is missing: the address that `diloco dht start` printed. To begin a run without "
             "a coordinator, give its first peer --world-rank 0."
         )
-    # Only checks that they can be read. The daemon reads them itself, so that no secret is passed to it.
+    # Checks only that the secrets can be read. The daemon reads them itself, so that none is passed to it.
     AdmissionSettings(
         swarm_secret_file=hv.swarm_secret_file, admission_key_file=hv.admission_key_file
     ).secret()
@@ -150,8 +150,8 @@ def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:
 
 
 def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
-    """Write the manifest's config.json. Raises UserError if the run's model is more than that: if it has weights beside
-    which adapters are trained, or a tokenizer that is not the byte-level one.
+    """Write the manifest's config.json. Raises UserError if the run's model needs more than that: frozen weights for
+    adapters, or a tokenizer other than the byte-level one.
     """
     if manifest.get(_WEIGHTS):
         raise UserError(
@@ -177,7 +177,7 @@ def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
 
 
 def _weights_digest(path_model: str) -> str:
-    """Of the files that hold the weights; empty if they are drawn from the run's seed."""
+    """The digest of the files that hold the weights; empty if weights are drawn from the run's seed."""
     directory = directory_of(path_model, weights=True)
     if not has_weights(directory):
         return ""

@@ -35,8 +35,7 @@ _OTHER_NAMES = {
     "weight_decay": "wd",
     "hv.galaxy_size": "world_size",
 }
-"""The names that other programs use for our fields. Ours are dotted, without their section where the flag has a short
-form."""
+"""By field, the names that other programs use for it. Fields whose flag has a short form are named without section."""
 _FIELD_BY_OTHER_NAME = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
 
 

@@ -74,8 +74,8 @@ def with_mode_defaults(config: TrainConfig, named: Collection[str]) -> TrainConf
 
 
 def named_of_rollout_peer(named: Collection[str]) -> frozenset[str]:
-    """What counts as set by the user of a rollout peer: the mode, so that the peer refuses a run of another one, and
-    not the size of batches, of which it trains none.
+    """The fields that count as set by the user of a rollout peer: also the mode, so that the peer refuses a run of
+    another mode, but not the batch size of a device, since the peer trains no batches.
     """
     return frozenset({*named, "mode"} - {"per_device_train_batch_size"})
 

@@ -50,7 +50,7 @@ class Restored:
     """For each fragment, the tokens that each rank had trained since the fragment was averaged."""
     directory: Path
     is_own: bool = True
-    """False where another peer saved it: this peer then begins with the outer state alone."""
+    """False if another peer saved it: this peer then begins with the outer state alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Commit(EpochFigures):
 
 
 Restore = Callable[[int | None], Restored | None]
-"""Loads the checkpoint of this world rank into the model. None where there is none."""
+"""Loads the checkpoint of this world rank into the model. Returns None if there is none."""
 
 
 class Diloco:
@@ -84,12 +84,12 @@ class Diloco:
         """Waits for the swarm and loads the weights to start from.
 
         `local_steps` is H, the number of inner steps between two averagings of the same weights; by default it is the
-        swarm's. `max_steps` ends the run after so many nominal steps. `restore` is called once, before anything is
+        swarm's. `max_steps` ends the run after this many nominal steps. `restore` is called once, before anything is
         offered to the swarm. `goes_ahead` lets training continue while a commit is awaited, if faults have happened
-        lately or it takes longer than usual; a later step then returns the commit. While this peer waits for its
-        daemon, `on_waiting` is called about once a second with what the daemon does.
+        lately or the commit takes longer than usual; a later step then returns the commit. While this peer waits for
+        its daemon, `on_waiting` is called about once a second with what the daemon does.
 
-        Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
+        Raises peers.errors.UserError if the swarm refuses this peer, LinkLost if its daemon is gone.
         """
         self.position = Position()
         self.max_steps = max_steps
@@ -110,7 +110,7 @@ class Diloco:
         self._is_over = False
         self._progress = _Progress()
         self._loss: float | None = None
-        """Of the last step, if the training loop has told it."""
+        """The loss of the last step, if the training loop passed it."""
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
         self._exchange = Exchange(model, Path(path), on_waiting=on_waiting) if path else None
         self._in_swarm = self._exchange is not None
@@ -167,13 +167,13 @@ class Diloco:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this peer is the one that evaluates: the lowest contributor of the last commit.
+        """Whether this peer is the one that evaluates: the contributor to the last commit with the lowest world rank.
 
-        Before the run's first commit it is world rank 0. With fragments or overlap, the weights that it scores in
-        mid-run also contain its own recent training; at the run's end all peers have the same weights.
+        Before the run's first commit, world rank 0 evaluates. With fragments or overlap, the weights evaluated in
+        mid-run also contain this peer's recent training; at the run's end all peers have the same weights.
         """
         if self.last_commit is not None:
-            # A peer that was too late for a round does not hold the average, and leaves evaluation to the others.
+            # A peer that was too late for a round does not hold the average, and leaves evaluation to a contributor.
             nobody = self.world_rank if self._is_over else None
             return self.world_rank == min(self.last_commit.contributors, default=nobody)
         return not self.active or (self.world_rank == 0 and self.epoch == 0)
@@ -181,11 +181,11 @@ class Diloco:
     def step(self, *, num_tokens: int, loss: float | None = None, is_save_due: bool = False) -> Commit | None:
         """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
 
-        At an epoch's end this loads the swarm's new weights of the epoch's fragment, leaves the optimizer's state as it
-        is, and returns the commit. Where this peer's work came too late for it, `contributors` does not list this peer,
-        and the work is added on top of the new weights. At the run's end this averages all fragments and returns the
-        last commit. While `is_save_due`, no training goes ahead at an epoch's end, so that nothing is in flight there:
-        otherwise something always is where rounds take as long as epochs. Raises LinkLost where the daemon is gone.
+        At an epoch's end, loads the swarm's new weights of the epoch's fragment and returns the commit; the optimizer's
+        state stays as it is. If this peer's work came too late for the commit, `contributors` does not list this peer,
+        and its work is added to the new weights. At the run's end, averages all fragments and returns the last commit.
+        With `is_save_due`, training does not go ahead at an epoch's end, so that no round is in flight then: if rounds
+        take as long as epochs, one otherwise always is. Raises LinkLost if the daemon is gone.
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
@@ -208,7 +208,7 @@ class Diloco:
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
             self._leave(exchange, last=False)
         while self.local_step >= self.steps_per_epoch and not self.done:
-            # A peer that has gone ahead for the whole of this epoch hands it over at once.
+            # A peer that has gone ahead for the whole of this epoch hands over its fragment at once.
             if self._flight is None:
                 self._leave(exchange, last=False)
             commit = self._collect(exchange, may_go_ahead=may_go_ahead) or commit
@@ -220,14 +220,14 @@ class Diloco:
         return commit
 
     def checkpoint(self, directory: Path) -> None:
-        """Have the daemon write its outer state into `directory`. Raises DilocoError where it cannot."""
+        """Have the daemon write its outer state into `directory`. Raises DilocoError if it cannot."""
         if self._exchange is not None:
             self._save(self._exchange, "checkpoint", "checkpointed", directory)
 
     def snapshot(self, directory: Path) -> OuterFiles:
         """Have the daemon write its outer state, as it is now, into `directory` while training continues.
 
-        Raises DilocoError where it cannot begin to. The `wait` of what this returns raises one where it fails later.
+        Raises DilocoError if the daemon cannot begin; if it fails later, `OuterFiles.wait` raises DilocoError.
         """
         if self._exchange is None:
             return OuterFiles(directory)
@@ -319,7 +319,7 @@ class Diloco:
     def _collect(self, exchange: Exchange, *, may_go_ahead: bool = False) -> Commit | None:
         """Wait for the round that is under way, and merge its commit.
 
-        None where training continues in the next epoch while the commit is awaited.
+        Returns None if training continues in the next epoch while the commit is awaited.
         """
         flight = self._flight
         assert flight is not None
@@ -387,9 +387,9 @@ class Diloco:
             self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
 
     def _keep_to_time_budget(self) -> None:
-        """Where the epoch has a time budget, advance to the step that the elapsed time stands for, if it is later.
+        """If the epoch has a time budget, advance to the local step that the elapsed time amounts to, if that is later.
 
-        Not while the commit before is awaited: nothing could be handed over.
+        Not while the previous commit is awaited: no fragment could be handed over.
         """
         if self._epoch_s and (self._flight is None or not self._flight.is_ahead):
             # One clock for all ranks: they have to hand over together.
@@ -418,23 +418,23 @@ class _Flight:
     tokens: int
     """The tokens that this rank had trained since the fragment was averaged."""
     local_step: int
-    """The local step at which it was handed over."""
+    """The local step at which the fragment was handed over."""
     blocked_s: float
-    """How long training has waited for it."""
+    """How long training has waited for the commit."""
     is_ahead: bool = False
     """Whether training has continued in the next epoch, while the commit is awaited."""
 
 
 @dataclass
 class _StepTime:
-    """How long a step takes: the median of the last ones, without what is done between them here."""
+    """The duration of a step: the median of the last steps, without the time spent in `Diloco.step`."""
 
     _began_at: float | None = None
     _measured: deque[float] = field(default_factory=lambda: deque(maxlen=9))
 
     @property
     def seconds(self) -> float:
-        """0: not known."""
+        """0 if unknown."""
         return statistics.median(self._measured) if self._measured else 0.0
 
     def begins(self) -> None:
@@ -453,7 +453,7 @@ class _Progress:
     reported_at: float | None = None
 
     def due(self, tokens: int, now: float) -> float | None:
-        """Tokens per second since the last report, where the next report is due."""
+        """Tokens per second since the last report if the next report is due, else None."""
         if self.reported_at is None:
             self.reported_at = now
             return None

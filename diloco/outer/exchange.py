@@ -27,18 +27,18 @@ class Exchange:
     def __init__(
         self, model: nn.Module, link_path: Path, *, on_waiting: Callable[[str], None] | None = None
     ) -> None:
-        """Raises peers.errors.UserError where the swarm refuses this model, LinkLost where no daemon answers."""
+        """Raises peers.errors.UserError if the swarm refuses this model, LinkLost if no daemon answers."""
         self.link_path = link_path
         world = World.from_environment(os.environ) if in_group() else World()
         self.num_ranks, self._speaks = world.num_ranks, world.is_main
         self._link: WorkerLink | None = None
-        """Only on the ranks of the first node, which is the daemon's."""
+        """None except on the ranks of the first node, where the daemon runs."""
         if world.node == 0:
             self._link = WorkerLink.connect(link_path)
             if on_waiting is not None:
                 self._link.on_waiting = on_waiting
         self.schedule = Schedule.of(self.ask("adopt", "manifest")["manifest"])
-        """Which fragment the swarm averages when."""
+        """When the swarm averages which fragment."""
         layout = layout_of(model, self.schedule.num_fragments)
         pieces = pieces_of(model, layout)
         if summed(int(world.node > 0 and any(piece.is_first for piece in pieces))):
@@ -69,7 +69,7 @@ class Exchange:
         return on_rank_zero(talk)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message that has no answer. Only rank 0 does."""
+        """Send a message that has no answer, from rank 0 only."""
         if self._speaks:
             assert self._link is not None
             self._link.send(kind, **fields)
@@ -83,7 +83,7 @@ class Exchange:
 class SharedWeights:
     """One rank's pieces of a model, and the memories of each fragment that it shares with the daemon.
 
-    Only the ranks of the first node have the memories. When weights come back, they broadcast them to the other nodes.
+    Only the ranks of the first node have the memories. They broadcast new weights to the ranks of the other nodes.
     """
 
     pieces: Sequence[Piece]
@@ -112,7 +112,7 @@ class SharedWeights:
         """Combine what *in* holds with the training that this rank has done since it wrote the fragment to *out*.
 
         Without mixing, local = in + (local - out): this training is kept whole, and counts in the next
-        pseudo-gradient. With mixing, local = mixing * local + (1 - mixing) * in, which is alpha in arXiv 2501.18512.
+        pseudo-gradient. With mixing (alpha in arXiv 2501.18512), local = mixing * local + (1 - mixing) * in.
         """
 
         def merged(piece: Piece) -> Tensor:
@@ -156,7 +156,7 @@ def _wait_for_device(pieces: Sequence[Piece]) -> None:
 
 
 def _page_locked(memory: mmap.mmap, numel: int) -> Tensor:
-    """The memory as fp32 values, page-locked where there is a GPU, so that copies run at the bus's speed."""
+    """The memory as fp32 values, page-locked if there is a GPU, so that copies run at the bus's speed."""
     values = floats_of(memory, numel)
     if numel and torch.cuda.is_available():
         # A refusal (a low memlock limit) only costs speed.

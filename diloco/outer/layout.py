@@ -36,7 +36,7 @@ def layout_of(model: nn.Module, num_fragments: int = 1) -> Layout:
 
     Fragments are strided by layer: layer l is in fragment l mod num_fragments, so that each fragment holds early and
     late layers (arXiv 2501.18512, section 2.1). Parameters outside the layers (embeddings, the last norm, the head) go
-    to the smallest fragment. Raises UserError where there are fewer parameters than fragments.
+    to the smallest fragment. Raises UserError if a fragment would be empty.
     """
     parameters = trainable_parameters(model)
     ranks = _fragments_by_name([(name, p.numel()) for name, p in parameters], num_fragments)

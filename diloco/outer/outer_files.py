@@ -21,9 +21,9 @@ class OuterFiles:
     head: str = ""
 
     def wait(self) -> OuterFiles:
-        """Wait until the daemon has written them. May be called from any thread of rank 0, and repeated.
+        """Wait until the daemon has written the files. May be called from any thread of rank 0, and repeated.
 
-        Raises DilocoError where the daemon failed, peers.errors.LinkLost where it is gone.
+        Raises DilocoError if the daemon failed, peers.errors.LinkLost if it is gone.
         """
         if self.link_path is None or self.files:
             return self

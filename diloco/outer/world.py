@@ -32,7 +32,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> World:
-        """Read what torchrun sets. Raises UserError where the nodes have different numbers of ranks."""
+        """Read what torchrun sets. Raises UserError if the nodes have different numbers of ranks."""
         world = cls(
             rank=int(environ.get("RANK", 0)),
             num_ranks=int(environ.get("WORLD_SIZE", 1)),
@@ -52,7 +52,7 @@ class World:
 
     @property
     def node(self) -> int:
-        """torchrun numbers the ranks of a node consecutively."""
+        """The number of this rank's node: torchrun numbers the ranks of a node consecutively."""
         return self.rank // self.num_local_ranks
 
     @property
@@ -61,7 +61,7 @@ class World:
         return self.rank == 0
 
     def device(self, choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
-        """The device that this rank trains on. Raises UserError where there is none of that kind for it."""
+        """The device that this rank trains on. Raises UserError if there are too few GPUs."""
         num_gpus = torch.cuda.device_count() if choice != "cpu" else 0
         if choice == "cpu" or (choice == "auto" and num_gpus == 0):
             return torch.device("cpu")

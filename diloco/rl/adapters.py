@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ALPHA = 32
-"""Adapters count alpha / rank times. With a constant alpha the best learning rate hardly depends on the rank, and is
-about ten times that of full training (thinkingmachines.ai/blog/lora, 2025)."""
+"""The output of adapters is scaled by alpha / rank. With a constant alpha the best learning rate hardly depends on the
+rank, and is about ten times that of full training (thinkingmachines.ai/blog/lora, 2025)."""
 _ADAPTER = "default"
 """The name that PEFT and TRL expect."""
 
 
 def with_adapters(model: PreTrainedModel, rank: int | None, *, seed: int) -> PreTrainedModel:
-    """The model with adapters at all its linear layers but the head, or as it is if there is no rank.
+    """The model with adapters at all its linear layers but the head, or unchanged if `rank` is None.
 
     The first matrix of each adapter is drawn from the seed, and the second is 0, so the model's outputs do not change.
     Torch's global generator is left as it was.
@@ -44,12 +44,12 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained: the adapters where there are any, else all parameters."""
+    """The parameters that are trained: the adapters if there are any, else all."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """These weights of the model by the names that they have without adapters, the adapters added to them."""
+    """Yields these weights of the model with the adapters added, under the names that a model without adapters has."""
     if not has_adapters(model):
         yield from weights
         return

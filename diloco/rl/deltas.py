@@ -1,4 +1,4 @@
-"""Delta checkpoints: every few steps only the changes of the weights, from which the model of each step can be rebuilt.
+"""Delta checkpoints: the changes of the weights every few steps, from which the model of each saved step is rebuilt.
 
 <directory>/step_<N>.safetensors: the first file holds all weights, each later one the changes since the previous file,
 or all weights if that is smaller (weights.py). Weights are saved in bf16, the type that servers compute in: with small

@@ -1,8 +1,8 @@
-"""Judged completions of a task, as tokens: what the model said, and, in a dialogue, what an environment has told it.
+"""Judged completions of a task, as tokens: the model's text, or a dialogue of the model with an environment.
 
-All completions that are trained on or evaluated are made here, whoever generates. Only the model's own tokens are
-trained on. `turns` has the numbers of tokens of a dialogue by turns: the model's, the environment's, the model's, and
-so on; the model has the last word.
+All completions for training and evaluation are made here, by learners and by rollout peers. Only the model's tokens are
+trained on. `turns` has the number of tokens of each turn of a dialogue: the model's, the environment's, the model's,
+and so on; the last turn is the model's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco.rl.tasks import Example, Message, Task
 Complete = Callable[[Sequence[list[int]], int, Sampling, int], list[Written]]
 """(prompts, completions of each, sampling, seed) -> completions by the newest weights."""
 _SAID = "\ue000"
-"""Stands for what the model said, where the words after it are looked for: a character of private use."""
+"""Placeholder for the model's turn in a rendered template, to find the text after it: a private-use character."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Dialogue:
     example: Example
     prompt: list[int]
     room: int
-    """Tokens that it may still take."""
+    """Number of tokens that may still be added."""
     said: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -54,7 +54,7 @@ def judged(
 ) -> list[list[dict[str, Any]]]:
     """`count` completions of each example, each of at most `sampling.max_tokens` tokens.
 
-    With their log-probabilities and scores, and with turns if there was more than one.
+    Each has log-probabilities and scores, and `turns` if there was more than one.
     """
     prompts = token_ids(tokenizer, [example.prompt for example in examples])
     every = [
@@ -94,8 +94,8 @@ def judged_again(
     tokens: Sequence[int],
     turns: Sequence[int],
 ) -> list[float]:
-    """The scores of a completion, as whoever generated it should have found them; infinite if that cannot be one:
-    the environment would not have said what it holds."""
+    """The scores that the generator of a completion should have found; infinite if the completion is impossible,
+    because the environment would not have given the replies in it."""
     example = task.example(number)
     said: list[str] = []
     for spoken, told in _turns_of(tokens, turns):
@@ -114,14 +114,14 @@ def is_solved(
 
 
 def own_mask(turns: Sequence[int], num_tokens: int) -> list[int]:
-    """1 for each token of the model, 0 for those that it was told."""
+    """1 for each token of the model, 0 for each token of the environment."""
     if not turns:
         return [1] * num_tokens
     return [1 - index % 2 for index, length in enumerate(turns) for _ in range(length)]
 
 
 def _turns_of(tokens: Sequence[int], turns: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """What the model said, and what it was told then, turn by turn; at last it was told nothing."""
+    """Each turn of the model with the environment's reply to it; the last reply is empty."""
     ends = list(itertools.accumulate(turns or [len(tokens)]))
     parts = [list(tokens[start:end]) for start, end in itertools.pairwise([0, *ends])]
     return list(zip(parts[::2], [*parts[1::2], []], strict=True))
@@ -140,8 +140,8 @@ def _goes_on(
     *,
     is_last: bool,
 ) -> bool:
-    """Take what the model has said, and add the environment's reply. False: the dialogue is over."""
-    # Others of the batch may have had more room.
+    """Add the model's turn and the environment's reply. Returns False if the dialogue is over."""
+    # The batch was generated with the limit of the dialogue that has the most room, so this turn may be too long.
     is_cut_off = len(tokens) >= dialogue.room and tokens[dialogue.room - 1] != tokenizer.eos_token_id
     spoken = tokens[: dialogue.room]
     dialogue.append(spoken, logprobs[: dialogue.room])
@@ -163,7 +163,7 @@ def _told(
     spoken: Sequence[int],
     reply: str,
 ) -> list[int]:
-    """The tokens between what the model said last and what it says next, by the chat template."""
+    """The tokens between the model's last turn and its next one, by the chat template."""
     messages: list[Message] = list(example.prompt)
     for index, text in enumerate(said[:-1], 1):
         messages.append({"role": "assistant", "content": text})
@@ -171,7 +171,7 @@ def _told(
     messages += [{"role": "assistant", "content": _SAID}, {"role": "user", "content": reply}]
     rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = list(tokenizer(rendered.rpartition(_SAID)[2], add_special_tokens=False)["input_ids"])
-    # The template ends the model's message as well as the model does.
+    # The model and the template may both end the model's turn with eos.
     repeats_end = bool(ids) and spoken[-1] == tokenizer.eos_token_id == ids[0]
     return ids[1:] if repeats_end else ids
 

@@ -1,14 +1,14 @@
-"""Tasks of several turns: an environment of the user's answers what the model says, until it is over.
+"""Tasks of several turns: the user's environment replies to the model until the dialogue is over.
 
-`--dataset guess.py:Guess,highest=9` makes one by `Guess(highest=9)`, with
+`--dataset guess.py:Guess,highest=9` makes an environment by `Guess(highest=9)`, which has
 
-    num_examples                the examples to train on, by number from 0; those held out are numbered after them
+    num_examples                the number of examples to train on, from number 0; held-out ones are numbered after them
     prompt(number)              the first message to the model, or a list of chat messages
-    reply(number, said)         the answer to what the model has said so far, a list of texts; None: it is over
-    reward(number, said)        from 0 to 1, which is solved
+    reply(number, said)         the reply to the model's turns so far, a list of texts; None: the dialogue is over
+    reward(number, said)        from 0 to 1; 1 means solved
 
-and, if they are not the defaults, `num_held_out` and `max_turns`. All of them depend on their arguments only: so a
-learner can replay what a rollout peer says has happened.
+and, if they are not the defaults, `num_held_out` and `max_turns`. All of them must depend on their arguments only, so
+that a learner can replay the dialogues of a rollout peer.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class EnvironmentTask(Task):
         )
 
     def reply(self, example: Example, said: Sequence[str]) -> str | None:
-        """What the environment says next; None if it is over. Raises UserError where the user's code fails."""
+        """The environment's reply; None if the dialogue is over. Raises UserError if the user's code fails."""
         reply = self._asked(lambda: self._environment.reply(example.data["number"], list(said)))
         return None if reply is None else str(reply)
 
     def reward(self, example: Example, said: Sequence[str]) -> float:
-        """Raises UserError where the user's code fails."""
+        """Raises UserError if the user's code fails."""
         value = self._asked(lambda: self._environment.reward(example.data["number"], list(said)))
         return finite(value, f"--dataset {self.name}: reward")
 

@@ -1,9 +1,9 @@
-"""Which answers may be scored by those generators of reasoning-gym that evaluate them as Python.
+"""Decides which answers are safe for those scorers of reasoning-gym that evaluate answers as Python.
 
 Answers may come from rollout peers, that is, from strangers, and some scorers pass them to eval, or to sympy's
-parse_expr, which calls eval too. They are given only lists of numbers and single characters, boards, and arithmetic
-over the variables of the right answer, and functions where it has some: nothing that runs code, or has exponents that
-take for ever. What sympy simplifies may still take for ever, so time is limited, too.
+parse_expr, which calls eval too. Such scorers get only lists of numbers and single characters, boards, and arithmetic
+over the variables of the right answer, with functions only if the right answer has some: nothing that runs code, and no
+exponents that take forever to compute. sympy may still take forever to simplify an answer, so time is limited, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify|lambdify)\(|\bpickle\b|\byaml\.")
 _EVALUATE_THEIR_OWN = frozenset({"bitwise_arithmetic", "codeio", "number_sorting", "propositional_logic"})
-"""Modules that evaluate only what they have made themselves, or that have a parser of that name."""
+"""Modules that match _EVALUATES but evaluate only texts of their own, or call a parser of their own by such a name."""
 _BOARD = re.compile(r"[\dQ_\s]*", re.ASCII)
 _SCIENTIFIC_OR_COMMENT = re.compile(r"[\d._]e|#", re.IGNORECASE)
 """sympy computes 1e999999999 exactly."""
@@ -28,7 +28,7 @@ _FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sqrt", "lo
 _CONSTANTS = frozenset({"C", "E", "pi"})
 _LONGEST_LIST, _LONGEST_EXPRESSION = 100_000, 1000
 _LARGEST = 1e30
-"""Of numbers, and of degrees: a variable counts as 2, so that x**99 is below it."""
+"""Limit of numbers and of degrees: a variable counts as 2, so x**99 is below the limit."""
 _LARGEST_EXPONENT = 100.0
 _AGAIN_S = 0.1
 
@@ -38,7 +38,7 @@ class _NotAllowed(ValueError):
 
 
 def evaluates_answers(dataset: Any) -> bool:
-    """Whether the scorer of a generator may do so, going by the source of its module."""
+    """Whether the scorer of a generator may evaluate answers as Python, judging by the source of its module."""
     module = sys.modules[type(dataset).score_answer.__module__]
     if module.__name__.rpartition(".")[2] in _EVALUATE_THEIR_OWN:
         return False
@@ -49,7 +49,7 @@ def evaluates_answers(dataset: Any) -> bool:
 
 
 def may_be_evaluated(answer: str, gold: str) -> bool:
-    """Whether evaluating the answer can do no harm; `gold` is the right one, and names the variables."""
+    """Whether evaluating the answer is harmless; `gold` is the right answer, whose variables are allowed."""
     if len(answer) > _LONGEST_LIST or _SCIENTIFIC_OR_COMMENT.search(answer):
         return False
     if _BOARD.fullmatch(answer):
@@ -61,7 +61,7 @@ def may_be_evaluated(answer: str, gold: str) -> bool:
         if len(answer) > _LONGEST_EXPRESSION:
             return False
         words = frozenset(re.findall(r"[^\W\d]+", gold))
-        # A function of which the right answer has none costs more than it can tell.
+        # Functions are allowed only if the right answer has some: otherwise they only cost time.
         names = (words | _CONSTANTS) - _FUNCTIONS
         return _size(tree, names | _FUNCTIONS if words & _FUNCTIONS else names) <= _LARGEST
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
@@ -70,7 +70,7 @@ def may_be_evaluated(answer: str, gold: str) -> bool:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer, and again and again where that is caught. In the main thread only."""
+    """Raise TimeoutError in a block that takes longer, and again if the block catches it. In the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,9 +102,9 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _size(node: ast.expr, names: frozenset[str], *, in_exponent: bool = False) -> float:
-    """A bound on how large the value is, and its degree. Raises _NotAllowed for what is no plain arithmetic.
+    """A bound on the value and on the degree. Raises _NotAllowed for anything but plain arithmetic.
 
-    Exponents are polynomials over numbers. What is subtracted or divided there could be tiny, and its inverse huge.
+    In exponents, divisors and exponents must be constants: a difference could be tiny, and its inverse huge.
     """
 
     def size(part: ast.expr) -> float:

@@ -24,7 +24,7 @@ _POLL_S = 0.1
 
 
 def main() -> int:
-    # Ctrl-C may reach the guardian too, if it shares the terminal's process group; only end of file is to stop it.
+    # Ctrl-C may reach the guardian too, if it shares the terminal's process group; only end of file should stop it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.close(0))
     # vLLM would put its sockets below TMPDIR, whose path may be too long for the address of a Unix socket.

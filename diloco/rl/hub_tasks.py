@@ -45,7 +45,7 @@ class _HubTaskSpec:
     columns: tuple[str, ...]
     read: Callable[[Row], Example]
     rewards: tuple[Reward, ...]
-    """A completion that earns all of the first has solved the example."""
+    """A completion that earns all of the first reward has solved the example."""
 
 
 def open_hub_task(kind: str, directory: str | None = None) -> Task:
@@ -137,7 +137,7 @@ def _pass_rate(completion: Completion, example: Example) -> float:
 
 @lru_cache(maxsize=512)
 def _tested(code: str, tests: tuple[str, ...], setup: str) -> Verdict:
-    """Completions of a group are often identical, and each is judged for its reward and as solved."""
+    """Cached: completions of a group are often identical, and an evaluation judges each of them twice."""
     return run_tests(code, tests, setup=setup)
 
 
@@ -187,7 +187,7 @@ DEFAULT_GENERATOR = "chain_sum"
 _NUM_EXAMPLES = 1_000_000
 _NUM_HELD_OUT = 1024
 # Added to the seed. Generators use seed + index, so the offset keeps held-out examples apart from trained ones. Some
-# take no more than 32 bits.
+# generators take only seeds of 32 bits.
 _HELD_OUT_SEED = 2**31
 _SCORING_S = 5.0
 
@@ -213,7 +213,7 @@ def open_generator(name: str, *, seed: int) -> Task:
     is_guarded = evaluates_answers(trained)
 
     def correct(completion: Completion, example: Example) -> float:
-        """1 for the right answer; for answers that are not numbers, else the generator's score from 0 to 1."""
+        """1 for the right answer; else 0 if the right answer is a number, or the generator's score from 0 to 1."""
         if not completion.has_answer:
             return 0.0
         if same_answer(completion.answer, example.gold):

@@ -1,4 +1,4 @@
-"""Functions and classes of the user's, from a file or module, as flags name them."""
+"""Loads functions and classes of the user's from the files or modules that flags name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_named(flag: str, name: str) -> None:
 
 
 def loaded(flag: str, name: str) -> Callable[..., Any]:
-    """What the flag names. Raises UserError if it is missing or cannot be loaded."""
+    """The function or class that the flag names. Raises UserError if it is missing or cannot be loaded."""
     check_named(flag, name)
     place, _, called = name.rpartition(":")
     try:

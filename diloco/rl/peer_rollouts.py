@@ -1,8 +1,8 @@
-"""`--rollout peers`: the trainer's end of the rollouts that rollout peers generate. Used on the main rank only.
+"""`--rollout peers`: takes the rollouts of rollout peers for a learner's trainer. Used on the main rank only.
 
-It tells its daemon what the newest weights are, and takes rollouts from the daemon's queue. If none has come for a
-minute it generates its own with the trainer's model, as `--rollout hf` does, and goes on so until enough have come: the
-other learners of the run wait for this one's work at every epoch, and would lose it by an error.
+The learner tells its daemon what the newest weights are, and takes rollouts from the daemon's queue. If none has come
+for a minute, it generates its own with the trainer's model, as `--rollout hf` does, until the queue has enough again.
+It does not fail instead, because the other learners of the run wait for its work at every epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diloco.rl.tasks import Task
 from peers.daemon.link import WorkerLink
 
 PATIENCE_S = 60.0
-"""Without a single rollout; a rollout peer that is being started needs less."""
+"""How long a learner waits without a single rollout; a rollout peer takes less time to start."""
 Row = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ class Group:
     logprobs: Sequence[list[float]]
     scores: Sequence[Sequence[float]]
     turns: Sequence[Sequence[int]] = ()
-    """Of each completion, if they are dialogues (rl/dialogues.py)."""
+    """The turns of each completion, if they are dialogues (rl/dialogues.py)."""
     staleness: int = 0
     peer_id: str = ""
-    """Empty: the learner's own."""
+    """Empty if the learner generated the group itself."""
 
 
 class PeerRollouts:
-    """Takes the place of rl/rollouts.py's Rollouts in the trainer: `publisher` and `push` are as there."""
+    """Replaces Rollouts (rl/rollouts.py) in the trainer, with the same `publisher` and `push`."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class PeerRollouts:
         self._waits = True
         self._last: Sequence[Group] = ()
         self._differences: dict[int, float] = {}
-        """Of log-probabilities, by the numbers of completions among the last."""
+        """Differences of log-probabilities, by the numbers of completions in the last generation."""
         self._uniform: Sequence[Group] = ()
-        """Came with the last, and teach nothing: all completions of each earn the same."""
+        """Groups that came with the last ones and teach nothing: all completions of a group earn the same."""
 
     def push(self) -> None:
         """Tell the daemon of the publisher's newest version."""
@@ -90,9 +90,9 @@ class PeerRollouts:
         )
 
     def take(self, count: int) -> list[Group]:
-        """So many groups: of rollout peers, or generated here if none has come for long.
+        """`count` groups: of rollout peers, or generated here if none has come for long.
 
-        Leaves out who has cheated in those before.
+        Leaves out rollout peers whose earlier groups were not what they claimed to be.
         """
         self._leave_out_cheats()
         self._link.send("take", count=count, timeout_s=self._patience_s if self._waits else 0.0)
@@ -113,8 +113,8 @@ class PeerRollouts:
         return list(self._last)
 
     def compared(self, differences: Iterable[tuple[int, float]]) -> None:
-        """How far the learner's log-probabilities of completions are from the sampler's, in nats per token, with the
-        numbers of these completions among those taken last. The first of each counts: then the learner learns from it.
+        """Note differences between the learner's and the sampler's log-probabilities in nats per token, each with the
+        completion's number in the last generation. Only the first of each counts: the learner then trains on it.
         """
         for number, difference in differences:
             self._differences.setdefault(number, difference)
@@ -144,7 +144,7 @@ class PeerRollouts:
             self._checks.judged_again(group.peer_id, group.scores[one], found)
 
     def figures(self) -> dict[str, Any]:
-        """Of the last generation, for the step's record."""
+        """Figures of the last generation, for the step's record."""
         ages = [group.staleness for group in self._last]
         return {
             "staleness_mean": sum(ages) / max(len(ages), 1),
@@ -172,7 +172,7 @@ class PeerRollouts:
 
 
 def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_generation: int) -> dict[str, Any]:
-    """What the daemon checks of each rollout, as peers.daemon.rollout_queue.Terms has it."""
+    """What the daemon checks each rollout against: the fields of peers.daemon.rollout_queue.Terms."""
     return {
         "vocab_size": int(model.config.vocab_size),
         "num_generations": config.grpo.num_generations,
@@ -180,13 +180,13 @@ def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_genera
         "reward_weights": [reward.weight for reward in task.rewards],
         "num_examples": task.num_examples,
         "max_staleness": config.grpo.max_staleness,
-        # The next generation's, and those of the one after it: more would only grow old.
+        # Enough for the next two generations: more rollouts would only grow old.
         "num_kept": 2 * per_generation,
     }
 
 
 def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
-    """Judged completions (rl/dialogues.py) of the learner itself."""
+    """A group of the learner's own judged completions (rl/dialogues.py)."""
     tokens, logprobs, scores, turns = (
         [one.get(name, ()) for one in completions] for name in ("tokens", "logprobs", "scores", "turns")
     )
@@ -194,7 +194,7 @@ def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
 
 
 def rows_of(task: Task, groups: Sequence[Group]) -> list[Row]:
-    """The rows that PeerTrainer trains on, the completions of a prompt in a row."""
+    """The rows that PeerTrainer trains on, with the completions of a prompt one after the other."""
     return [
         {
             "prompt": prompt,

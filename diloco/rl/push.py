@@ -16,7 +16,7 @@ from diloco.rl.weights import Label, State, digest_of, own_copies, packed, packe
 
 
 class Publisher:
-    """Numbers the versions of one trainer's weights, and keeps the last two in the dtype of those that generate."""
+    """Numbers the versions of one trainer's weights, and keeps the last two in the dtype that generators compute in."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = uuid.uuid4().hex
@@ -32,7 +32,7 @@ class Publisher:
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights to the CPU in that dtype, as a new version unless they are the last one's."""
+        """Copy the weights to the CPU in that dtype, as a new version unless they equal the last one."""
         state = own_copies(parameters, self._dtype)
         digest = digest_of(state)
         if digest != self.digest:
@@ -56,14 +56,14 @@ class Publisher:
 
 
 MAX_PATCHES = 16
-"""Between two files of all weights; fewer where they are as long together."""
+"""Most patches between two files of all weights; fewer if together they are longer than such a file."""
 
 
 class PolicyFiles:
     """A learner's newest policies as files, which its daemon hands to rollout peers. Owns its directory.
 
-    A newcomer takes all weights, which are written now and then, and the patches since; who has the weights before
-    takes one patch. Older files go.
+    A new rollout peer takes the last file of all weights and the patches after it; one that has the previous policy
+    takes one patch. Older files are deleted.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -71,11 +71,11 @@ class PolicyFiles:
         directory.mkdir(parents=True)
         self._directory = directory
         self._files: list[dict[str, Any]] = []
-        """As the daemon is told of them (peers.daemon.rollout_service.WeightsFile)."""
+        """With the fields of peers.daemon.rollout_service.WeightsFile."""
         self._digest = ""
 
     def write(self, publisher: Publisher) -> list[dict[str, Any]]:
-        """Write the publisher's newest version, unless it is there. Returns all files, the oldest first."""
+        """Write the publisher's newest version, unless that was done. Returns all files, the oldest first."""
         if publisher.digest == self._digest:
             return list(self._files)
         label, blob = publisher.blob_for(publisher.name, publisher.version - 1)
@@ -111,7 +111,7 @@ class PolicyFiles:
         return len(patches) > MAX_PATCHES or sum(file["num_bytes"] for file in patches) > whole_bytes
 
     def _forget(self) -> None:
-        """Keep what has come since the last file but one of all weights."""
+        """Delete all before the last file but one of all weights."""
         wholes = [index for index, file in enumerate(self._files) if not file["base"]]
         first = wholes[-2] if len(wholes) > 1 else 0
         kept = self._files[first:]

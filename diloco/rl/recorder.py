@@ -1,4 +1,4 @@
-"""Callbacks of TRL's trainer: one records its figures in metrics.jsonl, one has it evaluate when that is due."""
+"""Callbacks of TRL's trainer: one records its figures in metrics.jsonl, one makes it evaluate when that is due."""
 
 from __future__ import annotations
 

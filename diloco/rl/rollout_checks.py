@@ -1,14 +1,14 @@
-"""Whether the rollouts of a peer are what they claim to be: by the policy, judged truly, and its own. Pure.
+"""Checks that the rollouts of a peer are sampled by the policy, judged correctly, and not copied. Pure.
 
 Three checks, each cheap for a learner, which trains on these completions anyway:
 
-- *Weights.* Its own log-probabilities of each completion lie near the sampler's. A policy that is some steps old, or
-  computed in another type or by other kernels, differs a little; other weights, or another model, differ much.
-- *Rewards.* It judges one completion of each prompt again, chosen at random.
-- *Copies.* A completion too improbable to be sampled twice has not come before.
+- *Weights.* The learner's log-probabilities of each completion must be close to the sampler's. A policy that is some
+  steps old, or computed in another type or by other kernels, differs a little; other weights or models differ much.
+- *Rewards.* The learner judges one completion of each prompt again, chosen at random.
+- *Copies.* A completion that is too improbable to be sampled twice must not have come before.
 
-Not found: who forges the log-probabilities of the learner's own policy for completions of another model; who has a
-policy that is only a little older than it says; and rewards forged for few of many completions.
+Not detected: completions of another model with forged log-probabilities of the learner's policy; a policy that is only
+a little older than claimed; and rewards forged for few of many completions.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 _LOGP_LIMIT = 0.5
-"""Nats per token. Further apart, most tokens whose probability has risen are clipped, and teach nothing."""
+"""Nats per token. At a larger difference, most tokens whose probability has risen are clipped, and teach nothing."""
 _LOGP_FACTOR = 3.0
-"""Times the median of the other rollout peers: where weights change fast, honest peers' old policies differ too."""
+"""The limit is at least this times the other peers' median: if weights change fast, honest peers' policies differ."""
 _REWARD_TOLERANCE = 1e-3
 _FALSE_SHARE = 0.2
-"""Of rewards judged again: judging code by its time may give another verdict now and then."""
+"""Tolerated share of rewards that differ when judged again: tests of code have a time limit, so verdicts may vary."""
 _COPY_NATS = 30.0
-"""A completion with less than e^-30 of probability is not sampled twice."""
+"""A completion with a probability below e^-30 is not sampled twice."""
 _NUM_COPIES = 2
 _NUM_REMEMBERED = 4096
 _ENOUGH = 8
-"""Findings before anybody is left out."""
+"""Least number of rewards or differences by which a peer is left out."""
 _RECENT = 64
 
 
 @dataclass
 class _Record:
-    """Of one rollout peer's last completions."""
+    """What was found out about one rollout peer's last completions."""
 
     differences: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Mean absolute difference of log-probabilities of each, in nats per token."""
+    """Mean absolute difference of the log-probabilities of each completion, in nats per token."""
     falsely_judged: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
     num_copies: int = 0
 
@@ -54,16 +54,16 @@ class RolloutChecks:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def generated(self, peer_id: str, difference: float) -> None:
-        """A completion whose log-probabilities differ by so much from the learner's."""
+        """Note by how much the log-probabilities of a completion differ from the learner's."""
         self._record(peer_id).differences.append(difference)
 
     def judged_again(self, peer_id: str, claimed: Sequence[float], found: Sequence[float]) -> None:
-        """A completion's scores."""
+        """Note a completion's scores, as claimed and as the learner found them."""
         is_false = any(abs(a - b) > _REWARD_TOLERANCE for a, b in zip(claimed, found, strict=False))
         self._record(peer_id).falsely_judged.append(is_false)
 
     def came(self, peer_id: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """A completion."""
+        """Note a completion, to recognize copies."""
         if sum(logprobs) > -_COPY_NATS:
             return
         name = hashlib.sha256(struct.pack(f"{len(tokens)}I", *tokens)).digest()

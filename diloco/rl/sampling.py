@@ -1,4 +1,4 @@
-"""Completions by transformers' `generate`, with the log-probabilities that they were sampled by."""
+"""Completions by transformers' `generate`, with the log-probabilities with which they were sampled."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _batch(
 
 
 class _KeepLogprobs(LogitsProcessor):
-    """Notes the log-probability of each token that is sampled, without keeping those of all others."""
+    """Keeps the log-probability of each sampled token, and no others."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
@@ -93,25 +93,25 @@ class _KeepLogprobs(LogitsProcessor):
         self._last: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Called by `generate` before it samples; the token that it sampled last is the last one."""
+        """Called by `generate` before it samples a token; `input_ids` ends with the token that it sampled before."""
         self._note(input_ids[:, -1])
         self._last = torch.log_softmax(scores.float() / self._temperature, dim=-1)
         return scores
 
     def of(self, new: Tensor) -> Tensor:
-        """Of all new tokens, once `generate` has returned: [rows, tokens]."""
+        """The log-probabilities of all new tokens, once `generate` has returned: [rows, tokens]."""
         self._note(new[:, -1])
         self._last = None
         return torch.stack(self._values, dim=1)
 
     def _note(self, tokens: Tensor) -> None:
         if self._last is not None:
-            # Rounding may leave a little more than nothing.
+            # Rounding may leave a log-probability a little above 0.
             self._values.append(self._last.gather(1, tokens[:, None]).squeeze(1).clamp(max=0.0))
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a completion, as TRL has them."""
+    """The tokens that end a completion, as TRL chooses them."""
     said: Any = model.generation_config.eos_token_id if model.generation_config else None
     ends = [said] if isinstance(said, int) else list(said or [])
     own: Any = tokenizer.eos_token_id

@@ -63,13 +63,13 @@ class ServerClient:
             return [str(model["id"]) for model in answer["data"]]
 
     def served(self) -> tuple[str, int]:
-        """The publisher and the version of its weights."""
+        """The publisher and the version of the server's weights."""
         state = self.call("diloco_state")
         with self._expected_format(state):
             return str(state["publisher"]), int(state["version"])
 
     def pull(self, blob: Path, sha256: str) -> dict[str, Any]:
-        """Make it read this file and serve its weights. Returns its answer, whose `ok` may be false."""
+        """Make the server load the weights of this file. Returns the server's answer, whose `ok` may be false."""
         self._request("/pause?mode=keep", {})
         try:
             answer = self.call("diloco_pull", timeout_s=_TRANSFER_TIMEOUT_S, path=str(blob), sha256=sha256)
@@ -106,7 +106,7 @@ class ServerClient:
         return Written(ids, logprobs)
 
     def try_out(self, model: str, *, timeout_s: float) -> None:
-        """Make it generate one token."""
+        """Make the server generate one token."""
         body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
         answer = self._request("/v1/completions", body, timeout_s=timeout_s)
         with self._expected_format(answer):

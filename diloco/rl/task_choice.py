@@ -29,7 +29,7 @@ def check_task(grpo: GrpoConfig) -> None:
 
 
 def check_task_name(name: str) -> None:
-    """Raises UserError for what names no task, whatever files there are."""
+    """Raise UserError for a name that no task can have. Looks at no files."""
     if is_own_code(name) and ":" not in named_of(name):
         raise UserError(
             f"--dataset {name} is no task; name {PREFIX}:<generator> (chain_sum, countdown, ...), "
@@ -56,7 +56,7 @@ def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
 
 
 def _checked(function: Component, name: str) -> Component:
-    """The user's function, whose failures are the user's errors."""
+    """The user's function, with its exceptions converted to UserError."""
 
     def score(completion: Completion, example: Example) -> float:
         try:
@@ -72,5 +72,5 @@ def _checked(function: Component, name: str) -> Component:
 
 
 def is_own_code(name: str) -> bool:
-    """Whether `--dataset name` would run code of the user's: none of the tasks that come with diloco."""
+    """Whether `--dataset name` would run code of the user's, and not a task that comes with diloco."""
     return name.partition("=")[0] not in HUB_TASKS and name.partition(":")[0] != PREFIX

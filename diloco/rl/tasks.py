@@ -1,4 +1,4 @@
-"""What a task is: examples by number, and how what a model says of them is judged."""
+"""Defines a task: numbered examples, and how a model's completions of them are judged."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Reward:
 
 @dataclass
 class Task:
-    """Its examples are the same on every machine. Training and held-out examples are numbered separately.
+    """The examples are the same on every machine. Training and held-out examples are numbered separately.
 
-    The model says one text, or, where `reply` answers it, several (rl/environments.py): `said` has all of them.
+    `said` has the texts of the model's turns: one, or several if `reply` continues the dialogue (rl/environments.py).
     """
 
     name: str
@@ -59,7 +59,7 @@ class Task:
     max_turns: int = 1
 
     def reply(self, example: Example, said: Sequence[str]) -> str | None:
-        """What the model is told after what it has said; None: it is over."""
+        """The environment's reply to the model's last turn; None if the dialogue is over."""
         return None
 
     def scores(self, example: Example, said: Sequence[str]) -> list[float]:
@@ -74,7 +74,7 @@ class Task:
 
 
 def weighted(task: Task, scores: Sequence[float]) -> float:
-    """The reward of a completion by its scores."""
+    """The reward of a completion with these scores."""
     return sum(reward.weight * value for reward, value in zip(task.rewards, scores, strict=True))
 
 

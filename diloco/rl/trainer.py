@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 Rows = Callable[[], list[dict[str, Any]]]
 RewardFunction = Callable[..., list[float]]
 Compared = Callable[[Sequence[tuple[int, float]]], None]
-"""Called with rows of the last generation, and by how much the trainer's log-probabilities of each differ from the
-sampler's: the mean absolute difference, in nats per token."""
+"""Called with pairs of a row number in the last generation and the mean absolute difference between the trainer's and
+the sampler's log-probabilities of that row, in nats per token."""
 
 _LEAST_LOGPROB = -50.0
-"""Of a sampled token. A lower claim is false, and its ratio could overflow, which clipping turns into NaN gradients."""
+"""A sampled token cannot be less probable. If a peer claims so, the ratio could overflow, and gradients become NaN."""
 
 
 class PeerTrainer(GRPOTrainer):
     """A GRPOTrainer with a placeholder data set, which generates nothing.
 
     `rows` returns the whole next generation on all ranks: prompts, each with the `tokens` of a completion, the
-    `logprobs` that they were sampled by, the `mask` of those to train on, and `scores`.
+    `logprobs` with which they were sampled, the `mask` of those to train on, and `scores`.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class PeerTrainer(GRPOTrainer):
         compared: Compared | None = None,
         **arguments: Any,
     ) -> None:
-        """`is_sampled_elsewhere`: by a server of this trainer's weights, whose log-probabilities differ a little.
+        """`is_sampled_elsewhere`: a server with this trainer's weights samples; its log-probabilities differ a little.
 
-        `compared`: completions are other peers', by policies that may be old. It is called on the main rank after each
-        batch has been through the model, which costs no pass of its own."""
+        `compared` is given if completions come from other peers, whose policies may be old. It is called on the main
+        rank after each batch's forward pass, whose log-probabilities it uses."""
         super().__init__(**arguments)
-        # TRL weights tokens by the ratio of the two probabilities where it believes that vLLM has sampled them. As an
-        # argument it would make TRL connect to its own kind of server, too.
+        # With `use_vllm`, TRL weights tokens by the ratio of the trainer's probability to the sampler's. As an argument
+        # of the configuration it would also make TRL connect to a server of its own kind.
         self.use_vllm = is_sampled_elsewhere
         model: Any = self.model
         if "ref" in getattr(model, "peft_config", {}):
-            # TRL's copy of the adapters that it was given, as reference. Without adapters the model gives the same.
+            # TRL's copy of the initial adapters, as the reference model. Without adapters the model is the same.
             model.delete_adapter("ref")
         self._rows, self._compared = rows, compared
         self._evaluation = evaluation
         self._own: list[dict[str, Any]] = []
         """This rank's rows."""
         self._logprobs: Tensor | None = None
-        """Of the completions that went through the model last, [rows, tokens]."""
+        """Log-probabilities of the completions in the last forward pass, [rows, tokens]."""
 
     @property
     def batch_of_step(self) -> int:
@@ -86,7 +86,7 @@ class PeerTrainer(GRPOTrainer):
             # Clip the ratio to the policy that sampled. TRL clips the ratio to the trainer's own policy, which is 1 in
             # the first step: an old batch could move the policy without limit.
             found["old_per_token_logps"] = found["sampling_per_token_logps"].clamp(min=_LEAST_LOGPROB)
-            # TRL shuffles the rows.
+            # To recognize the rows after TRL has shuffled them.
             found["row"] = torch.arange(first, first + len(inputs))
         return found
 
@@ -108,7 +108,7 @@ class PeerTrainer(GRPOTrainer):
         mask = inputs["completion_mask"] * inputs["tool_mask"]
         apart = (self._logprobs - inputs["sampling_per_token_logps"]).abs() * mask
         each = apart.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        # Under the names by which TRL records them for its servers. TRL records the mean of what is listed.
+        # Listed under the names that TRL uses with its own servers. TRL records the mean of the values in each list.
         metrics, name = self._metrics["train"], "sampling/sampling_logp_difference"
         total, count = (
             self.accelerator.gather(torch.stack([apart.sum(), mask.sum()])[None]).sum(dim=0).tolist()
@@ -159,7 +159,7 @@ def reward_functions(task: Task) -> list[RewardFunction]:
 # Generations per pass over the placeholder data set; the trainer makes as many passes as it needs.
 _GENERATIONS_PER_PASS = 64
 _LARGEST_RATIO = 4.0
-"""Of a token with a negative advantage: above it, the token moves nothing."""
+"""Limit of the ratio of a token with a negative advantage: above the limit, the token has no gradient."""
 
 
 def batches_of(config: TrainConfig, num_ranks: int) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from torch import Tensor
 FORMAT = "diloco-weights-4"
 _AT, _BY = "::at", "::by"
 _WORTH_PACKING = 4
-"""A patch of more than this fraction of all values is no shorter than the whole."""
+"""A patch that changes more than one in this many values is no shorter than a whole blob."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = {**_BITS, 1: torch.int8}
 
@@ -50,7 +50,7 @@ class Label:
     base: int | None = None
     """The version that a patch applies to; None for a whole blob."""
     digest: str = ""
-    """Digest of all weights of the version (see digest_of), for a patch of those after patching."""
+    """Digest of all weights of the version (see digest_of); for a patch, of the weights after patching."""
 
 
 def digest_of(state: Mapping[str, Tensor]) -> str:
@@ -66,7 +66,7 @@ def digest_of(state: Mapping[str, Tensor]) -> str:
 def own_copies(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> State:
     """Copies on the CPU, with floating-point tensors converted to `dtype`; training may change the originals.
 
-    One after the other, since there may be no room for all of them where they are made (rl/adapters.py).
+    Copied one by one, since the device may have no room for all tensors if they are computed (rl/adapters.py).
     """
     return {
         name: tensor.detach()
@@ -96,7 +96,7 @@ def num_values(state: Mapping[str, Tensor]) -> int:
 
 
 def unpacked(blob: bytes, most_values: int = 1 << 40) -> tuple[Label, State]:
-    """Parse a blob. Raises BadBlob for anything that this module has not packed, or a patch of more values."""
+    """Parse a blob. Raises BadBlob for anything that this module has not packed, or a patch beyond `most_values`."""
     try:
         tensors = load(blob)
         length = int.from_bytes(blob[:8], "little")
@@ -152,7 +152,7 @@ def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
 
 
 class Held:
-    """The weights of a label, to which patches apply."""
+    """The weights of a version, with its label. Patches apply to them."""
 
     def __init__(self) -> None:
         self.state: State = {}
@@ -202,7 +202,7 @@ def _changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> State:
         if at.numel():
             # int32 is enough for nearly all tensors.
             changes[name + _AT] = at.to(torch.int32) if before.numel() <= 2**31 else at
-            # Integers wrap around, so adding the difference makes the new bits of the old in any case.
+            # Integers wrap around, so adding the difference to the old bits always gives the new ones.
             changes[name + _BY] = after[at] - before[at]
     return changes
 
@@ -227,7 +227,7 @@ def _packed_planes(name: str, numbers: Tensor) -> Tensor:
     """
     numbers = torch.diff(numbers, prepend=numbers.new_zeros(1)) if name.endswith(_AT) else _zigzag(numbers)
     planes = numbers.view(torch.uint8).view(-1, numbers.element_size()).T.contiguous()
-    # Huffman's code and runs of one byte: there are no longer matches in such planes, and looking for them takes time.
+    # Huffman coding and runs of one byte only: such planes have no longer matches, and looking for them takes time.
     deflater = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     deflated = deflater.compress(planes.numpy().data) + deflater.flush()
     return torch.frombuffer(bytearray(deflated), dtype=torch.uint8)
@@ -246,7 +246,7 @@ def _unzigzag(numbers: Tensor) -> Tensor:
 
 
 def _expanded(name: str, packed_planes: Tensor, count: int, width: int) -> Tensor:
-    """The reverse. Raises BadBlob, ValueError or zlib.error for what is no such tensor."""
+    """The reverse of `_packed_planes`. Raises BadBlob, ValueError or zlib.error for an invalid tensor."""
     inflater = zlib.decompressobj()
     # One byte more than is expected, since 0 would be no limit.
     planes = inflater.decompress(packed_planes.numpy().tobytes(), max(count * width, 0) + 1)

@@ -1,4 +1,4 @@
-"""The GPUs, cores and memory of this machine, found without importing torch, and which GPU is whose."""
+"""The GPUs, cores and memory of this machine, found without importing torch, and which process gets which GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def gpu_bytes_each(self) -> int:
-        """GPU memory per peer, where peers share a GPU if there are more peers than GPUs."""
+        """GPU memory per peer; peers share a GPU if there are more peers than GPUs."""
         return self.gpu_bytes // -(-self.num_peers // max(self.num_gpus, 1))
 
     def in_words(self) -> str:
@@ -113,10 +113,10 @@ def num_ranks(wanted: str, device: str, num_gpus: int) -> int:
 
 
 def thread_settings(environment: Mapping[str, str], num_workers: int) -> dict[str, str]:
-    """The environment's settings for OpenMP, or ours for one of so many workers on this machine.
+    """The environment's settings for OpenMP, or ours for one of `num_workers` workers on this machine.
 
-    An equal share of the cores, and threads that sleep while they wait for each other. By default they spin, and take
-    the cores from whoever else trains here: two small loops of two threads each on two cores were 30 times slower.
+    Ours are an equal share of the cores, and threads that sleep while they wait for each other. By default they spin,
+    which takes the cores from other workers: two small loops of two threads each on two cores were 30 times slower.
     """
     own = {"OMP_NUM_THREADS": str(max(num_cores() // num_workers, 1)), "OMP_WAIT_POLICY": "PASSIVE"}
     return {name: environment.get(name) or value for name, value in own.items()}
@@ -128,7 +128,7 @@ def starts_server(config: TrainConfig) -> bool:
 
 
 def needs_two_gpus(config: TrainConfig) -> bool:
-    """Whether a peer of one rank needs a second GPU, where there are any: for a server that shares none."""
+    """Whether a peer of one rank, if it trains on a GPU, needs a second one for a vLLM server of its own."""
     return starts_server(config) and config.grpo.vllm_gpu is None and config.device != "cpu"
 
 

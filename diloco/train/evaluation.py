@@ -31,7 +31,7 @@ def seconds_to_evaluate(
     """How long `evaluate` will take, by forward passes of a few windows. A collective."""
     num_windows = -(-len(validation.windows) // world.num_ranks)
     inner.model.eval()
-    # The very first pass also loads and compiles kernels; a large one of a large model takes minutes on a CPU.
+    # Only the last pass counts: the first also loads and compiles kernels. A large one may take minutes on a CPU.
     for size in (1, 1, min(_TIMED_WINDOWS, micro_batch_size, len(validation.windows))):
         windows = torch.from_numpy(validation.windows[:size])
         began_at = time.perf_counter()

@@ -82,8 +82,8 @@ class InnerLoop:
         """Train on token ids `samples` [n, seq_length + 1], this rank's part of the batch.
 
         Gradients are averaged over ranks, so n must be the same on all. Synchronizes with the device once. After each
-        micro-batch `on_micro_batch` is called with the number done and the number of them, on a GPU while they may
-        still be queued.
+        micro-batch, `on_micro_batch` is called with the number done and the total; on a GPU, micro-batches that count
+        as done may still be queued.
         """
         set_learning_rate(self.optimizer.param_groups, lr)
         micro_batches = samples.split(self.micro_batch_size)

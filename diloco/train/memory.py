@@ -15,7 +15,7 @@ _WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
 # In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
 _FROZEN_BYTES_PER_PARAMETER = 4
-"""Of weights beside adapters, which are not averaged."""
+"""For the frozen weights of a model with adapters, which are not averaged."""
 _GIB = 2**30
 _FEWER_TOKENS = (
     "a smaller --per-device-train-batch-size, a shorter --seq-length, or --activation-checkpointing"
@@ -30,7 +30,7 @@ class MemoryNeed:
     device_bytes: int
     """Summed over its GPUs; 0 if it trains on the CPU."""
     activation_bytes: int = 0
-    """The part of one of the two that depends on batch size and sequence length."""
+    """The part of `device_bytes`, or of `host_bytes` on the CPU, that depends on batch size and sequence length."""
 
 
 def memory_needed_bytes(

@@ -100,7 +100,7 @@ class Metrics:
 def opened_metrics(
     config: TrainConfig, run_dir: Path, world: World, *, on_trouble: Callable[[str, str], None]
 ) -> Metrics:
-    """A trainer's: a file, lines on stdout, and what `--metric-logger-type` names. Raises UserError. A collective."""
+    """A trainer's Metrics: a file, stdout, and the sinks of `--metric-logger-type`. Raises UserError. A collective."""
     sinks: list[Sink] = [LinePrinter()]
     on_rank_zero(lambda: sinks.extend(opened_sinks(config, run_dir)))
     return Metrics(run_dir / METRICS if world.is_main else None, sinks, on_trouble=on_trouble)

@@ -163,7 +163,7 @@ class PhaseLines:
     _printed_at: float = float("-inf")
 
     def of(self, phase: Phase, now: float) -> str | None:
-        # A step has no record before it is done; only one that takes long has a detail.
+        # Steps have records, but only once they are done, so a step that takes long has a phase with a detail.
         is_covered = phase.name in _COVERED_BY_RECORDS and not phase.detail
         if is_covered or phase.for_s < LEAST_PHASE_S:
             return None

@@ -14,7 +14,7 @@ from diloco.options.model_files import clean_config, directory_of, has_weights, 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# More than any model has. A config.json may come from another peer and must not make us build layers for ever.
+# More than any model has. A config.json may come from another peer and must not make this one build layers forever.
 _MAX_LAYERS = 1024
 
 

@@ -5,7 +5,7 @@ nearest orthogonal matrix, computed by five Newton-Schulz iterations. The settin
 2505.23725): Nesterov momentum 0.95, and an update of learning rate x sqrt(fan_out / fan_in), so that one step changes
 the root mean square of a layer's output by at most the learning rate (Yang et al., arXiv 2310.17813).
 
-torch.optim.Muon does not support DTensor and always iterates in bf16. A test compares this implementation with it.
+torch.optim.Muon does not support DTensor and always iterates in bf16. A test compares both implementations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _LEAST_NORM = 1e-7
 _BATCH_NUMEL = 1 << 25
-"""Values orthogonalized at a time on a GPU: 64 MiB in bf16, and three times as much in between."""
+"""Values orthogonalized at a time on a GPU: 64 MiB in bf16, and three times as much for intermediate results."""
 
 
 class Muon(torch.optim.Optimizer):

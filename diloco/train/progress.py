@@ -21,7 +21,7 @@ from peers.errors import LinkLost
 from peers.monitor.phases import Doing, PhaseClock
 
 LONG_STEP_S = 10.0
-"""A trainer whose first steps take so long says so, and what would make them shorter."""
+"""The trainer reports the first step that will take this long, and what makes steps shorter."""
 _INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -61,10 +61,10 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, number: int, on_long: Callable[[float], None]) -> Iterator[Callable[[int, int], None]]:
-        """Report how far an inner step is that takes long, while the block runs.
+        """While the block runs, report the progress of an inner step that takes long.
 
-        Yields a function to call with the micro-batches done, and with their number. For the first step that will take
-        LONG_STEP_S or more, `on_long` is called with the seconds that this will be.
+        Yields a function to call with the number of micro-batches done, and of all. For the first step that will take
+        LONG_STEP_S or more, `on_long` is called with its estimated duration in seconds.
         """
         before, began_at = self._doing, time.monotonic()
 

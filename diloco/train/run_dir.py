@@ -20,7 +20,7 @@ CONFIG = "config.toml"
 
 @contextlib.contextmanager
 def run_dir_of(config: TrainConfig) -> Iterator[Path]:
-    """`created_run_dir`; removed again where a new one is refused before it has a configuration to train by."""
+    """As `created_run_dir`, but removes a new directory if the block raises UserError before it has a configuration."""
     is_new = not (config.run_dir and Path(config.run_dir).expanduser().exists())
     run_dir = created_run_dir(config)
     try:
@@ -44,7 +44,7 @@ def created_run_dir(config: TrainConfig) -> Path:
 
 
 def _new_directory(first: Path) -> Path:
-    """Create it, with a number behind its name where another run has begun in the same second."""
+    """Create the directory, with a number after its name if another run began in the same second."""
     path, number = first, 1
     while True:
         try:

@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class LeaveOnSignal:
     """Exits with 128 + n on SIGINT and SIGTERM, after running `clean_ups` for at most CLEAN_UP_TIMEOUT_S.
 
-    It runs in a thread: the main thread may block for minutes in a collective or on the GPU, where Python runs no
+    A thread does this: the main thread may block for minutes in a collective or on the GPU, where Python runs no
     signal handlers. Construct it once, in the main thread.
     """
 

@@ -1,8 +1,8 @@
 """What runs inside the sandbox: `judge` runs the tests, `answer` the model's code, each in a process of its own.
 
-Imports only the standard library, since there is nothing else. Requests to the answer are pickles. Its replies come
-from untrusted code, so they are JSON, from which only plain values are built: a reply cannot bring an object with its
-own `__eq__` into the judge.
+Imports only the standard library, since there is nothing else. Requests to `answer` are pickles. Its replies come from
+untrusted code, so they are JSON, from which only plain values are built: a reply cannot bring an object with its own
+`__eq__` into `judge`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _AS_STRING: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] =
 }
 
 held: list[Any] = []
-"""In the answer: objects that are not plain data, which the judge refers to by their index."""
+"""In the process of `answer`: objects that are not plain data, to which `judge` refers by their index."""
 
 
 def check() -> None:
@@ -108,7 +108,7 @@ class Reference:
 
 
 class Answer:
-    """In the judge: the process that runs the model's code. Methods raise if it is gone or its code has failed."""
+    """The judge's connection to the process of `answer`. Methods raise if it is gone or the model's code has failed."""
 
     def __init__(self, descriptor: int, setup: str, code: str) -> None:
         self._requests = os.fdopen(os.dup(descriptor), "wb")
@@ -128,7 +128,7 @@ class Answer:
 
 
 def answer() -> None:
-    """The process that runs the model's code. It gets the arguments of test calls, not the tests, and has no say."""
+    """The process that runs the model's code. It gets the arguments of test calls, but not the tests."""
     confine(json.loads(sys.argv[1]))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
     # A separate module as __main__, so that pickle finds the classes that the tests' setup defines.

@@ -60,7 +60,7 @@ class EpochOfPeer:
 
 @dataclass(frozen=True)
 class InHand:
-    """What all peers have trained that is in no commit before this one, when the first of them has it."""
+    """Training time of all peers that is in no earlier commit, at the time when the first peer has applied a commit."""
 
     at: float
     train_s: float
@@ -143,7 +143,7 @@ def figures_of(
     tokens = tokens_per_step * sum(record.steps for record in flat)
     cost = price_per_hour * elapsed_s / 3600
     began, ended = in_hand[first], in_hand[later[-1]]
-    # What a commit contains was trained before it, and by no means all of it since the commit before.
+    # The work in a commit was trained before it, some of it even before the previous commit.
     committed_s = sum(record.train_s for epoch in [first, *later[:-1]] for record in by_epoch[epoch])
     trained_s = committed_s + ended.train_s - began.train_s
     return Figures(

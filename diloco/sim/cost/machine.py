@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The paces of one peer; what has an infinite one takes no time."""
+    """The paces of one peer; a part with an infinite pace takes no time."""
 
     hand_over: float = float("inf")
     """The worker copies its weights to the daemon and does not train meanwhile."""

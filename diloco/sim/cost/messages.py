@@ -30,7 +30,7 @@ _GATHERED_S = 1e-3
 
 
 class Messages:
-    """Delivers messages to `receivers`, the peers that live; messages to other peers are lost. All are by peer id."""
+    """Delivers messages to `receivers`, the peers that live, by peer id; messages to other peers are lost."""
 
     def __init__(
         self, clock: Clock, peers: Mapping[str, SimulatedPeer], receivers: Mapping[str, Process]
@@ -52,7 +52,7 @@ class Messages:
         return self._links[one].delay_s + self._links[other].delay_s
 
     def open(self, receiver: Process) -> None:
-        """This peer lives from now on, and hears the last status of the others."""
+        """Deliver to this peer from now on, beginning with the last status of every other peer."""
         said = tuple(
             (other, status) for other, status in self._last_status.items() if other in self._receivers
         )

@@ -56,7 +56,7 @@ class CostPeer(Process):
         self._ended: EpochOfPeer | None = None
         self._heard_mesh_at = -math.inf
 
-    # Life
+    # Start and loss
 
     def start(self, machine: Peer) -> None:
         """Start with a worker that is ready immediately."""
@@ -73,10 +73,10 @@ class CostPeer(Process):
         if self._reduction is not None:
             self._reduction.lose(self.rank)
 
-    # As a process
+    # Hooks of Process
 
     def heard_meanwhile(self) -> Event | None:
-        """What the mesh of a large swarm says every second has an effect only when the core is called."""
+        """The mesh's report on who is here, once a second in a large swarm. Only a core that is called needs it."""
         now = self._clock.now
         if not self.swarm.is_large or now < self._heard_mesh_at + OFTEN_S:
             return None
@@ -101,7 +101,7 @@ class CostPeer(Process):
         trains = is_there and self.machine.phase == "training"
         return events.WorkerTrains(self.worker.local_step, self._means.step_s) if trains else None
 
-    # The worker's side
+    # The worker
 
     def handed_over(self, work: Work) -> None:
         assert self.certificate is not None
@@ -182,7 +182,7 @@ class CostPeer(Process):
         named = frozenset(self.swarm.peer_ids[rank] for rank in suspects if rank != self.rank)
         self.post(events.ReduceFailed(reduction.plan.digest, "a stream broke or stalled", named))
 
-    # States
+    # The outer state
 
     def apply(self, certificate: Certificate) -> None:
         part = self._part
@@ -202,7 +202,7 @@ class CostPeer(Process):
         self.busy(part.parts.apply_s, applied)
 
     def fetch(self, fetch: effects.Fetch) -> None:
-        """Download the state from the donors that are still alive. They can serve older states, by recorded commits."""
+        """Download the state from the donors that are still alive, which also serve older states than their own."""
         head = fetch.path[-1].head
         donors = [peer.rank for p in fetch.donors if (peer := self.swarm.living.get(p)) is not None]
         if not donors:

@@ -37,7 +37,7 @@ class Volume:
     received_bytes: int
     reduced_bytes: float
     """CPU work in bytes of fp32 weights: the fragment's size if all shares are equal. Two thirds of it, encoding and
-    decoding, do not depend on the member's share. What is coded in addition in a grid, sums and results passed on, is
+    decoding, do not depend on the member's share. The additional coding in a grid, of sums and of results passed on, is
     left out."""
 
 
@@ -57,7 +57,7 @@ def volumes_of(plan: ReducePlan) -> list[Volume]:
                 sent[member], received[collector] = sent[member] + to, received[collector] + to
                 sent[collector], received[member] = sent[collector] + back, received[member] + back
         for member in column:
-            # The sums that it sends its mates and gets from them are encoded like results.
+            # The sums that the members of a column exchange are encoded like results.
             num_mates, own = len(column) - 1, results[member]
             sent[member] += (back - own) + num_mates * own
             received[member] += (back - own) + num_mates * own
@@ -88,8 +88,8 @@ class _Part:
 
 
 class Reduction:
-    """The reduction of one attempt. Members join by `begin`, and are told by their `reduced` or `reduce_failed`; if it
-    fails for one member, it fails for all."""
+    """The reduction of one attempt. Members join by `begin` and learn the outcome by `reduced` or `reduce_failed`; if
+    it fails for one member, it fails for all."""
 
     def __init__(self, swarm: CostSwarm, plan: Plan) -> None:
         self.plan = plan

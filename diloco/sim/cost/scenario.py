@@ -38,7 +38,7 @@ class Scenario:
     num_epochs: int = 20
     """Commits to simulate, after `num_uncounted`."""
     num_uncounted: int = 1
-    """The first commits, in which peers measure their links and hear how fast the others are."""
+    """First commits that the figures leave out: in them, peers still measure their links and each other's speed."""
     jitter: float = 0.0
     """Standard deviation of a peer's step duration between epochs, as a fraction of its mean."""
     mtbf_s: float = float("inf")

@@ -149,7 +149,7 @@ class CostSwarm:
         peer.start(core)
         return peer
 
-    # Quiet times
+    # When heartbeats are skipped
 
     @property
     def is_quiet(self) -> bool:
@@ -251,7 +251,7 @@ class CostSwarm:
         self._wake()
         self._start(before.rank, before.incarnation + 1, offer)
 
-    # What came of it
+    # Results
 
     def _kept_records(self) -> list[EpochOfPeer]:
         """Records of the commits on the chain that most peers are on, without those of abandoned forks."""

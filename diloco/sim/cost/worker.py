@@ -33,8 +33,8 @@ class Work:
 
 
 class CostWorker(Worker):
-    """Tells its peer by `handed_over` when a fragment's weights have been copied to its daemon, and by `merged` of the
-    time at which an average is merged, and of how long training was blocked for that round."""
+    """Calls `handed_over` of its peer when a fragment's weights have been copied to the daemon, and `merged` with the
+    time at which an average is merged and the time for which the round has blocked training."""
 
     def __init__(self, peer: CostPeer) -> None:
         scenario = peer.swarm.scenario
@@ -46,24 +46,24 @@ class CostWorker(Worker):
         self._pace = self._means.step_s
         """Seconds per step."""
         self._began_at, self._began_with = 0.0, 0
-        """Since when it trains without a break, and the local step at which it began to."""
+        """When the worker began to train without a break, and its local step then."""
         self._trains_since: float | None = None
         self._blocked_since: float | None = None
         self._blocked_s = 0.0
         self._ahead_to: GoAhead | None = None
-        """The epoch in which to go ahead as soon as it would be blocked; None: not yet."""
+        """The epoch in which to go ahead as soon as the worker would be blocked; None: do not go ahead."""
         self._answer: Answer | None = None
 
     @property
     def local_step(self) -> int:
-        """The nominal local step in its epoch (peers/core/schedule.py)."""
+        """The nominal local step in the worker's epoch (peers/core/schedule.py)."""
         # Rounded up by a little: a step that ends now is done.
         done = int((self.clock.now - self._began_at) / self._pace + 1e-6) if self._pace else 0
         return min(self.nominal_step(self._began_with + done, 0.0), self.schedule.steps_per_epoch)
 
     @property
     def epoch_merged(self) -> int:
-        """The epoch that the last commit which it has merged led to."""
+        """The epoch to which the last merged commit led."""
         return self.epoch - self.is_ahead
 
     @property
@@ -73,9 +73,9 @@ class CostWorker(Worker):
         return self._pending.seconds + self._handed.seconds + max(0.0, running_s)
 
     def begin(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
-        """Train in this epoch from this local step on. `goes_on`: it is in that epoch already."""
+        """Train in this epoch from this local step on. `goes_on`: the worker is in that epoch already."""
         self.enter(epoch, local_step, epoch_s, goes_on=goes_on)
-        # It looks at the time after each step; one that goes on has just made one, and at the end none is left.
+        # The worker checks the time after each step only, so it makes one first, unless it just has, or none is left.
         least = 0 if goes_on or local_step >= self.schedule.steps_per_epoch else 1
         num_steps = max(least, self._steps_to(self.schedule.leaves_at(epoch, None)))
         self.after(num_steps * self._pace, lambda: self._leave(num_steps))
@@ -88,7 +88,7 @@ class CostWorker(Worker):
         if self._blocked_since is not None:
             self._merge()
         elif self.is_ahead:
-            # It looks for the answer after each step.
+            # The worker looks for the answer after each step, so it finishes the present one.
             trained_s = self.clock.now - self._began_at
             num_steps = math.ceil(trained_s / self._pace - 1e-6) if self._pace else 0
             self.after(max(0.0, num_steps * self._pace - trained_s), lambda: self._collect(num_steps))
@@ -108,7 +108,7 @@ class CostWorker(Worker):
         self._began_with = local_step
 
     def _steps_to(self, local_step: int) -> int:
-        """How many steps it makes from when it began until it is at this nominal local step of its epoch or beyond."""
+        """Number of steps from `_began_at` until the worker is at this nominal local step of its epoch or beyond."""
         num_steps = max(0, local_step - self._began_with)
         if self.epoch_s and not self.is_ahead and self._pace:
             due_at = self.entered_at + self.schedule.elapsed_at(local_step, self.epoch_s)
