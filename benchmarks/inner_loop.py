@@ -30,7 +30,7 @@ from diloco.train_fsdp import Trainer
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 _LR = 1e-4
 _SMALL_TOKENS = 2048
-"""Of a step."""
+"""Tokens of a step with small batches."""
 _SIZES = ("seq_length", "total_batch_size")
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     config = configuration(arguments.path_model, device, quick=arguments.quick)
     repetitions, steps = (5, 3) if arguments.quick else (9, 8 if device.type == "cpu" else 30)
     if device.type == "cpu":
-        # As many tokens as in the small batches, in whole steps.
+        # Scale the number of steps, so that as many tokens are trained as with small batches.
         steps = max(1, steps * _SMALL_TOKENS // (config.total_batch_size * config.seq_length))
     with tempfile.TemporaryDirectory() as directory:
         results = measured(config, device, Path(directory), repetitions=repetitions, steps=steps)
@@ -120,7 +120,7 @@ def peer_steps(config: TrainConfig, device: torch.device, directory: Path) -> Ca
 
 
 def bare_steps(config: TrainConfig, device: torch.device) -> Callable[[int], float]:
-    """The same with a bare loop: same model, batch, precision and compilation, none of our code in the loop."""
+    """The same for a bare loop with equal model, batch, precision and compilation, but none of our code."""
     model = load_model(config.path_model, seed=config.seed, device=device)
     if compiles(config, device):
         for layer in decoder_layers(model):

@@ -30,10 +30,10 @@ _GATE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Paced:
-    """What a swarm (swarm_harness.py) tells the loop of each of its peers."""
+    """The settings that a swarm (swarm_harness.py) passes to the loop of each peer."""
 
     wait_s: float = 0.0
-    """Time that a step sleeps in addition."""
+    """Seconds that a step sleeps after it has computed."""
     history: str = ""
     """Path of the JSONL file."""
     gate: str = ""
@@ -84,7 +84,7 @@ def train_alone(loop: Loop, record: Callable[..., None]) -> None:
 
 def train_in_swarm(loop: Loop, record: Callable[..., None]) -> None:
     model = model_of(loop)
-    # Whoever goes ahead would wait at the gate before it has seen the commit for which the gate was opened.
+    # A worker that goes ahead would wait at the gate before it has seen the commit for which the gate was opened.
     outer = Diloco(model, goes_ahead=not loop.gate)
     step, number = Step(loop, model, rank=outer.world_rank or 0), 0
     record("start", epoch=outer.epoch, world_rank=outer.world_rank)

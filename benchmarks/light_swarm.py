@@ -142,7 +142,7 @@ class LightSwarm:
     def start(self, rank: int, **overrides: Any) -> LightPeer:
         directory = self.directory / f"peer{rank}"
         directory.mkdir(exist_ok=True)
-        # Create its key before it runs, since reading the key later would hold its lock for a moment.
+        # Create the peer's key before its process starts: creating it holds the key's lock for a moment.
         self.peer_id(rank)
         worker = {**self.worker, "history": str(directory / "history.jsonl"), **overrides}
         process = FORK_SERVER.Process(

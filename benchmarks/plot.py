@@ -83,7 +83,7 @@ def _figure(path: Path, title: str) -> Iterator[Any]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    # Text as text makes small files; a fixed hash salt makes ids, and so the files, reproducible.
+    # Text that is stored as text keeps files small; a fixed hash salt makes ids, and so the files, reproducible.
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "diloco"}):
         figure, axes = pyplot.subplots(figsize=_SIZE_INCHES, layout="constrained")
         try:

@@ -18,7 +18,7 @@ from benchmarks.machine import hardware, pace
 
 _ROOT = Path(__file__).parent.parent
 ORIGIN = ("commit", "hardware", "pace", "date")
-"""Fields of a record that describe the origin of its rows. A row from another origin has them itself."""
+"""Fields of a record that describe the origin of its rows. A row from another origin carries them itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    """A line on stderr, for each part of a long benchmark that is done."""
+    """Print a line on stderr: the progress of a long benchmark."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -87,7 +87,7 @@ def report(
 
 
 def check_kept(flags: argparse.ArgumentParser, benchmark: str, json_path: Path | None) -> None:
-    """Before hours of measuring: end with an error if the file is not one to which `report` can add."""
+    """Exit with an error, before hours of measuring, if `report` could not add to the file."""
     if json_path is not None and json_path.exists():
         try:
             merged(json.loads(json_path.read_text(encoding="utf-8")), record(benchmark, []))
@@ -96,9 +96,9 @@ def check_kept(flags: argparse.ArgumentParser, benchmark: str, json_path: Path |
 
 
 def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """The newer record, with the earlier one's rows of cases that it has not measured in front.
+    """The newer record, preceded by the earlier record's rows of cases that the newer one has not measured.
 
-    Such a row gets the ORIGIN fields if its commit, machine or pace differs. Notes and summary are kept if the newer
+    Kept rows get the ORIGIN fields if their commit, machine or pace differs. Notes and summary are kept if the newer
     record has none. Raises ValueError if the records are of different benchmarks.
     """
     if earlier["benchmark"] != newer["benchmark"]:
@@ -108,7 +108,7 @@ def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, An
     for row in earlier["results"]:
         if row["case"] in measured:
             continue
-        # If a row has an origin of its own, it must not inherit the record's pace, even if its own is missing.
+        # A row with an origin of its own must not inherit the record's pace, even if the row has none.
         source = row if "commit" in row else earlier
         origin = {name: source[name] for name in ORIGIN if name in source}
         values = {name: value for name, value in row.items() if name not in ORIGIN}

@@ -1,8 +1,7 @@
 """Starts a swarm as users do, with one `diloco dht start` and N `diloco peer`, and collects its loops' records.
 
 with Swarm(job, directory, seats=[Seat(address="127.0.0.1")] * 2) as swarm:
-    swarm.run_epoch(1)
-    for record in swarm.epochs(1): ...
+    for record in swarm.run_epoch(1): ...
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Seat:
 
     address: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
-    """Put in front of its command, to run it in a network namespace."""
+    """Words in front of the peer's command, to run it in a network namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Job:
     flags: tuple[str, ...] = ()
     """Additional flags of `diloco peer`, for all peers."""
     slower: Mapping[int, float] = field(default_factory=dict)
-    """By world rank, how many times as long as the others' a peer's steps last."""
+    """By world rank, the factor by which a peer's steps last longer than those of the others."""
 
 
 @dataclass
@@ -188,7 +187,7 @@ class Swarm:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            # Kill what is left of its session.
+            # Kill what is left of the process's session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -240,7 +239,7 @@ class Swarm:
 
 
 def started(argv: Sequence[str], directory: Path, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """`diloco` with these words and one thread, in a session of its own. The directory gets its output and state."""
+    """Start `diloco` with these words and one thread, in its own session. Its output and state go to `directory`."""
     with (directory / "output").open("ab") as output:
         return subprocess.Popen(
             [*prefix, sys.executable, "-m", "diloco", *argv],

@@ -11,10 +11,10 @@ Each folder imports only from those above it:
     experiments  sets of trainings over these pods
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray
 
-The life of a pod: `diloco provision` turns flags into a PodSpec (pods/pod.py) and hands it to renting/renters.py. That
-makes ledger and providers agree (reconcile.py), finds an offer (plan.py), writes both into the ledger as a row
-(ledger/ledger.py), has the pod ordered (renter.py, providers/), and sets it up once it answers
-(machines/setup.py). Then swarm/swarm.py starts its peer, and swarm/keeper.py stores the spec, from which the watcher
-replaces the pod if it dies. `diloco pods down` removes the stored spec, stops the watcher, and hands the pod's name to
-renters.py; renter.py deletes the pod until the provider says that it does not exist.
+The life of a pod: `diloco provision` turns flags into a PodSpec (pods/pod.py) and hands it to renting/renters.py, which
+makes ledger and providers agree (reconcile.py), finds an offer (plan.py), writes spec and offer into the ledger as one
+row (ledger/ledger.py), orders the pod (renter.py, providers/), and sets it up once it answers (machines/setup.py). Then
+swarm/swarm.py starts the pod's peer, and swarm/keeper.py stores the spec, from which the watcher replaces the pod if it
+dies. `diloco pods down` removes the stored spec and hands the pod's name to renters.py; renter.py repeats the request
+to delete the pod until the provider says that it does not exist.
 """

@@ -5,7 +5,7 @@ ProvisioningError
 │   ├── Busy          another command holds the lock of the state file
 │   ├── NoOffer       no current offer fits; try again later
 │   └── HostKeyChanged  the machine at this address does not show the pinned host key
-├── ProviderError     a request to a provider failed for good
+├── ProviderError     a request to a provider failed; its subclasses say what may help
 │   ├── NoCapacity    take the next offer
 │   ├── Unavailable   ask again later: too many requests, a broken server, no network
 │   └── OutcomeUnknown  the request may have been carried out: check before sending it again
@@ -21,7 +21,7 @@ class ProvisioningError(Exception):
 
 
 class UserError(ProvisioningError):
-    """The message says what is wrong, the value, and what to do next."""
+    """The message says what is wrong, which value is wrong, and what to do next."""
 
 
 class Busy(UserError):

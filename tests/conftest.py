@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Its pytest plugin would import it when the session ends, through pytest's own compiler; in CPython 3.11 that can fail
-# ("AST constructor recursion depth mismatch") where garbage with finalizers of its own is collected meanwhile.
+# Imported here, because its pytest plugin would import it at the end of the session, through pytest's own compiler. In
+# CPython 3.11 that can fail ("AST constructor recursion depth mismatch") if garbage with finalizers is then collected.
 import hypothesis
 import pytest
 
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # No `-m` for it: one that is typed would replace that of pyproject.toml, which leaves out what is not installed.
+    # Not by `-m`: a typed `-m` would replace that of pyproject.toml, which leaves out tests of what is not installed.
     if config.getoption("--exhaustive"):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -35,11 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same examples every time; others are searched for with `--hypothesis-seed=random` or a number."""
+    """Make Hypothesis try the same examples every time, and others with `--hypothesis-seed=random` or a number."""
     hypothesis.settings.register_profile(
         "diloco",
         derandomize=config.getoption("--hypothesis-seed", default=None) is None,
-        # How quickly examples come tells how busy the machine is, and nothing of the code.
+        # The time that an example takes depends on the load of the machine, not on the code.
         deadline=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine has an event loop of its own, and a deadline. What a fixture hands it that is an
-    asynchronous context manager is entered in that loop first, and left in the end."""
+    """Run a test that is a coroutine in its own event loop, with a deadline. Values of fixtures that are asynchronous
+    context managers are entered in that loop before the test, and left after it."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
@@ -85,7 +85,7 @@ def dht_node(directory: Path) -> Iterator[str]:
         await stop.wait()
         await dht.close()
 
-    # With asyncio.run, which also ends the tasks that hivemind leaves behind.
+    # asyncio.run also ends the tasks that hivemind leaves behind.
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(30)
@@ -103,7 +103,7 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def quiet_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A DHT node that has not met the dead of other tests, for tests that wait only briefly for its answers."""
+    """A DHT node that knows no dead peers of other tests, for tests that wait only briefly for its answers."""
     with dht_node(tmp_path_factory.mktemp("bootstrap")) as address:
         yield address
 
@@ -112,7 +112,7 @@ def quiet_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def swarm(
     bootstrap: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., LightSwarm]]:
-    """`swarm(**worker settings)`: a light swarm whose every process dies with the test."""
+    """`swarm(**worker settings)`: a light swarm whose processes all end with the test."""
     made: list[LightSwarm] = []
 
     def make(**worker: Any) -> LightSwarm:

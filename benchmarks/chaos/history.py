@@ -183,7 +183,7 @@ class History:
         return [at - life.started_at for life in self.lives if (at := self._trains_at(life)) is not None]
 
     def _deaths(self) -> Iterator[tuple[float, Struck, float]]:
-        """Every death, between the times of the others' commits before and after it."""
+        """For every death: the time of the others' last commit before it, the death, the time of their next commit."""
         for fault in self.faults:
             if fault.kind not in KINDS or not KINDS[fault.kind].is_death:
                 continue

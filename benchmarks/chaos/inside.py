@@ -93,7 +93,7 @@ def _patch_clock() -> None:
 
 
 def _patch_enqueue(chance: random.Random) -> None:
-    """Send some messages twice, and some late, after later ones."""
+    """Send some messages twice, and delay some so that later ones overtake them."""
     really_enqueue = LivePeer.enqueue
 
     def enqueue(self: LivePeer, message: Said | None) -> None:

@@ -71,7 +71,7 @@ class Doors:
         return self._call(self._open(rank, port))
 
     def cut(self, pairs: Iterable[Pair], is_cut: bool) -> None:
-        """Reset the connections of these pairs, also new ones."""
+        """Reset the connections of these pairs, also new ones; or, if not `is_cut`, let them connect again."""
 
         def change(link: Link) -> None:
             link.is_cut = is_cut
@@ -110,7 +110,7 @@ class Doors:
             assert task is not None
             self._tasks.add(task)
             try:
-                # Cancelled by `close`, which asyncio would report as an error.
+                # `_close` cancels this task, which asyncio would report as an error.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._pass(rank, port, reader, writer)
             finally:
@@ -188,8 +188,8 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
 
 def free_port() -> int:
     """A free port below the ephemeral range, so that no connection takes it while its owner is restarting."""
-    # Start at a port that depends on the process id, so that two runs on one machine rarely collide: by the golden
-    # ratio of the range, which keeps processes that were started one after the other far apart.
+    # Start at a port that depends on the process id, so that two runs on one machine rarely collide. Consecutive ids
+    # start 7417 ports apart, the golden ratio of the range.
     for n in range(12_000):
         port = 20_000 + (7_417 * os.getpid() + n) % 12_000
         if port not in _given:

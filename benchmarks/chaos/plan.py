@@ -49,7 +49,7 @@ class Fault:
     kind: str
     ranks: tuple[int, ...]
     until_s: float
-    """When it is over, or the process that it ended is restarted."""
+    """When the fault is over, or the process that it ended is restarted."""
     sign: int = 1
     """Direction of a clock jump."""
 

@@ -146,7 +146,7 @@ class _Chaos:
             self._later(until, undo)
 
     def _begin(self, fault: Fault) -> Callable[[], None] | None:
-        """Inject a fault that is no death, and return the function that ends it, if it lasts."""
+        """Inject a fault other than a death. Returns the function that ends the fault; None: it does not last."""
         swarm, doors, ranks = self._swarm, self._swarm.doors, fault.ranks
         pairs = [frozenset(ranks)]
         match fault.kind:

@@ -88,7 +88,7 @@ class ChaosSwarm(LightSwarm):
     # Peers
 
     def start(self, rank: int, **overrides: Any) -> LightPeer:
-        # Its ports are free only after its p2pd has ended, too.
+        # The peer's ports are free only after its p2pd has ended, too.
         wait_until(lambda: not self.left_over(rank), f"the end of peer {rank}'s processes", GONE_WITHIN_S)
         peer = super().start(rank, **overrides)
         self.lives.append(Life(rank, time.time(), peer.process.pid))
@@ -146,7 +146,7 @@ class ChaosSwarm(LightSwarm):
             life.frozen[-1] = (life.frozen[-1][0], time.time())
 
     def fill_disk(self, rank: int, is_full: bool) -> None:
-        """Set a limit under which no file of the daemon can grow, as with a full disk."""
+        """Set a limit under which no file of the daemon can grow, as with a full disk, or lift it."""
         if (life := self.life_of(rank)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 most = 0 if is_full else resource.RLIM_INFINITY

@@ -1,8 +1,8 @@
-"""The same faults on the virtual runtime: simulates 20 minutes of six peers in seconds, and how long workers wait.
+"""The faults of plan.py on the virtual runtime: 20 minutes of six peers in seconds, and how long workers wait.
 
-The peers use the daemons' state machine (peers/core); links, reductions and downloads are models (diloco/sim). A
-test compares goodput with that of a calm run, before waiting rules are measured by the real benchmark. Faults without a
-model (slow link, corrupt byte, disorder, clock, disk, coordinator) are left out.
+The peers use the daemons' state machine (peers/core); links, reductions and downloads are models (diloco/sim). A test
+compares the goodput with that of a run without faults, as a first check of waiting rules before the real benchmark.
+Faults without a model (slow link, corrupt byte, disorder, clock, disk, coordinator) are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the peers of a run average, and what each gets: the same whoever trains their steps."""
+"""Decides when the peers of a run average and what each peer gets, however their inner steps are trained."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Replica:
     """For each fragment, the residuals of the codec."""
 
     def load(self, anchor: Sequence[Tensor]) -> None:
-        """Take over all of these weights."""
+        """Load all of these weights."""
         replace(self.weights, inn=anchor).take()
 
 
 class AveragedSwarm:
-    """The peers of a DiLoCo run: after each inner step of theirs `end_step` makes the outer step, if it is due."""
+    """The peers of a DiLoCo run. Call `end_step` after their inner steps: it makes an outer step that is due."""
 
     def __init__(self, job: Job, replicas: Sequence[Replica]) -> None:
         """All replicas hold the initial weights."""
@@ -53,7 +53,7 @@ class AveragedSwarm:
         self.visible_shares: list[float] = []
         """Of each epoch: the share of the first peer's weights in which bf16 shows its training (arXiv 2602.03839)."""
         self._left_at: int | None = None
-        """Local step at which the epoch's fragment was handed over, if it was."""
+        """Local step at which the epoch's fragment was handed over; None: not yet."""
 
     @property
     def at_rest(self) -> bool:
@@ -61,7 +61,7 @@ class AveragedSwarm:
         return self.num_steps % self.schedule.steps_per_epoch == 0
 
     def trains(self, rank: int) -> bool:
-        """Whether this peer trains in the coming nominal step; a slow one does so in every n-th only."""
+        """Whether this peer trains in the coming nominal step; a slow peer trains in every n-th only."""
         return self.num_steps % self._slowness_of(rank) == 0
 
     def end_step(self) -> None:

@@ -99,7 +99,7 @@ def curve_validation(validation: Validation, max_tokens: int) -> Validation:
 def outcome_of(
     job: Job, swarm: AveragedSwarm | None, loss: float, curve: list[tuple[int, float]], cpu_s: float
 ) -> Outcome:
-    """The outcome of a finished run; without a swarm, of data parallel."""
+    """The outcome of a finished run. `swarm` None: the run is data parallel."""
     return Outcome(
         arm=job.arm.name,
         seed=job.seed,

@@ -92,8 +92,8 @@ class Arm:
     mixing: float | None = None
     """`--hv.mixing` for the merge after overlap; None keeps all local progress."""
     slowness: int = 1
-    """Nominal steps that the last peer needs per step of its own. It contributes only to every `slowness`-th commit,
-    with its stale work rebased on the newest anchor."""
+    """Nominal steps that the last peer needs per step of its own. That peer contributes only to every `slowness`-th
+    commit, with its stale work rebased on the newest anchor."""
     outer_momentum: float | None = None
     """The value that a paper prescribes; None: the study's."""
     outer_lr: float | None = None
@@ -138,7 +138,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The name of the run's files, with a digest of the settings, so that results of others are not reused."""
+        """The name of the run's files. A digest keeps results with other settings from being reused."""
         settings = {**asdict(self), "residual_decay": self.residual_decay}
         # These fields affect the study but not a single run.
         for field in ("inner_lr", "muon_lr", "outer_lr", "seeds", "tuning_seed", "models_at_once"):
@@ -150,7 +150,7 @@ class Job:
 
 
 def arms(scale: Scale) -> dict[str, Arm]:
-    """All arms by name, in the order of the table: with AdamW, then, their names led by `muon`, with Muon."""
+    """All arms by name, in the order of the table: first with AdamW, then with Muon (`muon` is in their names)."""
     fp32 = Arm(name=FP32, reference=DATA_PARALLEL)
     muon = Arm(name=MUON, optimizer="muon", reference=FP32, target=-3.0)
     found = (
@@ -165,7 +165,7 @@ def arms(scale: Scale) -> dict[str, Arm]:
 
 
 def _ways_of_averaging(plain: Arm, scale: Scale) -> list[Arm]:
-    """What is compared with `plain`, DiLoCo in fp32 that waits for every peer."""
+    """The arms that are compared with `plain`, which is DiLoCo in fp32 that waits for every peer."""
     plain = replace(plain, reference=plain.name, target=None)
     average = replace(plain, name="plain average", outer_lr=1.0, outer_momentum=outer_momentum_for("topk"))
     overlap = min(5, scale.local_steps // 2 - 1)
@@ -227,8 +227,8 @@ SCALES = {
         peer_batch_size=1,
         seeds=(1,),
     ),
-    # For a GPU. 159M parameters, of which 158M are in hidden matrices: of diloco's own preset of this size 65M are in
-    # the embedding and the head, and hardly any of them are of the 264 ids of text that is read byte by byte.
+    # For a GPU. 159M parameters, of which 158M are in hidden matrices. diloco's own preset of this size has 65M in the
+    # embedding and the head, hardly any of which belong to the 264 token ids of byte-level text.
     "150m": Scale(
         name="150m",
         preset="150m",

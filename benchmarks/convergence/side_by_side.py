@@ -58,7 +58,7 @@ def run_jobs(jobs: Sequence[Job], directory: Path, say: Say = print) -> list[Out
 
 @dataclass
 class _Run:
-    """One job and its rows of the stack, one row a peer; data parallel has equal weights in all."""
+    """One job and its rows of the stack, one for each peer. In data parallel all rows hold the same weights."""
 
     job: Job
     rows: slice
@@ -73,7 +73,7 @@ class _SideBySide:
         self._device = torch.device(self._scale.device)
         self._config = load_model_config(self._scale.path_model)
         self._layouts: dict[int, Layout] = {}
-        # Those that take the same path through a step lie side by side.
+        # Jobs that take the same path through a step have adjacent rows.
         ordered = sorted(jobs, key=lambda job: (job.arm.optimizer, job.arm.averages))
         self._stack = Stack(self._config, len(jobs) * self._scale.num_peers, self._device)
         self._gradients = torch.empty_like(self._stack.rows)
@@ -98,7 +98,7 @@ class _SideBySide:
                 self._train(tokens.to(self._device))
                 self._num_steps += 1
                 swarms = [run.swarm for run in self._runs if run.swarm is not None]
-                # Also raises what they have raised.
+                # `list` also raises their exceptions.
                 list(pool.map(AveragedSwarm.end_step, swarms))
                 if self._num_steps % scale.eval_interval == 0 and self._num_steps < scale.total_steps:
                     self._add_points()
@@ -193,7 +193,7 @@ class _SideBySide:
         by_run.copy_(by_run.mean(dim=1, keepdim=True).expand_as(by_run))
 
     def _rates(self) -> tuple[Tensor, Tensor]:
-        """Each row's learning rate in this step, and whether it trains: [rows, 1] both, 0 for one that does not."""
+        """Each row's learning rate in this step, and 1 if it trains, both [rows, 1]; both are 0 if it does not."""
         active = torch.tensor(
             [
                 float(run.swarm is None or run.swarm.trains(rank))
@@ -215,7 +215,7 @@ class _SideBySide:
 
     @torch.no_grad()
     def _evaluate(self, validation: Validation) -> list[float]:
-        """Every run's held-out loss, by its anchor, in nats a token."""
+        """The held-out loss of every run's anchor, in nats per token."""
         for number, run in enumerate(self._runs):
             if run.swarm is None:
                 self._evaluated.rows[number] = self._stack.rows[run.rows.start]

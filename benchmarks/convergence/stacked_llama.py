@@ -1,7 +1,7 @@
 """Many Llamas of one shape side by side: every weight has a leading dimension, one entry for each model.
 
 A model of a million parameters leaves a GPU nearly idle; a hundred of them in one batched product do not. The forward
-pass is that of transformers' LlamaForCausalLM, which a test compares it with.
+pass is that of transformers' LlamaForCausalLM; a test compares the two.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Shape:
 class Stack:
     """The weights of `num_models` models as rows of one matrix: fp32 [num_models, number of parameters].
 
-    Hidden matrices come first in a row, those of one shape together, then embedding, head and norms: so an optimizer
-    that treats them apart works on slices.
+    Hidden matrices come first in a row, those of one shape together, then embedding, head and norms, so that an
+    optimizer that treats hidden matrices differently works on slices.
     """
 
     def __init__(self, config: Mapping[str, Any], num_models: int, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Stack:
         self.rows = torch.empty(num_models, sum(p.numel() for p in parameters.values()), device=device)
 
     def views(self, start: int = 0, end: int | None = None, *, of: Tensor | None = None) -> dict[str, Tensor]:
-        """Parameters of models `start` to `end` by name, [end - start, *shape], in these rows or `of` others."""
+        """Parameters of models `start` to `end` by name, [end - start, *shape], in these rows or the rows `of`."""
         rows = (self.rows if of is None else of)[start:end]
         found, offset = {}, 0
         for name, shape in self.shapes.items():
@@ -77,7 +77,7 @@ class Stack:
             yield name, values[0]
 
     def hidden_groups(self, rows: Tensor) -> list[Tensor]:
-        """Views of the hidden matrices in such rows, by shape: [models, matrices, fan_out, fan_in]."""
+        """Views of the hidden matrices in `rows`, one for each shape: [models, matrices, fan_out, fan_in]."""
         groups: dict[torch.Size, int] = {}
         for name, shape in self.shapes.items():
             if is_hidden_matrix(name, torch.empty(shape, device="meta")):
@@ -105,7 +105,7 @@ def _place(name: str, parameter: nn.Parameter) -> tuple[bool, tuple[int, ...], s
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass, of which the parts that take the time may be compiled: all layers share one compilation."""
+    """The forward pass. Its expensive parts may be compiled; all layers share one compilation."""
 
     shape: Shape
     compiled: Compile = lambda function: function
@@ -139,7 +139,7 @@ class Forward:
         """
         with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
             each = self.losses(weights, tokens)
-        # Models share nothing, so that the gradient of the sum is each model's own.
+        # Models share no weights, so the gradient of the summed loss is each model's own gradient.
         return each.detach(), torch.autograd.grad(each.sum(), tuple(weights.values()))
 
 

@@ -19,8 +19,8 @@ from benchmarks.convergence.tuning import Rates, best, grid
 from peers.daemon.supervisor import die_with_parent
 
 _RUNS_AT_ONCE = 8
-"""Jobs that a process runs side by side on a GPU, at most. Many processes share it, one for each core: launching a
-step's kernels takes a core five times as long as the GPU takes for them, and averaging takes it as long again."""
+"""Most jobs that one process runs side by side on a GPU. One process per core shares the GPU: a core needs five times
+as long to launch a step's kernels as the GPU needs to run them, and as long again for averaging."""
 
 RatesOf = dict[Optimizer, Rates]
 
@@ -52,7 +52,7 @@ class Study:
         return rates
 
     def tuned(self, chosen: Sequence[Arm], rates: RatesOf) -> RatesOf:
-        """The rates, the missing ones by their finished tuning. Raises ValueError if that is unfinished."""
+        """The rates, with missing ones taken from finished tuning runs. Raises ValueError if some are unfinished."""
         for optimizer in _optimizers(chosen):
             if optimizer not in rates:
                 jobs = grid(self.scale, optimizer)

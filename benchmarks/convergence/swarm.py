@@ -30,7 +30,7 @@ class TrainedReplica(Replica):
 
 
 class LocalSwarm(AveragedSwarm):
-    """The peers of a DiLoCo run in one process. `step` runs one inner step of each in turn, then what is due."""
+    """The peers of a DiLoCo run in one process. `step` makes one inner step of each, then averages if due."""
 
     def __init__(self, job: Job, source: SampleSource) -> None:
         num_fragments = job.arm.schedule(job.scale).num_fragments

@@ -40,7 +40,7 @@ _ANSWER_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
 
 Rule = Literal["pass", "refuse", "drop"]
-"""What the switch does with packets from one peer to another. Like a NAT, `refuse` drops what opens a connection."""
+"""What the switch does with packets from one peer to another. `refuse` drops what opens a connection, like a NAT."""
 
 
 @dataclass(frozen=True, kw_only=True)

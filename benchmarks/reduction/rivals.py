@@ -111,7 +111,7 @@ class Hivemind:
     def take_part(self, seat: Seat) -> None:
         import hivemind
 
-        # Its objects cannot be pickled, so it must start its processes by fork.
+        # Hivemind's objects cannot be pickled, so it must start its processes by fork.
         multiprocessing.set_start_method("fork", force=True)
         dht, result = self._dht(seat), torch.empty(seat.numel)
         delta = vectors.delta(seat.index, seat.numel)

@@ -90,11 +90,10 @@ class Seat:
     ) -> Iterator[int]:
         """Yields the number of each round, which begins when all peers are prepared and ends with the next iteration.
 
-        At its end `result` must hold the average.
-        `tensor_bytes` is the size of the caller's tensors.
+        When a round ends, `result` must hold the average. `tensor_bytes` is the size of the caller's tensors.
         """
         for number in range(self._num_rounds + 1):
-            # The result of the previous round must not be taken for this one's.
+            # Erase the result of the previous round, so that it cannot pass for this round's.
             result.fill_(math.nan)
             prepare()
             self.meet(tensor_bytes, "measure memory" if number == 0 else "")

@@ -1,1 +1,1 @@
-"""Rollout peers against lock-step, and what old policies cost."""
+"""Compares rollout peers with lock-step training, and measures the cost of stale policies."""

@@ -3,7 +3,7 @@
 *Comparison*: four `diloco peer`, each with the same share of this machine's CPUs and one thread, in lock-step (all
 generate and train, and average every five steps) and as one learner with three rollout peers, on the tiny model of
 benchmarks/format_model.py. Everything is bound by the CPU, and generation costs about as much as training here. Time
-counts from the end of the first step, in which peers wait for each other to be started; its own time is beside it.
+counts from the end of the first step, in which peers wait for each other to start; that step is reported separately.
 Rewards are those of all completions that were judged, those that the learner left out included, averaged over the
 same number of completions in both arms.
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def compared(setting: Setting, *, runs: int) -> list[Result]:
-    """Both arms by turns, and their ratio; then one with rollout peers that come and go."""
+    """Run both arms in turn, and compute their ratio; then run one with rollout peers that come and go."""
     found = [(comparison.lock_step(setting), comparison.rollout_peers(setting)) for _ in range(runs)]
     results = [*merged([first for first, _ in found]), *merged([second for _, second in found])]
     ratios = [

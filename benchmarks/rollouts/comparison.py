@@ -1,4 +1,4 @@
-"""Time until a mean reward, of the same peers in lock-step and as one learner with rollout peers."""
+"""Time until a mean reward is reached, by the same peers in lock-step and as one learner with rollout peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GENERATIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of both arms."""
+    """The settings of both arms."""
 
     path_model: str
     target: float
@@ -32,7 +32,7 @@ class Setting:
     window: int = 640
     """Completions over which rewards are averaged."""
     max_completions: int = 200_000
-    """Judged by all peers together, after which an arm has failed."""
+    """Completions judged by all peers together after which an arm has failed."""
     lr: float = 1e-3
     """Faster than 5e-4 in both arms, by one run of each."""
 
@@ -62,12 +62,12 @@ class Judged:
 
 @dataclass(frozen=True)
 class Curve:
-    """How the reward of one arm rose."""
+    """The reward of one arm over time."""
 
     first_s: float
-    """Of the first step, which waits for other peers to be started."""
+    """Duration of the first step, which waits for other peers to start."""
     points: Sequence[tuple[float, float]]
-    """Seconds since its end, and the mean reward of the last completions."""
+    """Seconds since the end of the first step, and the mean reward of the last completions."""
     num_completions: int
 
     def seconds_to(self, target: float) -> float | None:
@@ -134,7 +134,7 @@ def _judged(peer: Peer, setting: Setting) -> list[Judged]:
 
 
 def judged_of(record: dict[str, Any], *, batch: int) -> Judged:
-    """A step's record; of a learner with rollout peers, with the groups of uniform reward that it left out."""
+    """The rewards in a step's record, including those of groups of uniform reward that a learner left out."""
     left_out = record.get("uniform_groups", 0) * _GENERATIONS
     return Judged(
         time=record["time"],
@@ -145,7 +145,7 @@ def judged_of(record: dict[str, Any], *, batch: int) -> Judged:
 
 
 def curve_of(learners: Iterable[Sequence[Judged]], *, window: int) -> Curve:
-    """The trailing mean over at least `window` completions of all learners, from where there are so many."""
+    """The trailing mean over at least `window` completions of all learners, once there are so many."""
     every = sorted((one for judged in learners for one in judged), key=lambda one: one.time)
     first = every[0] if every else Judged(0.0, 0.0, 0, 0.0)
     points = []

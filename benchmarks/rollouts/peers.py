@@ -1,4 +1,4 @@
-"""Starts a run of GRPO as users do, each peer with its share of the CPUs, and reads what they record."""
+"""Starts a run of GRPO as users do, each peer with its share of the CPUs, and reads the peers' records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Peer:
         return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL of all that it has started."""
+        """SIGKILL the peer and all processes that it has started."""
         self.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -52,7 +52,7 @@ class Run:
     """A context manager: one `diloco dht start`, and the peers that are started."""
 
     def __init__(self, directory: Path, *, num_cores: float) -> None:
-        """`num_cores` is what each peer has."""
+        """`num_cores`: the CPU time of each peer, in cores."""
         self._directory, self._num_cores = directory, num_cores
         self._stack = contextlib.ExitStack()
         self.peers: list[Peer] = []
@@ -81,7 +81,7 @@ class Run:
         return peer
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Poll until it holds. Raises SystemExit after the timeout, or if a peer has ended by itself."""
+        """Poll until the condition holds. Raises SystemExit after the timeout, or if a peer has ended by itself."""
         self._wait(condition, what, timeout_s, self.peers)
 
     def _wait(

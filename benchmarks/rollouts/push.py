@@ -1,6 +1,6 @@
-"""How long a learner's newest policy takes to a rollout peer over a slow link: 120 million parameters.
+"""How long a learner's newest policy takes to reach a rollout peer over a slow link, with 120 million parameters.
 
-With half a billion, of which these are the shapes, two cores train too slowly for enough steps in ten minutes.
+The layers are those of a model of half a billion, which two cores train too slowly for enough steps in ten minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
 _TIMEOUT_S = 900.0
 _LOOK_S = 0.02
 _VOCABULARY, _LAYERS = 264, 8
-"""Bytes, so that completions earn something."""
+"""A byte-level vocabulary, so that completions earn a reward, and fewer layers."""
 _REWARD = '''
 def low(completion, example):
     """The share of the text's bytes below 128."""
@@ -36,10 +36,10 @@ def low(completion, example):
 
 @dataclass
 class File:
-    """Of a policy, at the rollout peer. All times are Unix times."""
+    """The file of a policy at the rollout peer. All times are Unix times."""
 
     began: float
-    """When it was there first, in part."""
+    """When the first part of the file was there."""
     arrived: float = 0.0
     """When its last byte was there; 0: not yet."""
     loaded: float = 0.0
@@ -87,10 +87,10 @@ def measured(*, num_layers: int = _LAYERS, num_patches: int = NUM_PATCHES) -> li
 def _results(learner: Peer, taker: Peer, model: str, num_patches: int) -> list[Result]:
     files: dict[str, File] = {}
     written: dict[str, tuple[float, int]] = {}
-    """By name, when the learner wrote a file, and its size."""
+    """By file name: when the learner wrote the file, and its size."""
 
     def patches() -> list[str]:
-        """Those that did not wait behind the first file, which has all weights."""
+        """The loaded files that were written after the first one, which has all weights, was loaded."""
         done = [name for name, file in files.items() if file.loaded]
         return [name for name in done[1:] if written[name][0] > files[done[0]].loaded]
 
@@ -130,7 +130,7 @@ def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def _wait(condition: Callable[[], bool], *watched: Peer) -> None:
-    """Poll until it holds. Raises SystemExit after _TIMEOUT_S, or if a peer has ended."""
+    """Poll until the condition holds. Raises SystemExit after _TIMEOUT_S, or if a peer has ended."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
         for peer in watched:

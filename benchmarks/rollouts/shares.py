@@ -1,4 +1,4 @@
-"""Equal machines on one: a cgroup for each peer that bounds its CPU time, whatever the others do."""
+"""Emulates equal machines on one machine: a cgroup for each peer limits its CPU time, whatever the others do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unavailable() -> str | None:
 
 @contextlib.contextmanager
 def share(name: str, num_cores: float) -> Iterator[Sequence[str]]:
-    """Words to put in front of a command, which then has this much CPU time, with all its processes."""
+    """Words to put in front of a command, which limit all its processes together to this much CPU time."""
     group = _ROOT / f"diloco-bench-{os.getpid()}-{name}"
     group.mkdir()
     try:
@@ -40,7 +40,7 @@ def _remove(group: Path) -> None:
             group.rmdir()
             return
         except OSError:
-            # Processes that were killed leave it a moment later.
+            # Killed processes leave the group a moment later.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

@@ -1,9 +1,9 @@
-"""What is learned from policies that are exactly so many steps old: `python -m benchmarks.rollouts --staleness`.
+"""What is learned from policies of a fixed age in steps: `python -m benchmarks.rollouts --staleness`.
 
-One process per case and seed, since asynchronous processes keep no age. The trainer is the product's own, with
-`--rollout peers` and its loss (a ratio to the policy that sampled, clipped); what takes the daemon's place generates by
-the weights of exactly so many optimizer steps ago, or by the first ones until there were so many. Gain is the rise of
-the mean reward on held-out prompts, per million tokens trained on, prompts included.
+Each case and seed runs in one process, since asynchronous rollout peers have policies of varying age. The trainer is
+the product's own, with `--rollout peers` and its loss (a clipped ratio to the policy that sampled). A stand-in for the
+daemon generates with the weights of exactly `staleness` optimizer steps ago, or with the first ones until then. Gain is
+the rise of the mean reward on held-out prompts, per million tokens trained on, prompts included.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def trained(path_model: str, staleness: int, seed: int, num_steps: int) -> dict[
     assert ages == [min(index, staleness) for index in range(num_steps)], ages
     tokens = steps[-1]["tokens"]
     differences = [record["logp_difference_mean"] for record in steps]
-    # The sampler's log-probabilities are the trainer's where the policy is the newest, and only there.
+    # The sampler's log-probabilities equal the trainer's if, and only if, the policy is the newest.
     assert all((difference > 1e-4) == (age > 0) for difference, age in zip(differences, ages, strict=True))
     return {
         "gain per million tokens": 1e6 * (after["reward"] - before["reward"]) / tokens,
@@ -119,13 +119,13 @@ def _training_by_old_policies(staleness: int) -> Any:
 
 
 class OldPolicies:
-    """In place of the link to a daemon: its rollouts are of the policy of exactly `staleness` steps ago."""
+    """Replaces the link to a daemon. Its rollouts are sampled from the policy of exactly `staleness` steps ago."""
 
     def __init__(self, training: Any, staleness: int) -> None:
         from diloco.train.model import load_model
 
         self._training = training
-        # Not a copy of the trainer's: TRL has replaced its forward, and the copy's would be by the trainer's weights.
+        # Not a copy of the trainer's model: TRL has replaced its forward, which would still use the trainer's weights.
         self._model = load_model(training.config.path_model, seed=0)
         self._policies: deque[dict[str, Any]] = deque(maxlen=staleness + 1)
         self._steps: deque[int] = deque(maxlen=staleness + 1)

@@ -1,7 +1,7 @@
-"""A thousand unlike peers: what the product's own core makes of them on simulated links and machines.
+"""Simulates a thousand unlike peers with the product's own core, on simulated links and machines.
 
 10B weights in int4, H = 96 in 16 fragments of which each is averaged every 96 steps, workers that never wait for a
-round, and an epoch as long as trains most tokens (`--hv.overlap-steps auto`, `--hv.local-time auto`). Links have 100
+round, and the epoch length that trains most tokens (`--hv.overlap-steps auto`, `--hv.local-time auto`). Links have 100
 Mbit/s to 1 Gbit/s in both directions and machines take 8 to 32 s for a step, both drawn log-uniformly; round trips are
 20 to 120 ms. Each peer is lost once in 24 hours on average, falls silent like a machine that is switched off, and is
 back after five minutes, when it downloads the state. The first three commits are not counted: peers learn in them how

@@ -3,10 +3,10 @@
     python -m benchmarks.unlike [--seconds 90] [--quick]
     python -m benchmarks.unlike --losses [--seconds 200]
 
-Six peers behind links of 50 Mbit/s, but one behind a tenth of that. Another one is four times slower than the rest. The
-loops use the product with the steps of benchmarks/light_loop.py, which sleep as if for a device. A peer is busy while
-it trains its steps. The steps per second are those of all peers together; all of them are averaged. --losses trains
-the convergence study's model instead, and compares losses after equal time (losses.py).
+Six peers: five behind links of 50 Mbit/s, one behind a tenth of that. One of the five is four times slower than the
+rest. The loops use the product with the steps of benchmarks/light_loop.py, which sleep as if for a device. A peer is
+busy while it trains its steps. The steps per second are those of all peers together; all of these steps are averaged.
+--losses trains the convergence study's model instead, and compares losses after equal time (losses.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.unlike import losses, peers
 _STEP_S = 0.2
 _UP_MBPS = 50.0
 _WARM_UP_EPOCHS = 4
-"""In the first nothing is known of speeds, and waiting times are learned in these."""
+"""In the first one the peers' speeds are unknown, and all of these are needed to learn waiting times."""
 _ARMS = {
     "blocking": (),
     "--hv.local-time auto": ("--hv.local-time", "auto"),
@@ -87,7 +87,7 @@ def rates_in_swarm(lab: Lab, setting: Setting, flags: tuple[str, ...]) -> list[f
     with peers.started(lab, job, setting.num_peers) as swarm:
         swarm.wait_for_epoch(_WARM_UP_EPOCHS)
         time.sleep(setting.window_s)
-        # Rates are from commit to commit: let the epoch end in which the time is over.
+        # Rates are measured from commit to commit, so wait for the end of the current epoch.
         swarm.wait_for_epoch(1 + max(max(peer.epochs) for peer in swarm.peers))
         return [_steps_per_s(peer.epochs) for peer in swarm.peers]
 

@@ -1,4 +1,4 @@
-"""The loss that peers of different speed come to in equal time: the convergence study's model, whole daemons."""
+"""The loss that peers of different speed reach in equal time, with the convergence study's model and real daemons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setting:
     scale: str = "80k"
     num_peers: int = 6
     mbps: float = 15.0
-    """Over a tenth of this a round takes longer than the fast peers' local steps."""
+    """At a tenth of this, a round takes longer than the local steps of the fast peers."""
     step_s: float = 0.1
     local_steps: int = 40
     seconds: float = 200.0
@@ -61,7 +61,7 @@ def measured(setting: Setting, arms: dict[str, tuple[str, ...]]) -> list[Result]
 
 
 def _trained(lab: Lab, setting: Setting, flags: tuple[str, ...], seed: int) -> tuple[float, int]:
-    """Held-out loss of the last commit of most peers, and the steps of all peers."""
+    """Held-out loss after the last commit, of the peer whose commit had most contributors; the steps of all peers."""
     loop = StudyLoop(
         scale=setting.scale,
         seed=seed,
@@ -74,7 +74,7 @@ def _trained(lab: Lab, setting: Setting, flags: tuple[str, ...], seed: int) -> t
     with peers.started(lab, job, setting.num_peers) as swarm:
         swarm.wait_for_end()
         ends = [peer.records[-1] for peer in swarm.peers]
-        # Who had handed over one more epoch when the time was over may have averaged it with few others.
+        # A peer that handed over one more epoch at the end may have averaged it with only a few others.
         with_most = max(range(setting.num_peers), key=lambda rank: ends[rank]["num_contributors"])
         model = torch.load(swarm.peers[with_most].directory / MODEL, weights_only=True)
     return _loss(loop, model, setting.eval_tokens), sum(end["step"] for end in ends)

@@ -1,4 +1,4 @@
-"""The peers of both measurements: equal ones, the last but one of them behind a thin link, the last one slower."""
+"""The peers of both measurements: all equal, except that the last but one has a thin link and the last is slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def links(num_peers: int, mbps: float) -> list[Link]:
 
 @contextmanager
 def started(lab: Lab, job: Job, num_peers: int) -> Iterator[Swarm]:
-    """A swarm in the laboratory of these links. Its epochs end by themselves."""
+    """A swarm behind the links of `lab`. Its epochs end without a gate."""
     seats = [seat(lab, peer) for peer in range(num_peers)]
     job = replace(job, is_gated=False, slower={num_peers - 1: SLOWER})
     with (

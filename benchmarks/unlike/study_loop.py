@@ -1,10 +1,10 @@
-"""Trains the convergence study's model in a swarm, with steps that last as long as they are told to.
+"""Trains the convergence study's model in a swarm, with steps of a given duration.
 
     diloco peer ... --worker "python -m benchmarks.unlike.study_loop '{\"scale\": \"80k\", ...}'"
 
-So several peers with real losses share few cores: a step computes, and then sleeps for the rest of its time. Learning
-rates follow the clock, so that each run is at its end when its time is over. What is left then is averaged, and the
-model written beside the history.
+A step computes and then sleeps for the rest of its duration, so several peers with real losses can share a few cores.
+The learning rate depends on the elapsed time, so that its schedule ends together with the run. At the end, work that is
+left is averaged, and the model is written beside the history.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from diloco.train.optim import learning_rate
 
 MODEL = "model.pt"
 _RATES = 1000
-"""The learning rate changes so many times in a run."""
+"""How many times the learning rate changes in a run."""
 _WARMUP = 50
 
 

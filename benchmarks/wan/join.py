@@ -1,4 +1,4 @@
-"""A third peer joins two with a large state: while they are idle, and while epochs are shorter than its download."""
+"""A third peer joins two with a large state: while they are idle, and while epochs are shorter than the download."""
 
 from __future__ import annotations
 

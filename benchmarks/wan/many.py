@@ -1,4 +1,4 @@
-"""Twenty-four peers, whose reductions go along the lines of a grid; at the end one is killed in mid-reduction."""
+"""Twenty-four peers, whose reductions use a grid; at the end one is killed in the middle of a reduction."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.wan.cases import Case, even
 _NUM_PEERS, _MBPS, _ROUND_TRIP_MS = 24, 20, 20
 _KILLED = 11
 _SHARE_DONE = 0.5
-"""Of a usual round, when the member is killed."""
+"""Fraction of a usual round after which the member is killed."""
 
 
 def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Result]:
-    """Round times relative to what the bytes take on these links, and the others' next commit after the death."""
+    """Round times relative to the transfer time on these links, and the time to the next commit after the death."""
     case = even("many", _NUM_PEERS, _MBPS, _ROUND_TRIP_MS, 4 if quick else 16, codecs)
     rows: list[Result] = []
 
@@ -30,7 +30,7 @@ def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Re
 
 
 def _killed(case: Case, swarm: Swarm, codec: str, found: rounds.Rounds, epoch: int) -> list[Result]:
-    """Kill a member in the middle of this epoch's reduction, and see the others commit it with equal anchors."""
+    """Kill a member in the middle of this epoch's reduction, and check that the others commit equal anchors."""
     usual_s = statistics.median(found.parts["round_s"])
     others = [rank for rank in range(_NUM_PEERS) if rank != _KILLED]
     began = time.monotonic()
@@ -40,7 +40,7 @@ def _killed(case: Case, swarm: Swarm, codec: str, found: rounds.Rounds, epoch: i
     timer.join()
     # All processes share the monotonic clock.
     took = max(record["time"] for record in records) - began
-    # Whoever was late for the commit names nobody.
+    # The record of a peer that was late for the commit has no contributors.
     together = max(len(record["contributors"]) for record in records)
     name = f"{case.name} {codec}, one killed"
     say(f"{name}: committed by {together} others after {took:.2f} s, usually {usual_s:.2f} s")

@@ -21,7 +21,7 @@ COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
 _WARM_UP_BYTES = 8 << 20
 """Enough for TCP's congestion window to reach the rate of the link."""
 _MORE_EPOCHS = 8
-"""Beyond those that are measured: no peer may leave after the last one."""
+"""Further epochs, so that no peer leaves after the last one that is measured."""
 WARM_UP_EPOCHS = 2
 """In the first, memory is touched for the first time; in the second, links are measured, on which shares depend."""
 
@@ -55,14 +55,14 @@ def swarm_in(lab: Lab, directory: Path, case: Case, codec: str, num_epochs: int)
 def measured(
     case: Case, num_rounds: int, *, in_the_end: Callable[[Swarm, str, Rounds], None] = lambda *_: None
 ) -> dict[str, Rounds]:
-    """Measure the rounds of each codec, after WARM_UP_EPOCHS that are not counted. `in_the_end` may run one more."""
+    """Measure the rounds of each codec, after WARM_UP_EPOCHS that are not counted. `in_the_end` may run more."""
     found: dict[str, Rounds] = {}
     with Lab([*case.links, COORDINATOR]) as lab:
         for codec in case.codecs:
             found[codec] = rounds = Rounds()
             with ExitStack() as stack:
                 raw = None
-                # With the first codec only; on uneven links the optimum is what to compare with.
+                # With the first codec only. Rounds on uneven links are compared with the optimum instead.
                 if codec == case.codecs[0] and len(set(case.links)) == 1:
                     raw = stack.enter_context(_raw_tcp(lab, len(case.links)))
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,6 +1,6 @@
 """Runs experiments on pods: one after the other on each pod, all pods in parallel.
 
-Called again, it skips experiments that are done and waits for those that still run.
+A repeated run skips experiments that are done and waits for those that still run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def run(renters: Renters, python: str, found: ExperimentSet, trainer: Trai
 def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
     """The recorded result of this experiment with exactly these values; None: there is none."""
     text = ledger.recall(EXPERIMENT + job_name(trainer, placed.config))
-    # It ignores fields of earlier versions.
+    # `convert` ignores unknown fields, such as those of earlier versions.
     return msgspec.convert(json.loads(text), Result) if text else None
 
 
@@ -147,7 +147,7 @@ tail -n 12 {JOBS}/{job}/log 2>/dev/null; exit 0
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """The values of this name. Does not trust the pod that they are numbers."""
+    """The values of this name that are numbers. Others are left out: files from a pod are not trusted."""
     values = (record.get(name) for record in records)
     return [
         float(value)

@@ -38,7 +38,7 @@ class ExperimentConfig:
     custom_env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the trainer."""
     custom_args: Sequence[str] = ()
-    """Further arguments of the trainer, after all others except lists."""
+    """Further arguments of the trainer. They follow all other flags, except those that take a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class ExperimentSet:
 
 
 def spread(name: str, specs: Sequence[PodSpec], configs: Sequence[ExperimentConfig]) -> ExperimentSet:
-    """Assign the experiments to the pods in turn."""
+    """Assign the experiments to the pods round-robin."""
     placed = [
         Placed(pod=specs[index % len(specs)].name, config=config)
         for index, config in enumerate(configs if specs else ())
@@ -122,7 +122,7 @@ _TRAININGS: Mapping[str, tuple[int, float, Mapping[str, Mapping[str, Any]]]] = {
     ),
     "custom_advanced": (1, 10, {"advanced": {"custom_env": {"GRAIL_TRAINER_WARMUP_STEPS": "50"}}}),
 }
-"""By set: number of pods, hours, and the values in which each training differs from the defaults."""
+"""By set: number of pods, their hours, and for each training the values that differ from the defaults."""
 BUILT_IN = tuple(_TRAININGS)
 
 
@@ -145,8 +145,8 @@ def built_in(name: str) -> ExperimentSet:
 def load(name: str, provider: str | None = None) -> ExperimentSet:
     """The built-in set of this name, or the set of a TOML file. Raises UserError if it is invalid.
 
-    A TOML file has [[pods]] and [[experiments]]; an experiment without `pod` is assigned to the pods in turn.
-    `provider`: of its pods that name none.
+    A TOML file has [[pods]] and [[experiments]]; experiments without `pod` are assigned round-robin.
+    `provider`: the provider of its pods that name none.
     """
     if name in BUILT_IN:
         return built_in(name)

@@ -18,7 +18,7 @@ class Trainer:
     name: str
     module: str
     flags: Mapping[str, Callable[[ExperimentConfig], Any]]
-    """Value by field of the resolved configuration; the flag has the same name."""
+    """For each field of the resolved configuration, its value. The flag has the name of the field."""
     result: str
     """Name of the main metric."""
     extras: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Trainer:
     gpu_flags: Mapping[str, Callable[[ExperimentConfig], Any]] = field(default_factory=dict)
     """Additional flags on pods with GPUs."""
     gpus: Callable[[ExperimentConfig], str] = lambda config: config.train_gpu_device
-    """Its value of CUDA_VISIBLE_DEVICES on pods with GPUs."""
+    """The value of CUDA_VISIBLE_DEVICES on pods with GPUs."""
 
 
 _FLAGS: Mapping[str, Callable[[ExperimentConfig], Any]] = {
@@ -55,7 +55,7 @@ GRPO = Trainer(
             *("--gpu-memory-utilization", repr(config.gpu_memory_utilization)),
         ],
     },
-    # The trainer's GPU first: its rank takes the first one.
+    # The trainer's GPU comes first, since the trainer uses the first visible GPU.
     gpus=lambda config: f"{config.train_gpu_device},{config.gpu_devices}",
     extras=("grpo", "vllm"),
     result="reward",

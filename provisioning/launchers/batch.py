@@ -33,10 +33,10 @@ def slurm_script(
         *(f"#SBATCH {word}" for word in wanted),
         "set -eu",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        # The address: other nodes may not be able to resolve the name.
+        # Use the address, since other nodes may not be able to resolve the name.
         'master=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)',
         f"export {_environment(job)}",
-        # One task per node: Slurm tells each its rank.
+        # One task per node; Slurm passes the node's rank in SLURM_NODEID.
         "srun --kill-on-bad-exit=1 bash -c "
         + shlex.quote(_node_command(job, "$SLURM_NODEID", '"$0"'))
         + ' "$master"',
@@ -60,7 +60,7 @@ def pbs_script(
         *([f"#PBS -q {queue}"] if queue else []),
         "set -eu",
         f"cd {shlex.quote(str(directory))}",
-        # Keep the order of the file: `pbsdsh -n` counts in it, so rank 0 runs on the master.
+        # Keep the order of the file: `pbsdsh -n` is an index into it, so rank 0 runs on the master.
         "mapfile -t nodes < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
         'master="${nodes[0]}"',
         "pids=()",
@@ -102,7 +102,7 @@ def _environment(job: LaunchJob) -> str:
 
 
 def _node_command(job: LaunchJob, rank: str, master: str) -> str:
-    """Runs `diloco launch --engine torchrun` on one node, for its checks, settings and log."""
+    """The command for one node: `diloco launch --engine torchrun`, which also checks the node and keeps a log."""
     words = [job.python, "-m", "diloco", "launch", "--engine", "torchrun", str(job.config)]
     tail = [f"--program={shlex.join(job.program)}", f"--config-flag={job.config_flag}"]
     more = shlex.join(["--", *job.more]) if job.more else ""

@@ -26,7 +26,7 @@ RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
 PORT, DASHBOARD_PORT = 6379, 8265
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 2.0
-# Turns off usage reports, import warnings, and the hiding of lines that several ranks print.
+# Turns off usage reports, import warnings, and the deduplication of lines that several ranks print.
 ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 
 
@@ -77,7 +77,7 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
 
 
 async def _network_env(machine: Machine) -> dict[str, str]:
-    """Gloo's network interface. By default Gloo takes that of the host name, which often is the loopback."""
+    """Gloo's network interface. By default Gloo takes the host name's, which often is the loopback."""
     interface = default_interface((await machine.run("cat /proc/net/route")).stdout)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
@@ -97,7 +97,7 @@ class RayCluster:
         self._renters, self._rows, self._python = renters, rows, python
 
     async def start(self, *, cpus: int | None = None) -> None:
-        """Start Ray and wait until all nodes are in the cluster. Raises MachineError if one is not in time."""
+        """Start Ray and wait until all nodes are in the cluster. Raises MachineError if a node is late."""
         nodes = [await self._node(row) for row in self._rows]
         for number, node in enumerate(nodes, 1):
             argv = start_argv(self._python, nodes[0].pod, node.pod, cpus=cpus)
@@ -134,7 +134,7 @@ class RayCluster:
         return _Node(row, *await self._renters[row.provider].reached(row))
 
     async def _absolute_python(self, node: _Node) -> str:
-        """Ray runs the job in another directory, so a relative path would not do."""
+        """The absolute path of Python: Ray runs the job in another directory."""
         answer = await node.machine.run(f"cd {shlex.quote(pod_directory(node.row.label))} && pwd")
         directory = answer.checked("looking for its directory").strip()
         return self._python if self._python.startswith("/") else f"{directory}/{self._python}"

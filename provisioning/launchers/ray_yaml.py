@@ -58,9 +58,9 @@ def cluster_yaml(
 
 
 def _python(owner: str, python: str) -> str:
-    """Finds the pod's directory by a pattern, since one command line serves all workers.
+    """The shell command for Python. It finds the pod's directory by a pattern, since it is the same for all workers.
 
-    It sets the pod's mark, by which Ray's processes are ended with the pod.
+    It sets the pod's mark, so that Ray's processes are ended with the pod.
     """
     pod = f"cd ~/{PODS}/{label_prefix(owner)}*/ && export {MARK}=$(basename $PWD) PYTHONPATH=$PWD/{CODE}"
     return f"{pod} && {shlex.quote(python)}"

@@ -1,5 +1,5 @@
 """All orders made from this machine, written to disk before every request that costs money.
 
-ledger.py reads and writes the file of them, one row each (pods/pod.py); lock.py locks it; keys.py has the
-keys of what is stored besides.
+ledger.py reads and writes the state file, with one row for each order (pods/pod.py); lock.py locks the file; keys.py
+lists the keys of all other values that are stored there.
 """

@@ -117,7 +117,7 @@ class Ledger:
         return list(dict.fromkeys(row.provider for row in self._rows("")))
 
     def add(self, spec: PodSpec, offer: Offer, *, now: float) -> Row:
-        """Add a planned order with a new, unique label; its hours begin now. Replaces a planned row of the same name.
+        """Add a planned order with a new, unique label; its rental begins now. Replaces a planned row of the same name.
 
         The caller makes sure that there is no other row of that name.
         """
@@ -166,7 +166,7 @@ class Ledger:
     def set_pod(
         self, row: Row, provider_id: str, price: float | None, state: State = State.BOOTING, **more: Any
     ) -> Row:
-        """Record the pod of this order; its cost counts from the order on. May be repeated.
+        """Record the pod of this order; its cost counts from the time of the order. May be repeated.
 
         `price`: the provider's price in dollars per hour; None: the price of the offer.
         """
@@ -187,7 +187,7 @@ class Ledger:
                 self._set(known, state=State.GONE, ended_at=now)
 
     def remember(self, key: str, value: str) -> None:
-        """Store a value that is not about a single pod. An empty value deletes the key."""
+        """Store a value outside the rows (keys.py). An empty value deletes the key."""
         if value == self.recall(key):
             return
         with self._transaction():

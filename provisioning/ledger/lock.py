@@ -16,7 +16,7 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock. Raises Busy, with the holder's process id, after `wait_s`; UserError if it cannot be opened."""
+    """Hold the lock. Raises Busy (holder's process id) after `wait_s`, or UserError if the file cannot be opened."""
     try:
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
@@ -39,7 +39,7 @@ def held(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         try:
             yield
         finally:
-            # Whoever takes the lock next must not be taken for this process.
+            # Erase the process id: it must not be read as that of the next holder.
             with contextlib.suppress(OSError):
                 os.ftruncate(file.fileno(), 0)
 
@@ -48,7 +48,7 @@ def holder(path: Path) -> int | None:
     """The id of the process that holds the lock; None: nobody holds it. Raises OSError if the file cannot be read."""
     with path.open(encoding="utf-8") as file:
         try:
-            # A shared lock, so that two that ask at once do not take each other for the holder.
+            # A shared lock, so that two concurrent calls do not mistake each other for the holder.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = file.read().strip()

@@ -1,4 +1,4 @@
-"""Jobs on a pod: programs that outlive the connection. Of each name, one job runs at a time.
+"""Jobs on a pod: programs that outlive the connection. At most one job of each name runs at a time.
 
 A job's directory contains `run.sh`, `pid` (of the session's leader), `log` and, after the end, `code`: its exit code.
 """
@@ -32,7 +32,7 @@ class JobState:
 def run_script(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """The script of the job's shell: it reads the secrets, sets `env`, runs the program and writes its exit code."""
     lines = [
-        # Handled, so that this shell can write the exit code; not ignored, which the program would inherit.
+        # This shell survives signals to write the exit code. `trap ''` would make the program ignore them, too.
         "trap : TERM INT HUP",
         "job=$1",
         'echo $$ >"$job/pid.new" && mv "$job/pid.new" "$job/pid"',
@@ -76,9 +76,9 @@ if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else ec
 async def finished(
     machine: Machine, label: str, name: str, on_poll: Callable[[], Awaitable[None]] | None = None
 ) -> int | None:
-    """Wait for the job's end, and return its exit code as in `JobState`. `on_poll` is called after each look.
+    """Wait for the job's end, and return its exit code as in `JobState`. `on_poll` is called after each poll.
 
-    Raises MachineError after many failed looks in a row: the job goes on while the connection is lost.
+    Raises MachineError after many failed polls in a row: the job goes on while the connection is lost.
     """
     failed_polls = 0
     while True:
@@ -111,7 +111,7 @@ exit 0
 def sweep_script(label: str) -> str:
     """A script that ends all processes with the pod's mark: SIGTERM for jobs, and after a while SIGKILL for all."""
     wanted = shlex.quote(f"{MARK}={label}")
-    # -z: environments are separated by zero bytes; the paths are /proc/<pid>/environ.
+    # -z: variables in /proc/<pid>/environ are separated by zero bytes. `cut` extracts the pid from the path.
     return f"""
 marked() {{ grep -lzxF -e {wanted} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
 for pid in $(cat {shlex.quote(pod_directory(label))}/{JOBS}/*/pid 2>/dev/null); do

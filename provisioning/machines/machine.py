@@ -86,7 +86,7 @@ class Machine(Protocol):
     def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
         """A command that opens an interactive shell in that directory; valid until `close`.
 
-        It forwards these ports of this machine's loopback to the same ports of the machine's loopback.
+        It forwards these ports of the operator's loopback to the same ports of the machine's loopback.
         """
         ...
 

@@ -71,7 +71,7 @@ exit 0
     if not paths:
         return f"it has no {lacks}"
     if is_url(into):
-        # Before everything is copied here.
+        # Fail now if the URL cannot be opened, before everything is copied here.
         _opened(into)
     with contextlib.ExitStack() as stack:
         try:
@@ -91,9 +91,9 @@ def is_url(place: str) -> bool:
 
 
 def check_place(place: str) -> None:
-    """Write and remove something in this directory or URL. Raises UserError if that fails.
+    """Write and remove a file in this directory or at this URL. Raises UserError if that fails.
 
-    Called before anything is rented: what is trained on a pod could not be fetched.
+    Called before anything is rented, so that the results of a paid training can be stored.
     """
     try:
         if is_url(place):
@@ -114,7 +114,7 @@ def check_place(place: str) -> None:
 
 
 def _check_directory(path: Path) -> None:
-    """Raises OSError. A directory that is not there yet is removed again."""
+    """Check that files can be written to `path`, and remove directories made for the check. Raises OSError."""
     new = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,7 @@ async def set_up(
 async def _send_kernels(machine: Machine, source: Path, directory: str) -> None:
     """Send numba's compiled kernels: on a machine with the same kind of CPU they save a quarter of a minute.
 
-    On others numba compiles its own. Existing files are not overwritten.
+    On other machines numba compiles its own. Existing files are not overwritten.
     """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -171,9 +171,9 @@ async def _check_gpus(machine: Machine, num_gpus: int) -> None:
 def environment_script(directory: str, extras: Sequence[str], fingerprint: str, *, is_cpu: bool) -> str:
     """A script that makes the pod's Python environment unless it exists. It uses uv, which is much faster than pip.
 
-    It uses pip if uv is not available or fails (uv ignores pip's settings), or if the image has a torch: that one fits
-    its driver and is kept, but uv would not see it. Without GPUs, torch is installed from PyTorch's CPU index, to save
-    4 GB of CUDA libraries, unless that index cannot be reached.
+    It uses pip if uv is not available or fails (uv ignores pip's settings), or if the image has its own torch, which
+    fits its driver and is kept: uv would not see that torch. Without GPUs, torch is installed from PyTorch's CPU index,
+    to save 4 GB of CUDA libraries, unless that index cannot be reached.
     """
     alone = "by_uv --torch-backend cpu || by_uv" if is_cpu else "by_uv"
     what = shlex.quote(f"{CODE}[{','.join(extras)}]" if extras else CODE)

@@ -68,7 +68,7 @@ class SshMachine:
 
         connection = await self._connected()
         try:
-            # `sh -c`: the login shell may be another one, and stdin belongs to the caller.
+            # `sh -c`: the login shell may not be a POSIX shell, and stdin is needed for the caller's input.
             result = await asyncio.wait_for(
                 connection.run(f"sh -c {shlex.quote(script)}", input=stdin, encoding=None), timeout_s
             )
@@ -201,7 +201,7 @@ def ssh_argv(address: Address, known_hosts: Path) -> list[str]:
 def _mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
     """Makes the remote `target` equal to `source`, a directory or a file. `shell`: the ssh command line."""
     excludes = [f"--exclude={pattern}" for pattern in excluded]
-    # Slashes mean what is in the directories. A file that is a link is sent as what it leads to.
+    # A slash at the end means the contents of the directory. A link to a file is sent as that file.
     paths = [f"{source}/", f"{target}/"] if source.is_dir() else [str(source.resolve()), target]
     return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", *paths]
 

@@ -21,7 +21,7 @@ PORTS = (30001, 30002, 30003)
 """TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. From outside, the numbers may differ."""
 
 MANY = 100
-"""How many pods an offer is good for whose provider does not say it."""
+"""Assumed number of pods that can be rented by one offer, if the provider does not say it."""
 
 _MAX_PRICE_RATIO = 1.5
 # Fields about the rental, not about the machine.
@@ -57,7 +57,7 @@ class PodSpec:
         return tuple(_names(self.provider))
 
     def price_limit(self, agreed: float) -> float:
-        """Dollars per hour that another offer may cost in place of one of this price, which the user has agreed to."""
+        """Dollars per hour that a replacement may cost, if the user agreed to an offer of `agreed` dollars per hour."""
         return agreed * _MAX_PRICE_RATIO if self.max_price is None else self.max_price
 
     def same_machine(self, other: PodSpec) -> bool:
@@ -103,7 +103,7 @@ def specs_of(
 
 
 def usual_for(provider: str) -> dict[str, Any]:
-    """Defaults other than PodSpec's for the user's own machines: any GPUs will do. Empty for other providers.
+    """Defaults that replace PodSpec's for the user's own machines: any GPUs will do. Empty for other providers.
 
     Local pods share this machine's CPU, so each gets one training process.
     """
@@ -136,7 +136,7 @@ class Offer:
     """Data that the provider needs to rent it."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a price that nobody can have meant."""
+        """Raises ValueError for an impossible price: negative, infinite or not a number."""
         if not _is_price(self.price_per_hour):
             raise ValueError(f"price_per_hour cannot be {self.price_per_hour!r:.80}")
 
@@ -159,7 +159,7 @@ class Pod:
     is_ready: bool
     """Its address is known, and the provider says that its system is up."""
     failure: str = ""
-    """Why it will never be ready; empty: it may be."""
+    """Why the pod will never be ready; empty: it has not failed."""
     gpu_count: int | None = None
     price_per_hour: float | None = None
     ends_at: float | None = None
@@ -172,7 +172,7 @@ class Pod:
     """Pairs of a port on the pod, one of PORTS or a replacement, and its number from outside."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError without an id: such a pod could never be deleted. An invalid price is unknown."""
+        """Raises ValueError without an id: such a pod could never be deleted. An invalid price becomes None."""
         if not self.id:
             raise ValueError("a pod has no id")
         if self.price_per_hour is not None and not _is_price(self.price_per_hour):
@@ -181,7 +181,7 @@ class Pod:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """All pods of an account. A missing pod proves nothing: listings lag behind, or are cut off."""
+    """All pods of an account. A pod that is missing may still exist: listings lag behind, or are cut off."""
 
     pods: Sequence[Pod]
     silent: Mapping[str, str] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class Row:
     """One order of a pod."""
 
     name: str
-    """At most one row of each name is not being deleted or gone."""
+    """Of all rows with one name, at most one is neither being deleted nor gone."""
     label: str
     """Unique among all rows: the pod's name at the provider, and the order's idempotency key."""
     spec: PodSpec
@@ -256,7 +256,7 @@ class Row:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the order may have been sent while it is unknown if it made a pod."""
+        """Whether the order may have been sent, and it is unknown whether it made a pod."""
         return self.provider_id is None and self.state in (State.CREATING, State.DELETING)
 
     def dollars(self, now: float) -> float:

@@ -5,12 +5,12 @@ the key is sent as a bearer token, and cloud.py (`Cloud`) if they have a client 
 
 To add a cloud:
 
-1. Add a file here with its class, derived from HttpCloud: like lambda_cloud.py where it rents virtual machines, like
-   runpod.py where it rents containers, like vast.py where each machine is offered once. It defines the attributes of
-   Cloud and HttpCloud, `refusal`, which interprets the API's error answers, and the methods of protocol.py that
-   HttpCloud lacks. Request pods that open PORTS (pods/pod.py) besides SSH, have an IPv4 address, and bring Python 3.11
-   to 3.13 or uv (machines/setup.py makes the environment). Their descriptions have to say the number of GPUs and the
-   price, so that a pod other than the ordered one is noticed. Lists that come in pages are read to the end.
+1. Add a file here with its class, derived from HttpCloud. Models are lambda_cloud.py for virtual machines, runpod.py
+   for containers, and vast.py if each machine is offered once. The class defines the attributes of Cloud and HttpCloud,
+   `refusal`, which interprets the API's error answers, and the methods of protocol.py that HttpCloud lacks. Request
+   pods that open PORTS (pods/pod.py) besides SSH, have an IPv4 address, and bring Python 3.11 to 3.13 or uv
+   (machines/setup.py makes the environment). Read the number of GPUs and the price of each pod from the API, so that a
+   pod that differs from the order is noticed. Read paged lists to the end.
 2. Add its line to `_CLOUDS` in registry.py, and update the help texts with `python -m diloco.cli.reference`.
 3. Add an emulator of its API to tests/support, based on http_api.py, and its entry to CLOUDS in
    tests/support/clouds.py. It has to pass `pytest tests/pods/test_conformance.py --exhaustive -k NAME`. Add the API's

@@ -31,9 +31,9 @@ async def repeated(
     tell: Callable[[str], None] = lambda text: None,
     unexpected: type[ProviderError] = ProviderError,
 ) -> T:
-    """The request's answer. It is sent up to MAX_ATTEMPTS times while it raises Unavailable; the last one is raised.
+    """The request's answer. The request is sent up to MAX_ATTEMPTS times while it raises Unavailable.
 
-    `tell` gets one message, after the first failure. Other exceptions are raised as `unexpected`.
+    `tell` gets one message, after the first failure. Errors outside ProvisioningError are raised as `unexpected`.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
@@ -45,6 +45,6 @@ async def repeated(
                 tell(f"{error}; asking again for up to a minute")
             await asyncio.sleep(delay_s(attempt, error.retry_after_s, random.random()))
         except Exception as error:
-            # Nothing that a provider answers may stop the others' pods from being given back.
+            # No answer of one provider may keep the pods of other providers from being given back.
             raise unexpected(f"its answer has an unknown form ({type(error).__name__}: {error})") from error
     raise AssertionError("unreachable")

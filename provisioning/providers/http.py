@@ -68,8 +68,8 @@ class HttpCloud(Cloud):
     def refusal(status: int, body: Any) -> tuple[str, type[ProvisioningError] | None]:
         """The message in an error answer, and its meaning in this API; None: the HTTP status decides.
 
-        Return an empty message unless the body is of the API's own form, or raise any exception: a 404 without a
-        message is taken for a gateway's, which proves nothing about a pod. Meanings: UserError (key, balance, quota),
+        If the body does not have the API's own form, return an empty message or raise any exception: a 404 without a
+        message is taken for a gateway's, after which a pod may still exist. Meanings: UserError (key, balance, quota),
         NoCapacity (for orders), NotFound.
         """
 
@@ -80,8 +80,8 @@ class HttpCloud(Cloud):
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
         """The decoded answer. `is_order`: the request may make a pod, so a lost answer raises OutcomeUnknown.
 
-        Raises ProviderError or a subclass, UserError, and NotFound for a 404, except for orders. What an answer of an
-        unknown form raises in a subclass is translated by `repeated` (backoff.py).
+        Raises ProviderError or a subclass, UserError, and NotFound for a 404, except for orders. If an answer of an
+        unknown form causes an exception in a subclass, `repeated` (backoff.py) translates it.
         """
         async with self._lock:
             begin_at = max(self._next_at, self._next_order_at if is_order else 0.0)
@@ -172,6 +172,6 @@ class HttpCloud(Cloud):
         if kind is NotFound and is_order:
             return NoCapacity(said)
         if kind is NotFound and not message:
-            # It may be of a gateway, while the pod exists.
+            # The answer may come from a gateway, while the pod exists.
             return Unavailable(f"{said}, not answered by its API")
         return kind(f"{said} ({status})")

@@ -116,5 +116,5 @@ def _offers(data: Mapping[str, Any]) -> list[Offer]:
 
 
 def _country(region: str) -> str | None:
-    """us-west-1: US. None for other regions: their names begin with a continent's (europe-, me-, asia-)."""
+    """us-west-1: US. None for other regions, whose names begin with a continent (europe-, me-, asia-)."""
     return "US" if region.startswith("us-") else None

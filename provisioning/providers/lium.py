@@ -33,7 +33,7 @@ class LiumProvider(Cloud):
     key_env = "LIUM_API_KEY"
     keys_at = "https://lium.io"
     url = ""
-    """The client knows it."""
+    """Empty: the client library has a default."""
     repeatable = True
     settle_s = 30.0
     doubt_s = 600.0
@@ -121,7 +121,7 @@ class LiumProvider(Cloud):
 
 
 class _Gone(ProviderError):
-    """The pod does not exist; if not `is_of_api`, the answer may also be of a gateway that did not find the API."""
+    """The pod does not exist; if not `is_of_api`, the answer may also come from a gateway."""
 
     def __init__(self, message: str, *, is_of_api: bool) -> None:
         super().__init__(message)
@@ -129,8 +129,8 @@ class _Gone(ProviderError):
 
 
 def _translated(request: Callable[[], T], is_order: bool) -> T:
-    """The result of `request`. The client's errors are raised as ours; those of answers of an unknown form, which it
-    does not check, by `repeated` (backoff.py).
+    """The result of `request`. Raises our own errors in place of the client's. The client does not check the form of
+    answers; `repeated` (backoff.py) translates the errors that this causes.
     """
     import requests
     from lium.sdk import exceptions as lium_errors
@@ -210,7 +210,7 @@ def _found(answer: dict[str, Any]) -> Pod | None:
 
 
 def _info(answer: Mapping[str, Any]) -> Any:
-    """The same as the client's PodInfo."""
+    """The answer as the client's PodInfo."""
     from lium.sdk.models import PodInfo
 
     count = answer.get("gpu_count")

@@ -1,8 +1,8 @@
 """The protocol of all providers.
 
 Every method may raise UserError, or ProviderError or one of its subclasses, which tell the caller what to do
-(errors.py). All are called through `repeated` (backoff.py), which also translates what an answer of an unknown form
-raises.
+(errors.py). Requests to a provider go through `repeated` (backoff.py), which also translates the exceptions that an
+answer of an unknown form causes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ class Provider(ABC):
     repeatable: bool
     """Whether orders carry an idempotency key, so that an order that is sent twice makes one pod."""
     settle_s: float
-    """Seconds after the answer to an order. Until then its pod may be missing from listings and unknown by its id,
-    so a missing pod proves nothing.
-    """
+    """For so many seconds after the answer to an order, its pod may be missing from listings and unknown by its id."""
     doubt_s: float
-    """For orders whose answer was lost: if all listings lack the pod for so many seconds, counted from the first one
-    without it, the order made no pod.
+    """For orders whose answer was lost: if no listing shows the pod for so many seconds, counted from the first
+    listing without it, the order made no pod.
     """
     takes: Collection[str] = ()
     """Which of the optional fields `image` and `volume_id` its orders carry."""
@@ -48,8 +46,8 @@ class Provider(ABC):
     async def create(self, row: Row) -> str:
         """Rent exactly what the row says, by one request, and return the pod's id.
 
-        The row's label is the pod's name there, and the idempotency key. One call at a time: the caller waits for the
-        answer before it orders again, so what is made for all pods (an uploaded key) needs no lock.
+        The row's label is the pod's name at the provider, and the idempotency key. The caller waits for the answer
+        before it orders again, so things that all pods share, such as an uploaded key, need no lock.
 
         Raises OutcomeUnknown if a pod may have been made, Unavailable if nothing was rented and the request may be sent
         again, NoCapacity if another offer may succeed. After all other errors, nothing was rented.

@@ -74,7 +74,7 @@ class SshProvider(HostsProvider):
         ]
 
     async def _places_now(self, host: Host) -> int:
-        """None on a machine that does not answer."""
+        """Number of free places; 0 if the machine does not answer."""
         try:
             return await self.free_places(host)
         except MachineError:

@@ -46,7 +46,7 @@ class Plan:
         return self.new_dollars_per_hour + sum(row.offer.price_per_hour for row in self.keep)
 
     def dollars_until_end(self, now: float) -> float | None:
-        """What all pods cost from now on until their rental ends; None if one that costs has no end."""
+        """What all pods cost from now on until their rental ends; None if a pod that costs money has no end."""
         rentals = [(creation.offer.price_per_hour, creation.spec.ttl_hours) for creation in self.create]
         rentals += [(row.offer.price_per_hour, row.hours_left(now)) for row in self.keep]
         if any(price and hours is None for price, hours in rentals):

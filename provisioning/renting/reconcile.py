@@ -199,7 +199,7 @@ async def _settle(renter: Renter) -> Failures:
 async def _carry_out(renter: Renter, action: Action) -> None:
     row, pod, ledger = action.row, action.pod, renter.ledger
     if ledger.current(row) != row:
-        # It has changed since the observation: the next one decides about it.
+        # The row has changed since the observation: the next observation decides about it.
         return
     if action.do == Do.ADOPT and pod is not None:
         if row.state == State.PLANNED:

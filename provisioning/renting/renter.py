@@ -94,7 +94,7 @@ class Renter:
         was_sent, pod_id = row.state == State.CREATING, ""
         try:
             async with self._ordering:
-                # Only now: a command that ends before leaves no order in doubt that was never sent.
+                # Not before this lock is held: an order is in doubt only if it may have been sent.
                 row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
                 # Only Unavailable is repeated: it says that the order was not carried out.
                 pod_id = await repeated(
@@ -104,12 +104,12 @@ class Renter:
             self.say(row.name, f"the answer to the order was lost ({error}); looking for its pod")
         except (ProviderError, UserError):
             if was_sent:
-                # An earlier command sent the order, too, and its answer was lost: that one may have made a pod.
+                # An earlier command sent the order, too, and lost the answer: its request may have made a pod.
                 self.ledger.advance(row, State.DELETING)
             else:
                 self.ledger.forget(row, now=self.clock())
             raise
-        # With the time of now: repeated requests take a while.
+        # Update `asked_at`: repeated requests take a while.
         if pod_id:
             row = self.ledger.set_pod(row, pod_id, None, State.CREATING, asked_at=self.clock())
             pod = await self.pod_of(row)
@@ -178,7 +178,7 @@ class Renter:
         await self.schedule_end(row, pod)
 
     async def schedule_end(self, row: Row, pod: Pod) -> None:
-        """Set the rental end of this row's pod at the provider, if it supports that. Says so if it is not confirmed."""
+        """Set the rental end of this row's pod if its provider supports that. Tells the user if it is not confirmed."""
         if row.ends_at is None or not self.provider.keeps_time:
             return
         if _ends_at(pod, row.ends_at):
@@ -239,9 +239,9 @@ class Renter:
     async def give_back(self, row: Row, *, discard_results: bool = False) -> bool:
         """Fetch the results, delete the pod, and wait until the provider says that it does not exist.
 
-        False: it is not known whether this order made a pod, so its row stays; reconcile.py looks for it. May be
-        repeated, also by several tasks at once. Raises ProviderError, which says what the user should do, or
-        ResultsNotFetched; then the pod is kept.
+        False: it is not known whether this order made a pod, so its row stays; reconcile.py looks for the pod. May be
+        repeated, also by several tasks at once. Raises ResultsNotFetched, in which case the pod is kept, or
+        ProviderError, which says what the user should do.
         """
         current = self.ledger.current(row)
         if current is None:
@@ -269,7 +269,7 @@ class Renter:
     async def fetch_results(self, row: Row, *, discard_results: bool = False) -> None:
         """Fetch the results of a pod. Raises ResultsNotFetched if that fails.
 
-        It only prints the failure if `discard_results`, or if the pod is gone or has failed for good.
+        Only prints the failure if `discard_results`, or if the pod is gone or has failed for good.
         """
         words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
         if row.state not in (State.SYNCED, State.RUNNING) or not self.ledger.recall(RUN_DIR) or not words:
@@ -343,7 +343,7 @@ class Renter:
         await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
 
     def dated(self, row: Row) -> Row:
-        """Move an order time in the future to now, and the rental end with it: both are from a clock that was ahead."""
+        """Move an order time that is in the future to now, and the rental end with it: the clock was ahead before."""
         if row.asked_at <= self.clock():
             return row
         ahead_s = row.asked_at - self.clock()

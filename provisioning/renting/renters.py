@@ -71,12 +71,12 @@ class Renters(dict[str, Renter]):
         for renter in asked:
             await repeated(renter.provider.check, tell=renter.tell)
         settled = await self.settle()
-        # Such an order must not be sent again before its pod has been looked for everywhere.
+        # An order that is not repeatable must not be sent again before its pod has been looked for everywhere.
         repeat = {name for name, renter in self.items() if renter.provider.repeatable}
         in_doubt = {row.provider for row in self.rows if row.is_in_doubt} - repeat
         for provider, failures in settled.items():
             for name, error in failures.items():
-                # Otherwise a known pod or machine that is silent holds up no other one.
+                # In all other cases a pod or machine that does not answer does not hold up the others.
                 if provider in names and (provider == name or provider in in_doubt):
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
                 self.say(provider, f"cannot be asked for further pods: {name}: {error}")
@@ -86,7 +86,7 @@ class Renters(dict[str, Renter]):
         """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
 
         `watch` starts a watcher if the ledger needs one: it is called after all orders are in the ledger, before the
-        first is sent, and again at the end, since the answer to one may be lost, and a deletion may fail.
+        first is sent, and again at the end, since the answer to an order may be lost, and a deletion may fail.
         """
         failures = await self.give_back([removal.row for removal in agreed.destroy], failed=self.say)
         new = [creation for creation in agreed.create if creation.spec.name not in failures]
@@ -262,7 +262,7 @@ async def renters(
 ) -> AsyncIterator[Renters]:
     """Renters for all providers that were ever used, and those of `to_rent`.
 
-    Raises UserError if one of `to_rent` cannot be opened; others that cannot are in `Renters.failures`. `fetches`: see
+    Raises UserError if one of `to_rent` cannot be opened; errors of others are in `Renters.failures`. `fetches`: see
     Renter.
     """
     found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)

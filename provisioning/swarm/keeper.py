@@ -1,10 +1,10 @@
-"""The keeper: part of the watcher process (watcher.py), it keeps the swarm as the user requested it.
+"""The keeper, a part of the watcher process (watcher.py), keeps the swarm as the user requested it.
 
 It replaces pods that died, and gives back all pods after the run has ended and its results are fetched. The request,
 `Wanted`, is stored in the ledger, so that a new keeper can take over after a crash.
 
-Giving pods back needs no secrets, only the providers' keys. Silence of all pods at once is no death: this machine's own
-network may be down.
+Giving pods back needs no secrets, only the providers' keys. If all pods stop answering at once, none is replaced: this
+machine's own network may be down.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
 
 
 def _is_over(fates: Collection[tuple[Status, Fate, str]], *, is_final: bool) -> bool:
-    """Whether no peer runs and none will: one has finished, or nothing is replaced (`is_final`) or being set up."""
+    """Whether no peer runs and none will: one has finished, or no pod is replaced (`is_final`) or being set up."""
     peers = [(one, found, why) for one, found, why in fates if one.row.state == State.RUNNING]
     has_finished = any(one.progress and one.progress.has_finished for one, _, _ in peers)
-    # Once one has finished, a pod of which nothing has been known for long does not hold up the others.
+    # Once a peer has finished, a pod that has been silent for long does not keep the run from being over.
     if any(found is Fate.LIVES and not (why and has_finished) for _, found, why in peers):
         return False
     return has_finished or (is_final and all(one.row.state in _AFTER_SETUP for one, _, _ in fates))
@@ -95,7 +95,7 @@ class Wanted:
     """Rental ends (Unix time) by pod name. A replacement gets the end of the pod that it replaces."""
 
     def write(self, ledger: Ledger) -> None:
-        """Store this in the ledger, or nothing if there is nothing for the keeper to do."""
+        """Store this in the ledger; if the keeper would have nothing to do, delete what is stored there."""
         if not (self.replaces or self.stops_when_idle):
             ledger.remember(WANTED, "")
             return
@@ -141,7 +141,7 @@ def keep(
     stops: bool | None,
     budget: float | None = None,
 ) -> None:
-    """Store the pods that were agreed on as the swarm that is to be kept. `stops` None: if one of them costs money."""
+    """Store the pods that were agreed on as the swarm that is to be kept. `stops` None: only if a pod costs money."""
     prices = [(creation.spec, creation.offer.price_per_hour) for creation in agreed.create]
     prices += [(row.spec, row.offer.price_per_hour) for row in agreed.keep]
     Wanted(
@@ -188,13 +188,13 @@ class Keeper:
         """Check all pods once, and stop or repair the swarm if necessary. Raises ProvisioningError."""
         self._told_before, self._told = self._told, set()
         seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
-        # Read after that: a command may have changed it meanwhile.
+        # Read this last: a command may have changed it while the pods were looked at.
         wanted = Wanted.read(self.ledger)
         if wanted is None:
             return
         wanted = wanted.at(self.clock(), {one.row.name: one.row.ends_at for one in seen})
         if not seen and not (wanted.replaces and wanted.specs):
-            # None was ever rented, or the time of all is over.
+            # No pod was ever rented, or the rentals of all have ended.
             with self.ledger.locked():
                 if not self.ledger.rows():
                     self.ledger.remember(WANTED, "")
@@ -213,7 +213,7 @@ class Keeper:
                 await self._restore(wanted, dead, obstacle)
 
     def _obstacle(self, wanted: Wanted) -> str:
-        """Why no pod is replaced; empty: pods that died are."""
+        """Why no pod is replaced; empty: pods that died are replaced."""
         unset = [name for name in wanted.setup.secrets or () if not self.access.environment.get(name)]
         with contextlib.suppress(UserError):
             self.ledger.remember(UNSET, " ".join(unset))
@@ -231,7 +231,7 @@ class Keeper:
 
     def _fates(self, seen: Sequence[Status]) -> dict[str, tuple[Status, Fate, str]]:
         now = self.clock()
-        # Limited: pods were not silent while this machine slept.
+        # Limited: time in which this machine slept is not silence of the pods.
         passed_s, self._looked_at = min(now - self._looked_at, _MAX_GAP_S), now
         silent = [
             one
@@ -244,7 +244,7 @@ class Keeper:
         elif silent:
             self.tell(_NONE_ANSWERS)
             passed_s = 0.0
-        # While a provider does not answer, its machines are not asked: that is another silence.
+        # While a provider does not answer, its pods are not asked; that silence is counted apart, by `is_there`.
         keys = [(one.row.label, one.is_there) for one in silent]
         self._silent_s = {key: self._silent_s.get(key, -passed_s) + passed_s for key in keys}
         fates = {
@@ -260,7 +260,7 @@ class Keeper:
         with self.ledger.locked():
             self.tell("the run has ended: fetching its results, and giving its pods back")
             with contextlib.suppress(UserError):
-                # Also if not all of them can be given back now.
+                # From now on nothing is replaced, even if not all pods can be given back now.
                 replace(wanted, replaces=False).write(self.ledger)
             async with renters(self.ledger, self.access, self.say) as found:
                 failures = await found.down(())

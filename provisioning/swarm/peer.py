@@ -43,7 +43,7 @@ class PeerNews:
         self._num_updates = 0
 
     def of(self, progress: PeerProgress, now: float) -> str:
-        """The message after this look; empty: none."""
+        """The message for this progress; empty: none."""
         self._num_updates += 1
         if progress.epoch >= 1 or progress.has_finished:
             return self._end(progress, now)

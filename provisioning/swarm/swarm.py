@@ -72,12 +72,12 @@ class Swarm:
         rows = [row for row in set_up if row.name in progress_of]
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
-        # Before new peers start, since a swarm with other settings refuses them.
+        # Before new peers start, since the swarm would refuse peers with other settings.
         for row in rows:
             if row not in missing:
                 self._tell_other_flags(row)
         if missing or running:
-            # Also if all peers run: they train without a coordinator, but new peers could not join.
+            # Also if all peers run: they can train without a coordinator, but no new peer could join.
             failures |= await each([self._dht_row(rows)], lambda row: self._join_dht(row, running), self._say)
             if not self._dht_address:
                 return failures

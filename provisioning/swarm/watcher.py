@@ -1,5 +1,5 @@
-"""The watcher: a background process that gives pods back at their rental end, or again where that has failed, and keeps
-the swarm (keeper.py).
+"""The watcher: a background process that gives pods back at their rental end, repeats deletions that have failed, and
+keeps the swarm (keeper.py).
 
 It holds the lock `<state file>.watch` while it runs, and ends when nothing is left to watch.
 """
@@ -30,7 +30,7 @@ from provisioning.swarm.keeper import Keeper
 _STOP_TIMEOUT_S = 5.0
 _INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
-# Short, since it tries again, and holds the lock of the ledger meanwhile.
+# Short, since the watcher tries again later, and holds the ledger's lock meanwhile.
 _PATIENCE = Patience(destroy_s=15.0)
 # The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
@@ -98,7 +98,7 @@ async def watch(
 ) -> None:
     """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`.
 
-    No error ends it: pods would outlive their rental end.
+    No error ends this loop: pods would outlive their rental end.
     """
 
     def quietly(name: str, text: str) -> None:
@@ -117,7 +117,7 @@ async def watch(
         if ledger.recall(WANTED):
             wait_s = min(wait_s, _INTERVAL_S)
             if not is_keeping():
-                # It may take an hour to replace a pod, in which the rentals of others end.
+                # Replacing a pod may take an hour, in which the rentals of other pods end.
                 keeping = tasks.create_task(keep())
 
     async def keep() -> None:
@@ -170,14 +170,14 @@ async def keep_time(
     ]
 
     async def fetch() -> None:
-        # Until the first of them ends.
+        # At most until the first rental ends.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(ahead.values())), renters(ledger, access, say) as found:
                 failed = await found.fetch_results(ending)
                 fetched.update(row.label for row in ending if row.name not in failed)
 
     is_settling = any(map(_is_open, rows)) or len(ahead) < len(left_s)
-    # At the same time: a slow fetch holds up no rental end.
+    # Concurrently, so that a slow fetch delays no rental end.
     work: list[Awaitable[None]] = [fetch()] if ending else []
     await gathered([*work, _settle(ledger, access, say, now)] if is_settling else work)
     waits_s = (
@@ -212,5 +212,5 @@ def _is_needed(ledger: Ledger) -> bool:
     try:
         return needs_watcher(ledger)
     except UserError:
-        # The file cannot be read now: it may name pods.
+        # The ledger cannot be read now, but it may contain pods.
         return True

@@ -9,7 +9,7 @@ from peers.daemon.link import LINK_ENV
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trainer here finds the daemon of whoever runs the tests."""
+    """Keep trainers from connecting to a daemon that the environment of the test run names."""
     monkeypatch.delenv(LINK_ENV, raising=False)
 
 

@@ -25,9 +25,9 @@ def commands() -> Iterator[list[Command]]:
 
 @pytest.fixture
 def run(tmp_path: Path, commands: list[Command]) -> Run:
-    """`run("diloco pods …", …)` types a command, with more words behind it, and waits for its end.
+    """`run("diloco pods …", …)` runs a command, with more words appended, and waits for its end.
 
-    All share one directory, `here`, and the state in it.
+    All commands share the directory `here` and the state in it.
     """
 
     def make(command: str | list[str], *more: Any, timeout_s: float = 900.0) -> Command:
@@ -41,7 +41,7 @@ def run(tmp_path: Path, commands: list[Command]) -> Run:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lium's client writes below ~ and reads a .env."""
+    """A home and working directory for the test: Lium's client writes below ~ and reads a .env."""
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -49,7 +49,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ledger(fleet: TestFleet) -> Iterator[Ledger]:
-    """What the commands of a fleet write down."""
+    """The ledger that the commands of a fleet write."""
     opened = Ledger(fleet.ledger_path)
     yield opened
     opened.close()

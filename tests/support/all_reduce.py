@@ -1,4 +1,4 @@
-"""A training script of somebody's own: all ranks add up, and each says what it got."""
+"""A user's own training script: the ranks make an all-reduce, and each prints its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An announcement in order, for tests to change what they are about."""
+"""A valid announcement, in which tests change the fields that they are about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peers.protocol.records import Announcement, Lost, Spoken
 
 
 def announced(peer_id: str, **fields: Any) -> Announcement:
-    """Of a peer that trains and has not committed anything, now."""
+    """The announcement, made now, of a peer that trains and has not committed anything."""
     usual: dict[str, Any] = {
         "run_id": "run",
         "world_rank": 1,
@@ -33,5 +33,5 @@ def announced(peer_id: str, **fields: Any) -> Announcement:
 def spoken(
     peer_id: str, status: Status | None = None, number: int = 0, lost: tuple[Lost, ...] = (), **fields: Any
 ) -> Spoken:
-    """The same as the mesh has it."""
+    """The same announcement as it is sent over the mesh."""
     return Spoken.of(announced(peer_id, **fields), status, number, lost)

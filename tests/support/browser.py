@@ -1,4 +1,4 @@
-"""Chromium without a window, by the WebDriver protocol (https://www.w3.org/TR/webdriver2/), which is JSON over HTTP."""
+"""Headless Chromium, driven by the WebDriver protocol (https://www.w3.org/TR/webdriver2/), which is JSON over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 60.0
 _FLAGS = (
     "--headless=new",
-    # Whoever runs tests as root in a container has no sandbox to offer.
+    # Chromium's sandbox does not work as root in a container.
     "--no-sandbox",
     "--disable-dev-shm-usage",
     "--disable-gpu",
@@ -34,7 +34,7 @@ _FLAGS = (
 
 
 def missing() -> str:
-    """What is not installed; empty where both are."""
+    """The programs that are not installed; empty if both are."""
     found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
     return ", ".join(name for name, path in found.items() if path is None)
 
@@ -49,11 +49,11 @@ class Browser:
         self._call("POST", "/url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a JavaScript function body returns."""
+        """Run a JavaScript function body and return its result."""
         return self._call("POST", "/execute/sync", script=script, args=list(arguments))
 
     def until(self, script: str, what: str, timeout_s: float = 30.0) -> float:
-        """Poll until a function body gives something true: when it did, by the wall clock."""
+        """Poll until a function body returns something true. Returns the Unix time at which it did."""
         deadline = time.monotonic() + timeout_s
         while not self.run(script):
             assert time.monotonic() < deadline, f"{what} was not to be seen in {timeout_s:g} s: {self.text()}"
@@ -64,7 +64,7 @@ class Browser:
         return str(self.run("return document.body.innerText"))
 
     def screenshot(self, path: Path) -> bytes:
-        """Of the whole page, as it is shown now."""
+        """Write a PNG of the whole page as it is shown now. Returns its bytes."""
         height = self.run("return document.documentElement.scrollHeight")
         width = self.run("return window.innerWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
@@ -73,7 +73,7 @@ class Browser:
         return picture
 
     def shows(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """From now on, on a screen of this size, for somebody who likes it dark or light."""
+        """From now on, emulate a screen of this size and a preference for dark or light colors."""
         mobile = width < 600
         self._devtools(
             "Emulation.setDeviceMetricsOverride",
@@ -98,9 +98,9 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(directory: Path) -> Iterator[Browser]:
-    """A new one, with a profile of its own; none of its processes is left."""
+    """A new browser with its own profile. All its processes end with the context."""
     port = free_port()
-    # A short name: the browser has a socket there, whose path may have 107 bytes.
+    # A short name: the browser has a socket there, whose path may have at most 107 bytes.
     temporary = tempfile.mkdtemp(prefix="browser-", dir="/tmp")
     with (directory / "chromedriver.log").open("wb") as log:
         driver = subprocess.Popen(

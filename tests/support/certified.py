@@ -1,4 +1,4 @@
-"""Outer states with certificates, as rounds leave them. Nobody has signed them, but for `signed_genesis`."""
+"""Outer states with certificates, as rounds leave them. Their signatures are empty, except in `signed_genesis`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def commit(
     bandwidth: float = 0.0,
     into: Tensor | None = None,
 ) -> Certificate:
-    """An outer step by so many members, with the certificate that says so."""
+    """Make an outer step with so many members. Returns its certificate."""
     optimizer = optimizer or OuterOptimizer(lr=0.7, momentum=0.9)
     with Preview(optimizer, state, fragment, average) as preview:
         preview.settled(slice(0, average.numel()))
@@ -58,7 +58,7 @@ def commit(
 def signed_genesis(
     directory: Path, anchor: str = "a" * 64, momentum: str = "0" * 64, *, num_members: int = 2
 ) -> Certificate:
-    """By identities that are made in `directory`: everybody may check it."""
+    """A genesis with valid signatures, by identities that are created in `directory`."""
     identities = [claim_slot(directory, f"member{rank}", None) for rank in range(num_members)]
     roster = tuple(Member(peer_id=one.peer_id, world_rank=rank) for rank, one in enumerate(identities))
     body = Body(plan=_genesis(roster, epoch=0), anchor=anchor, momentum=momentum)
@@ -79,7 +79,7 @@ def certificate_after(
     data_width: int = 3,
     bandwidth: float = 0.0,
 ) -> Certificate:
-    """Of a commit that follows on this state, and leads to these digests."""
+    """The certificate of a commit that follows this state and leads to these digests."""
     header = state.header
     assert header.certificate is not None
     plan = Plan(

@@ -13,7 +13,7 @@ GENERATOR = "generator"
 
 
 def as_peer(kind: str, words: Sequence[str]) -> None:
-    """Run diloco's command line; its generator is this module's."""
+    """Run diloco's command line with the cheating generator of this module."""
     from diloco.cli.app import main
     from peers.daemon import rollout_peer
 
@@ -39,7 +39,7 @@ def as_generator(kind: str, words: Sequence[str]) -> None:
 
 
 def other_weights(generator: Any) -> None:
-    """Generates by weights that are far from the policy's."""
+    """Generates with weights that are far from the policy's."""
     honest = generator.of_model
 
     def of_model(config: Any, task: Any, tokenizer: Any, model: Any, dtype: Any) -> Any:
@@ -58,12 +58,12 @@ def other_weights(generator: Any) -> None:
 
 
 def forged_rewards(generator: Any) -> None:
-    """Says that all it has generated is perfect."""
+    """Claims perfect scores for everything that it generates."""
     _change(generator, lambda group: [{**one, "scores": [1.0] * len(one["scores"])} for one in group])
 
 
 def copied_answers(generator: Any) -> None:
-    """Hands over the same completions for every prompt, with the rewards that they were given first."""
+    """Sends the same completions for every prompt, with the scores that they earned for the first."""
     first: list[Any] = []
 
     def copied(group: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A run with a swarm secret: its coordinator in a thread, its light peers as always, and what its key can sign."""
+"""A run with a swarm secret: a coordinator in a thread, light peers, and what the admission key can sign."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 @dataclass(frozen=True)
 class Closed:
-    """Where a run's coordinator is, and where its secrets are."""
+    """The address of a run's coordinator, and where its secrets are."""
 
     run_id: str
     address: str
@@ -37,7 +37,7 @@ class Closed:
         return load_key(self.config.admission_key_path)
 
     def token(self, peer_id: str, *, lasts_s: float = 600.0, key: AdmissionKey | None = None) -> bytes:
-        """One that the coordinator (or the holder of another key) might have issued a minute ago."""
+        """An admission token that the coordinator (or the holder of `key`) could have issued a minute ago."""
         now = time.time()
         token = Token(
             run_id=self.run_id, peer_id=peer_id, not_before=now - 60, expires=now + lasts_s, serial=1
@@ -51,7 +51,7 @@ class Closed:
         )
 
     def swarm(self, directory: Path, **worker: Any) -> LightSwarm:
-        """A light swarm whose every peer is given the secret's file."""
+        """A light swarm whose peers all get the file of the swarm secret."""
         directory.mkdir(exist_ok=True)
         light = LightSwarm(directory, [self.address], self.run_id, **worker)
         light.extra = {"swarm_secret_file": self.secret_file}

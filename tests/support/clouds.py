@@ -1,4 +1,4 @@
-"""Every provider that is a cloud, as its emulator knows it."""
+"""Every cloud provider, with the emulator of its API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.vast_api import VastApi
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated:
-    """One of them, and the beginnings of the requests that tests spoil."""
+    """An emulated cloud, and the beginnings of the requests that tests make fail."""
 
     make_api: Callable[..., HttpApi]
     provider: type[Cloud]
@@ -37,7 +37,7 @@ def _lium(hosts: Any) -> HttpApi:
 
 
 class LoopbackLambda(LambdaProvider):
-    """As fast as loopback allows; the API's own limits are tested apart. Machines on loopback differ by their ports."""
+    """Without rate limits, which have tests of their own. Machines on loopback differ by their SSH ports."""
 
     interval_s = order_interval_s = 0.0
     user = getpass.getuser()

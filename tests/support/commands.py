@@ -1,4 +1,4 @@
-"""Run the real commands, and know every process that came of one, whatever became of its parents."""
+"""Runs the real commands, and finds all processes that a command has started, even if their parents have ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 TRAINER = ("-m", "diloco.train_fsdp")
 
 GONE_WITHIN_S = 25.0
-"""How long all processes of a command may take to be gone after a signal. Less than torchrun's 30 s until it kills."""
+"""Time in which all processes of a command must end after a signal. torchrun kills its own after 30 s."""
 TIMEOUT_S = 400.0
 _MARK = "DILOCO_TEST_MARK"
 
@@ -101,7 +101,7 @@ class Command:
             )
 
     def files(self, name: str) -> list[Path]:
-        """Those of this name below the directory. rglob would fail where a directory goes while it looks."""
+        """The files of this name below the directory. rglob would fail if a directory were removed meanwhile."""
         return [Path(parent, name) for parent, _, names in os.walk(self.directory) if name in names]
 
     @property
@@ -114,7 +114,7 @@ class Command:
 
     @property
     def code(self) -> int | None:
-        """As a shell shows it, 128 + n for a death by signal n; None while it runs."""
+        """The exit code as in a shell, 128 + n after signal n; None while the command runs."""
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
@@ -134,11 +134,11 @@ class Command:
             self.process.send_signal(number)
 
     def processes(self) -> dict[int, str]:
-        """Everything that runs and bears the mark: command lines by pid."""
+        """All running processes with the mark: command lines by pid."""
         return dict(_marked(self.mark))
 
     def close(self) -> None:
-        """Whatever is left, end it."""
+        """Kill all processes that are left."""
         while left := self.processes():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -149,7 +149,7 @@ class Command:
 def wait_until(
     condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S, command: Command | None = None
 ) -> Any:
-    """Poll until the condition gives something true, and return that; fails early if the command ends before."""
+    """Poll until the condition is true, and return its value. Fails early if the command ends before."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         late, ended = time.monotonic() > deadline, command is not None and command.code is not None
@@ -166,7 +166,7 @@ def wait_until(
 
 
 def is_running(pid: int) -> bool:
-    """Not a zombie that nobody has waited for."""
+    """Whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -181,9 +181,9 @@ def coordinator_at(start: Callable[..., Command]) -> str:
 
 
 def check_gone(command: Command, within_s: float = GONE_WITHIN_S) -> float:
-    """All its processes end within so many seconds of now. Returns how long it took."""
+    """Assert that all processes of the command end within so many seconds. Returns how long it took."""
     began = time.monotonic()
-    # One that is ending has lost its environment, and so its mark, a moment before it can be waited for.
+    # A process that ends loses its environment, and so its mark, a moment before it can be waited for.
     while (left := command.processes()) or command.code is None:
         assert time.monotonic() - began < within_s, f"still running after {within_s:g} s: {left}"
         time.sleep(0.02)
@@ -191,7 +191,7 @@ def check_gone(command: Command, within_s: float = GONE_WITHIN_S) -> float:
 
 
 def check_whole_files(directory: Path) -> None:
-    """Nothing below the directory is half-written, and no temporary file has stayed."""
+    """Assert that no file below the directory is half-written, and that no temporary file is left."""
     paths = [path for path in directory.rglob("*") if path.is_file() or path.is_dir()]
     for path in paths:
         if path.suffix == ".jsonl" and (content := path.read_bytes()):
@@ -205,14 +205,14 @@ def check_whole_files(directory: Path) -> None:
 
 
 def check_nothing_left(command: Command) -> None:
-    """Nothing half-written, and none of our temporary directories. For commands that could clean up."""
+    """Assert that nothing half-written or temporary is left. For commands that were able to clean up."""
     check_whole_files(command.directory)
     left = list((command.directory / "tmp").glob("diloco-*"))
     assert not left, f"temporary directories left behind: {left}"
 
 
 def records_of(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
-    """What a trainer has written by now, of one kind or all."""
+    """The records that a trainer has written so far, of one kind or all."""
     found = Tail(run_dir / "metrics.jsonl").read()
     return [dict(record) for record in found if kind in ("", record["kind"])]
 
@@ -242,6 +242,6 @@ def _marked(mark: str) -> Iterator[tuple[int, str]]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if wanted in (process / "environ").read_bytes().split(b"\0"):
-                # Of a zombie nothing is left but its name; its environment is empty, so it is not seen here.
+                # Zombies are not found here: their environment is empty.
                 argv = (process / "cmdline").read_bytes().replace(b"\0", b" ")
                 yield int(process.name), argv.decode(errors="replace").strip()

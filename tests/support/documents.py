@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/ as those see them who test them: blocks, commands, and how each is held.
+"""The blocks and commands of README.md, CONTRIBUTING.md and docs/, and how each of them is tested.
 
 A block of commands under `<!-- test: parsed -->` is for machines that tests do not have (GPUs, clouds, several nodes):
 the real parser reads it, and nothing is run. Every other command is run by a test, as typed.
@@ -52,12 +52,12 @@ def commands(text: str) -> list[str]:
 
 
 def parsed_commands(text: str) -> list[str]:
-    """Those that are only parsed."""
+    """The lines of the bash blocks that are only parsed."""
     return list(_commands(text, parsed=True))
 
 
 def features(text: str) -> dict[str, str]:
-    """What the table of features says: its commands, by what they are for."""
+    """The commands of the table of features, by their purpose."""
     rows = [row.split(" | ") for table in _TABLE.findall(text) for row in table.splitlines()[2:]]
     return {what.removeprefix("| "): command.strip("`| ") for what, command in rows}
 
@@ -70,7 +70,7 @@ def names_in_table(text: str, before: str) -> set[str]:
 
 
 def typed(command: str, *more: Any, **replaced: Any) -> list[str]:
-    """The words of a command, with `more` behind them, the values of some flags replaced, and <maddr> filled in.
+    """The words of a command, with `more` appended, the values of some flags replaced, and <maddr> filled in.
 
     In the names of flags to replace, `_` stands for a dash and `__` for a dot.
     """

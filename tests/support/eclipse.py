@@ -1,4 +1,4 @@
-"""DHT nodes beside a key, nearer to it than anybody else: they take whatever is stored there, and have nothing."""
+"""DHT nodes nearer to a key than all others, which accept whatever is stored there and return nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peers.net.libp2p.p2pd import P2pd
 
 
 class Forgetful:
-    """In the place of a node's storage."""
+    """Replaces the storage of a node: it accepts every value and forgets it."""
 
     def __init__(self) -> None:
         self.num_forgotten = 0
@@ -37,7 +37,7 @@ class Forgetful:
 def eclipse(
     directory: Path, initial_peers: list[str], *keys: str, num_nodes: int = 7
 ) -> Iterator[list[Forgetful]]:
-    """So many nodes beside each key, in a thread of their own. Gives what stands in for their storage."""
+    """Run so many nodes beside each key, in a thread. Yields what replaces their storage."""
     stores: list[Forgetful] = []
     is_ready, end = threading.Event(), list[Any]()
 
@@ -77,7 +77,7 @@ async def _node_beside(
     try:
         for maddr in initial_peers:
             await _connect(p2pd, maddr)
-        # Unlike the key in its last bits only.
+        # Differs from the key in the last bits only.
         node_id = DHTID(int(DHTID.generate(source=key)) ^ (number + 1))
         node = await DHTNode.create(p2p=p2p, node_id=node_id, initial_peers=initial_peers)
         node.protocol.storage = node.protocol.cache = forgetful = Forgetful()

@@ -10,5 +10,5 @@ from _pytest.mark import ParameterSet
 
 
 def exhaustive_but(kept: Container[Any], cases: Iterable[Any]) -> list[ParameterSet]:
-    """All cases, those that are not kept marked exhaustive."""
+    """All cases. Those that are not in `kept` are marked exhaustive."""
     return [pytest.param(case, marks=() if case in kept else pytest.mark.exhaustive) for case in cases]

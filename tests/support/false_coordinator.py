@@ -1,4 +1,4 @@
-"""A hostile peer that says to be the coordinator of the run, a newer one than the real."""
+"""A hostile peer that claims to be the coordinator of the run, and to be newer than the real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peers.protocol.wire import Struct
 from tests.support.hostile import Hostile
 
 Answer = Struct | bytes | None
-"""A message, bytes that are none, or nothing for as long as the other waits."""
+"""A message, bytes that are no message, or None: no answer at all."""
 
 GRANT = Grant(world_rank=7, galaxy_size=1)
 _ASKED = Decoder(AskRank)

@@ -27,7 +27,7 @@ PATIENCE = Patience(poll_s=0.1, boot_s=20.0, destroy_s=5.0)
 
 @dataclass
 class Outcome:
-    """What became of each pod."""
+    """The errors of one command by pod."""
 
     failures: Failures
 
@@ -128,7 +128,7 @@ def command(
     patience: Patience | None = None,
     say: Say = lambda name, text: None,
 ) -> T:
-    """What `work` gets from the pods of this ledger, at the providers that it was rented from."""
+    """Run `work` with the providers of this ledger, and return its result."""
 
     async def main() -> T:
         async with renters(ledger, access, say, patience) as found:

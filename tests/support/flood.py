@@ -1,4 +1,4 @@
-"""Garbage on every door at once: random bytes, messages cut short, messages too long, messages with flipped bits."""
+"""Garbage to all protocols and ports at once: random bytes, and messages cut short, too long, or with flipped bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FRAME_BYTES = 1 << 20
 
 
 class Flood:
-    """`hostile` sends; with a valid token of its own it is let in first, and then sends the same."""
+    """`hostile` sends the garbage. If it has a valid token, it is admitted before it sends."""
 
     def __init__(self, hostile: Hostile, coordinator: str, seed: int) -> None:
         self._hostile, self._random = hostile, random.Random(seed)
@@ -57,7 +57,7 @@ class Flood:
         self, until: float, door: str, knock: Callable[..., Awaitable[None]], *arguments: object
     ) -> None:
         while time.monotonic() < until:
-            # Refusals of every kind are what is expected.
+            # Every kind of refusal is expected.
             with contextlib.suppress(PeersError, OSError, TimeoutError):
                 await knock(*arguments)
             self.num_sent[door] += 1

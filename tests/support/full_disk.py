@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_disk(at_bytes: int = 10) -> Iterator[None]:
-    """No file grows beyond this size.
+    """Limits the size of all files that this process writes, as if the disk were full.
 
-    A quota stands in for a full disk; Python ignores the signal that comes with it.
+    Python ignores the signal that the kernel sends at this limit.
     """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (at_bytes, limits[1]))

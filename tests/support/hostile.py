@@ -1,4 +1,4 @@
-"""A peer with an identity of its own that speaks the swarm's protocols and means ill.
+"""A malicious peer with its own identity, which speaks the swarm's protocols.
 
 It lives in a thread with its own event loop, DHT node and p2pd; tests tell it what to say.
 """
@@ -33,22 +33,22 @@ SAID: Decoder[Said] = Decoder(Said)
 
 OnMessage = Callable[["Hostile", Channel, Carried], Coroutine[Any, Any, None]]
 OnSaid = Callable[["Hostile", str, Message], Coroutine[Any, Any, None]]
-"""(hostile, peer id, what this peer has said)"""
+"""Arguments: the hostile peer, the id of an honest peer, and the message that this peer has sent."""
 
 
 class Hostile:
-    """`claims` are the fields of its status that differ from the best honest peer's. A context manager."""
+    """A context manager. `claims`: fields of its announcement that differ from the best honest peer's."""
 
     def __init__(self, directory: Path, initial_peers: list[str], run_id: str, **claims: Any) -> None:
         self._directory, self._initial_peers, self.run_id = directory, initial_peers, run_id
         self.claims: dict[str, Any] = {"world_rank": 900, "state": "joining", **claims}
         self.follows = False
-        """Whether it claims to be where the honest peers are, and trains."""
+        """Whether it claims to have the honest peers' head, and to average."""
         self.honest: dict[str, Announcement] = {}
         self.on_message: OnMessage | None = None
         self.on_said: OnSaid | None = None
         self.statuses: dict[str, Status] = {}
-        """Where each honest peer stands."""
+        """The newest status of each honest peer."""
         self._sequence = self._number = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -91,7 +91,7 @@ class Hostile:
         return await self.dht.transport.open(peer_id, protocol, timeout_s=10.0, maddrs=maddrs)
 
     async def meet(self, peer_id: str) -> Channel:
-        """A channel of the mesh, kept alive with statuses."""
+        """Open a channel of the mesh, which is kept alive with announcements."""
         channel = Channel(await self.stream(peer_id, f"diloco/{self.run_id}/mesh"))
         await channel.send(self.announced(), 10.0)
         self._hear(peer_id, await channel.read(INTRODUCTION, 10.0))
@@ -104,7 +104,7 @@ class Hostile:
         met = await asyncio.gather(*(self.meet(peer_id) for peer_id in self.honest), return_exceptions=True)
         for peer_id, outcome in zip(list(self.honest), met, strict=True):
             if isinstance(outcome, PeersError):
-                # The record of one that has just been killed.
+                # The record of a peer that has just been killed.
                 del self.honest[peer_id]
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -115,24 +115,24 @@ class Hostile:
         task.add_done_callback(self._tasks.discard)
 
     async def say(self, peer_id: str, message: Message) -> None:
-        """What peers say to each other about the run; nothing where the channel is broken."""
+        """Send a message over the mesh. Does nothing if the channel is broken."""
         with contextlib.suppress(PeersError, OSError, KeyError):
             said = self.announced(message) if isinstance(message, Status) else message
             await self.channels[peer_id].send(said, 5.0)
 
     def standing(self, **fields: Any) -> Status:
-        """A status of its own, newer than all before."""
+        """A status of its own, newer than all earlier ones."""
         self._sequence += 1
         usual = {"incarnation": 1, "sequence": self._sequence, "world_rank": self.claims["world_rank"]}
         return Status(**{**usual, "phase": "ready", **fields})
 
     async def announce(self) -> None:
-        """In the DHT, where newcomers find it."""
+        """Announce itself in the DHT, where newcomers look for peers."""
         blob = replace(self.announcement(), maddrs=tuple(await self.dht.maddrs())).encode(self.identity)
         await self.dht.store(PEERS_KEY(self.run_id), self.identity.peer_id, blob, ttl_s=30.0)
 
     async def babble(self, peer_id: str, protocol: str, seed: int, num_bytes: int = 4096) -> None:
-        """Random bytes on a stream of this protocol, which then stays open for a moment of silence."""
+        """Send random bytes on a stream of this protocol, and keep the stream open for a moment."""
         with contextlib.suppress(PeerUnreachable, OSError, TimeoutError):
             sock = await self.stream(peer_id, protocol)
             with sock:
@@ -159,7 +159,7 @@ class Hostile:
         for channel in self.channels.values():
             channel.close()
         await self.dht.close()
-        # Hivemind leaves some of its own behind.
+        # Hivemind leaves some tasks behind.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()

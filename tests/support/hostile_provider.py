@@ -1,6 +1,6 @@
-"""A provider that may answer anything but one lie: what it says of an id that is not new is true, if it says anything.
+"""A provider that may give any wrong answer but one: about the id of a pod that is not new, its answers are true.
 
-A schedule names the requests that meet another fate than to go well.
+A schedule (`Fates`) says which requests do not succeed, and what happens to them instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from provisioning.pods.pod import Listing, Offer, Pod, Row
 
 SETTLE_S, DOUBT_S = 60.0, 600.0
 DELAYS_S = (0.0, 5.0, 59.0, 100.0, 700.0, 3000.0)
-"""After an order, before its pod is known, and of a deletion: beyond SETTLE_S only where the answer was lost."""
+"""Seconds until an ordered pod is known, at most SETTLE_S if the order was answered, or a deleted pod is gone."""
 _ORDER = (
     *("late", "lost on its way", "its answer is lost", "it says no and does it", "two pods", "dearer"),
     *("taken", "busy", "no", "done, and its answer makes no sense"),
@@ -34,9 +34,9 @@ _DESTROY = (
 )
 NUM_FATES = math.lcm(len(_ORDER), len(LISTS), len(_FIND), len(_DESTROY))
 Fates = Mapping[int, tuple[int, float]]
-"""A number that says which, and seconds for those that take time, by the number of the request."""
+"""By the number of a request: the number of its fate, and the seconds that the fate takes."""
 TWIN = "b"
-"""Ends the id of the second pod that one order made."""
+"""The suffix of the id of a second pod that one order made."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class RealPod:
     price: float
     ordered_at: float
     known_at: float
-    """From here on the provider knows of it."""
+    """The time from which the provider knows of the pod."""
     was_denied: bool = False
-    """Its order was answered with a plain no."""
+    """Whether its order was answered with a refusal."""
     deleted_at: float | None = None
 
     def lives(self, now: float) -> bool:
@@ -61,7 +61,7 @@ class RealPod:
 
 
 class ReadyMachine:
-    """It answers, and no peer was ever started on it."""
+    """A machine that answers, and on which no peer was ever started."""
 
     async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
         return Answer(0, "", "") if script == "true" else Answer(1, "", "there is no such file")
@@ -72,7 +72,7 @@ class ReadyMachine:
 
 @dataclass
 class HostileProvider:
-    """`before_order` is called with each order that it gets."""
+    """`before_order` is called with each order that the provider gets."""
 
     repeatable: bool
     clock: Callable[[], float] = time.time
@@ -82,7 +82,7 @@ class HostileProvider:
     settle_s, doubt_s, keeps_time = SETTLE_S, DOUBT_S, False
 
     def begin(self, fates: Fates, step: Callable[[], None]) -> None:
-        """Of a new command; `step` is called where it may be killed."""
+        """Begin a new command with these fates. `step` is called wherever the command may be killed."""
         self._fates, self._step, self._num_requests = fates, step, 0
 
     async def check(self) -> None:

@@ -23,14 +23,14 @@ class Request:
 
 @dataclass
 class Fault:
-    """What becomes of the next requests whose method and path begin like this."""
+    """How the next requests fail whose method and path begin with `start`."""
 
     start: str
     """Such as "POST /executors/"; the path is without the API's prefix."""
     code: int
-    """The status that is answered."""
+    """The HTTP status of the answer."""
     carried_out: bool = False
-    """Whether the request is done all the same: its answer is lost."""
+    """Whether the request is carried out nevertheless, so that only its answer is lost."""
     times: int = 1
     error: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Fault:
 
 
 class Refusal(Exception):
-    """An error answer of the API's."""
+    """An error answer of the API."""
 
     def __init__(self, code: int, error: str, message: str) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class Refusal(Exception):
 
 
 class HttpApi(ABC):
-    """Subclasses say what is answered; `prefix` begins every path."""
+    """Subclasses implement `answer`. Every path begins with `prefix`."""
 
     prefix = ""
 
@@ -63,7 +63,7 @@ class HttpApi(ABC):
         return {"error": {"code": code, "message": message}}
 
     def count(self, start: str) -> int:
-        """How many requests began like this."""
+        """The number of requests whose method and path began with `start`."""
         return sum(f"{one.method} {one.path}".startswith(start) for one in self.requests)
 
     def __enter__(self) -> HttpApi:

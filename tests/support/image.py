@@ -1,4 +1,4 @@
-"""The Dockerfile, read; and carried out on this machine as far as that goes without Docker."""
+"""Reads the Dockerfile, and turns it into a shell script for machines without Docker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.commands import ROOT
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Of the Dockerfile, without comments, continued lines joined."""
+    """The Dockerfile's instructions with their arguments, without comments, continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     return [
@@ -44,7 +44,7 @@ def _lines() -> Iterator[str]:
             case "COPY" if not rest.startswith("--from"):
                 *sources, place = rest.split()
                 for source in sources:
-                    # Of a directory its content is copied, of a file the file.
+                    # COPY copies the contents of a directory, but a file as a whole.
                     content = f"{source}/." if (ROOT / source).is_dir() else source
                     yield f"mkdir -p {place}; cp -r $SOURCE/{content} {place}"
             case "RUN":

@@ -10,7 +10,7 @@ from peers.errors import PeersError, PeerUnreachable
 
 
 class Network:
-    """What is in `cut` gets nothing through; what is in `slow` finds that out only when its time is up."""
+    """Pairs of peers in `cut` cannot connect; pairs in `slow` cannot either, but fail only after the timeout."""
 
     def __init__(self):
         self.handlers, self.cut, self.slow, self.opened, self.tasks = {}, set(), set(), [], set()
@@ -36,7 +36,7 @@ class Network:
 
 
 class Endpoint:
-    """One peer's; a handler's error closes its stream, as that of peers/net/libp2p/transport.py does."""
+    """The transport of one peer. An error of a handler closes its stream, as in peers/net/libp2p/transport.py."""
 
     def __init__(self, network, peer_id):
         self.network, self.peer_id = network, peer_id

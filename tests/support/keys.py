@@ -1,4 +1,4 @@
-"""Identities for tests, in memory-sized directories."""
+"""The TLS credentials of new identities."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from peers.protocol import libp2p_keys
 
 
 def credentials(directory: Path, name: str) -> Credentials:
-    """Those of an Ed25519 identity."""
+    """The credentials of an Ed25519 identity."""
     identity = load_or_create(directory / f"{name}.key")
     identity.release()
     return Credentials.of(identity)
 
 
 def rsa_credentials(directory: Path, name: str) -> Credentials:
-    """Those of an identity as Hivemind's own tools make it."""
+    """The credentials of an RSA identity, as Hivemind's own tools make it."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     der = key.private_bytes(Encoding.DER, PrivateFormat.TraditionalOpenSSL, NoEncryption())
     path = directory / f"{name}.key"

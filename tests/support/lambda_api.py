@@ -43,10 +43,10 @@ class LambdaApi(HttpApi):
         self.boot_s = 0.2
         self.terminating_s = 0.3
         self.refuses_launch_of: set[str] = set()
-        """Instance types that are listed, and then not to be had."""
+        """Instance types that are listed but cannot be launched."""
         self.num_launched = 0
         self.late_s = 0.0
-        """How long nobody is told of a new instance."""
+        """Seconds for which a new instance is not listed."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""A small inference server with vLLM's endpoints, for tests of everything around one: a process of its own.
+"""A small inference server with vLLM's endpoints, in its own process, for tests of everything around such a server.
 
     python -m tests.support.little_server --model DIR --port N [--die-after REQUESTS] [--sick]
 
-It holds a real transformers model, writes real completions with their log-probabilities, and takes weights through
-the real worker extension. What it has not is vLLM: its engine, its fused parameters, its speed.
+It runs a real transformers model, returns real completions with their log-probabilities, and loads weights through
+the real worker extension. It lacks vLLM itself: the engine, the fused parameters, the speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco.rl.server_extension import WeightsExtension
 
 
 class LittleWorker(WeightsExtension):
-    """What the extension finds in a worker of vLLM."""
+    """The parts of a vLLM worker that the extension uses."""
 
     def __init__(self, directory: str) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -106,7 +106,7 @@ def handler_of(
 
 
 def died_before(marks: Path) -> bool:
-    """Whether a life before this one has ended here; from now on one has."""
+    """Whether an earlier server has died here; records a death for the next call."""
     if marks.exists():
         return True
     marks.touch()
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--sick", action="store_true", help="healthy, and dead at the first request")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # A child that a killed server would leave behind, as vLLM's does.
+    # A child process that outlives a killed server, as one of vLLM's does.
     if os.fork() == 0:
         signal.pause()
     worker = LittleWorker(arguments.model)

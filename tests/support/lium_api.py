@@ -82,14 +82,14 @@ class LiumApi(HttpApi):
         """How much more a pod costs than its node was offered for."""
         self.end_shown_after_s = 0.0
         self.num_empty_lists = 0
-        """How many of the next lists of pods lack them all."""
+        """How many of the next listings are empty."""
 
     @property
     def environment(self) -> dict[str, str]:
         return {"LIUM_API_KEY": KEY, "LIUM_BASE_URL": self.url}
 
     def vanish(self, label_part: str) -> None:
-        """A pod is taken away, as a provider does it: nobody is told."""
+        """Take a pod away without notice, as a provider may."""
         (found,) = [pod_id for pod_id, pod in self.rented.items() if label_part in pod["pod_name"]]
         self._release(found)
 

@@ -1,4 +1,4 @@
-"""Network namespaces of a test's own: machines that reach each other only where a cable is."""
+"""Network namespaces for a test: machines that reach each other only over the links made between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str:
-    """Why there can be none here; empty: there can."""
+    """Why network namespaces cannot be made here; empty: they can."""
     if os.geteuid() != 0:
         return "needs root"
     if shutil.which("ip") is None:
@@ -38,13 +38,13 @@ class Hub:
 
     @staticmethod
     def address_of(index: int) -> str:
-        """Of a spoke, as the middle sees it."""
+        """The address of a spoke as the middle sees it."""
         return f"10.91.{index + 1}.2"
 
 
 @contextlib.contextmanager
 def hub(num_spokes: int, *, forwards: bool = False) -> Iterator[Hub]:
-    """Spokes send everything to the middle, which drops what is not for itself, unless it forwards."""
+    """Spokes send everything to the middle, which drops packets for other machines unless `forwards`."""
     prefix = f"diloco-{os.getpid()}"
     made = Hub(f"{prefix}-m", [f"{prefix}-{index}" for index in range(num_spokes)])
     try:
@@ -72,7 +72,7 @@ def path_of(name: str) -> Path:
 
 
 def enter(namespace: Path) -> None:
-    """From now on this thread, and all that it starts, live in this network namespace."""
+    """Move this thread, and all that it starts from now on, into this network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with namespace.open() as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
@@ -81,7 +81,7 @@ def enter(namespace: Path) -> None:
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread, and all that it starts meanwhile, live in this network namespace."""
+    """Within the context, this thread and all that it starts are in this network namespace."""
     with Path("/proc/thread-self/ns/net").open() as before:
         enter(path_of(name))
         try:

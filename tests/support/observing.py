@@ -12,7 +12,7 @@ from peers.monitor.observer import SETTLE_S, observing
 async def read_swarm(
     run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
 ) -> dict[str, Any]:
-    """The swarm as `summary_of` gives it, now; with the swarm secret, of those only who were admitted.
+    """The present swarm as `summary_of` describes it; with the swarm secret, only peers that were admitted.
 
     Raises UserError when nobody answers in time.
     """

@@ -12,7 +12,7 @@ from tests.support.documents import PAGES, features
 
 PROVISION = "diloco provision --pods 3"
 STATUS, LOGS, DOWN = "diloco pods status", "diloco pods logs", "diloco pods down"
-# The table of features, row by row: one that is added needs a test that types it.
+# The rows of the table of features. A new row needs a test that runs its command.
 _FEATURES = features(PAGES["docs/tutorials/gpu-pods.md"]).values()
 OFFERS, PLAN, DEPLOY, EXTEND, STATUS_OF_FILE, *_MORE = _FEATURES
 SETS, SET_PLAN, SET_DEPLOY, SET_RUN, FETCH_LOGS, SET_DOWN, ALL_DOWN, *_MORE = _MORE
@@ -22,11 +22,11 @@ ALL = frozenset({PROVISION, STATUS, LOGS, DOWN})
 
 
 def argv_of(command: str, *more: Any) -> list[str]:
-    """The words of a command, run by this Python, with `more` behind them."""
+    """The words of a command, run by this Python, with `more` appended."""
     assert sys.executable == DILOCO[0]
     return [*DILOCO, *shlex.split(command)[1:], *map(str, more)]
 
 
 def tiny_training(model: Path, **changes: Any) -> list[str]:
-    """Flags behind `--` that put a model which trains in milliseconds in the place of the README's."""
+    """Flags after `--` that replace the README's model by one that trains in milliseconds."""
     return training_flags(model, **{**_LONG, **changes})

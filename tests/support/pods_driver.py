@@ -1,9 +1,9 @@
-"""Provision three local pods, or give them back, as the command does, and die by SIGKILL at a point that is named.
+"""Provisions three local pods, or gives them back, as the command does, and dies by SIGKILL at a named point.
 
 python -m tests.support.pods_driver up|down STATE_DIRECTORY [POINT]
 
-A point is a state that the ledger has just written, `created` (the provider made a pod, nobody has written it down),
-`dht` (its DHT runs), or `destroyed` (the provider has let it go, its row is still there).
+A point is a state that the ledger has just written, `created` (the provider made a pod that is not in the ledger yet),
+`dht` or `peer` (it was started), or `destroyed` (the provider deleted a pod whose row still exists).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = Patience(poll_s=0.05, boot_s=30.0, destroy_s=30.0)
 
 @dataclass
 class Death:
-    """SIGKILL to this process, the first time that the point is reached."""
+    """Kills this process by SIGKILL when the point is reached."""
 
     point: str
 
@@ -54,7 +54,7 @@ class Death:
 
 
 class MortalLedger(Ledger):
-    """Its command may die once a state is on disk."""
+    """A ledger whose command may die right after a state is on disk."""
 
     death = Death("")
 
@@ -70,7 +70,7 @@ class MortalLedger(Ledger):
 
 
 def source_of(state_dir: Path) -> Path:
-    """Next to nothing to copy."""
+    """A source directory with next to nothing to copy."""
     source = state_dir / "source"
     source.mkdir(exist_ok=True)
     (source / "pyproject.toml").write_text("[project]\nname = 'nothing'\n")

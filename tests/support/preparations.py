@@ -1,4 +1,4 @@
-"""What a light peer's process does before it becomes a peer: a network of its own, or a daemon that means ill."""
+"""What a light peer's process does before it becomes a peer: enter another network, or patch its daemon."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 LIES = "this peer has lied"
-"""In the log of one that has."""
+"""In the log of a peer that has lied."""
 STALLS = "stalling"
-"""In the log of one that ignores its ban, with the peer id of each that asks it for its state."""
+"""In the log of a peer that ignores its ban, with the id of each peer that asks for its state."""
 HOLDS = "holding its state back"
-"""In the log of one that has been asked for its state, and does not hand it over yet."""
+"""In the log of a peer that was asked for its state and does not send it yet."""
 Poison = Literal["not finite", "longer than announced"]
 
 log = logging.getLogger(__name__)
 
 
 def edges(*, namespace: str = "", cut_off_from: Sequence[str] = ()) -> None:
-    """Live in this network namespace; libp2p reaches none of these peers, as if no packet went between them and us."""
+    """Enter this network namespace, and let libp2p reach none of these peers, as if no packets got through."""
     from peers.errors import PeerUnreachable
     from peers.net.libp2p.transport import Transport
     from tests.support import namespaces
@@ -48,7 +48,7 @@ def edges(*, namespace: str = "", cut_off_from: Sequence[str] = ()) -> None:
 
 
 def clock_off(seconds: float) -> None:
-    """What this process announces is of another time."""
+    """Shift the clock of this process's daemon, and so the times that it announces."""
     from peers.daemon import daemon
 
     names = {name: getattr(time, name) for name in ("monotonic", "time_ns")}
@@ -56,7 +56,7 @@ def clock_off(seconds: float) -> None:
 
 
 def poison(kind: Poison) -> None:
-    """What this process contributes to rounds is this; it follows the protocol otherwise."""
+    """Make this process contribute values of this kind to rounds. It follows the protocol otherwise."""
     from peers.reduce.arithmetic import Arithmetic
 
     honest = Arithmetic.__init__
@@ -73,7 +73,7 @@ def poison(kind: Poison) -> None:
 
 
 def ignore_bans() -> None:
-    """This process does not mind being banned. Who asks it for its state waits in vain."""
+    """Make this process ignore its own ban, and let peers that ask for its state wait in vain."""
     from peers.admission.service import AdmissionService
     from peers.net.states.server import StateServer
 
@@ -87,7 +87,7 @@ def ignore_bans() -> None:
 
 
 def hold_state_until(flag: Path) -> None:
-    """This process hands over its state only once there is a file of this name."""
+    """Make this process send its state only once the file `flag` exists."""
     from peers.net.states import server
 
     hand_over = server._serve_snapshot
@@ -102,7 +102,7 @@ def hold_state_until(flag: Path) -> None:
 
 
 def lie(name: str) -> None:
-    """The daemon decides with the liar of the random schedules that has this name (`ALL_LIARS`)."""
+    """Let the daemon decide with the liar of this name from the random schedules (`ALL_LIARS`)."""
     from diloco.sim.schedules import ALL_LIARS
     from peers.daemon import daemon
 
@@ -121,7 +121,7 @@ def lie(name: str) -> None:
 
 
 def noted(said: Callable[..., Any], honest: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and a line in the log where it is not what an honest peer would say."""
+    """Wraps `said`, and logs each result that differs from what `honest` returns."""
 
     def say(*arguments: Any) -> Any:
         truth, told = honest(*arguments), said(*arguments)

@@ -1,4 +1,4 @@
-"""A trainer that pushes its weights to an inference server, and what holds of every server that it pushes to."""
+"""A trainer that pushes its weights to an inference server, and checks that every such server has to pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused
 
 
 class Trainer:
-    """A model, and its way to a server that runs, which it starts again when it dies."""
+    """A model, and how its weights get to a running server, which is started again if it dies."""
 
     def __init__(self, directory: Path, server: OwnServer) -> None:
         self.directory = directory
@@ -35,12 +35,12 @@ class Trainer:
         self.rollouts.push()
 
     def is_close(self, seed: int) -> bool:
-        """Whether the server writes by this trainer's weights."""
+        """Whether the server generates with this trainer's weights."""
         return difference(self.model, self.rollouts.complete(PROMPTS, 2, SAMPLING, seed=seed)) <= CLOSE
 
 
 def check_pushes(trainer: Trainer) -> None:
-    """After every push the server has the trainer's log-probabilities, and without one it has not."""
+    """Assert that the server has the trainer's log-probabilities after every push, and not without one."""
     kinds = []
     for step, share in enumerate((1.0, 0.01, 1.0)):
         trainer.push(step, share=share)
@@ -52,7 +52,7 @@ def check_pushes(trainer: Trainer) -> None:
 
 
 def check_refusals(trainer: Trainer) -> None:
-    """What is not to be loaded is refused by name, and the old weights serve on."""
+    """Assert that invalid weights are refused with the right message, and that the old ones stay in use."""
     path = trainer.directory / "blob"
     for step in range(2):
         trainer.push(step)

@@ -66,7 +66,7 @@ class ReductionGroup:
         )
 
     def sockets(self, me):
-        """(to send on, to receive from), by world rank."""
+        """The sockets to send on and those to receive from, by world rank."""
         return tuple(
             {RANKS[other]: sock for other, sock in ends[me].items()} for ends in (self.send, self.receive)
         )
@@ -111,7 +111,7 @@ def assert_blamed(failures, culprit, swarm):
 
 
 def play_dead(group, culprit, num_bytes):
-    """Swallow a few bytes from each, then close everything, as a killed process does."""
+    """Receive a few bytes from each neighbour, then close everything, as a killed process does."""
     for neighbour in group.plan(culprit).neighbours:
         sock = group.receive[culprit][neighbour]
         sock.settimeout(10)

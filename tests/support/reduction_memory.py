@@ -1,6 +1,6 @@
-"""Run as a program: by codec, what a reduction takes beyond its tensors, of few chunks and of many, as JSON.
+"""A program that prints, by codec, a reduction's memory beyond its tensors, with few chunks and with many, as JSON.
 
-In a process of its own: what else a process does would be in its peak, too.
+It runs in its own process, since the peak includes all other work of a process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def resident_bytes(field: str) -> int:
 
 
 def growth_while_reducing(group: ReductionGroup) -> int:
-    """Of the whole process, in which all members are. Raises OSError if the kernel does not start peaks anew."""
+    """The growth of this process, which has all members. Raises OSError if the kernel cannot reset the peak."""
     gc.collect()
-    # What malloc keeps of an earlier reduction would pass for memory that this one does without.
+    # Otherwise this reduction could use, uncounted, what malloc keeps of an earlier one.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmRSS")

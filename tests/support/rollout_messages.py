@@ -42,6 +42,6 @@ def rollout(number: int = FIRST, policy: str = "a" * 64, **changes: Any) -> Roll
 
 
 def uniform(number: int = FIRST, **changes: Any) -> Rollout:
-    """One whose completions earn the same, though by other scores: 0.1 of 0.9 and 0.9 of 0.1."""
+    """A rollout whose completions earn the same reward by different scores: 0.9 * 0.1 and 0.1 * 0.9."""
     even = (completion(scores=(0.1, 0.0)), completion(scores=(0.0, 0.9)))
     return rollout(number, **{"completions": even, **changes})

@@ -1,4 +1,4 @@
-"""What tests ask of any inference server: the trainer's log-probabilities, and to refuse what it must."""
+"""What tests check of any inference server: its log-probabilities, and that it refuses invalid weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CLOSE = 1e-4
 
 
 def packed_changes(old: State, new: State, label: Label) -> bytes:
-    """A patch, even where the whole would be shorter."""
+    """A patch, even if all weights would be shorter."""
     return _saved(_changes(old, new), label)
 
 
 def difference(model: nn.Module, written: Sequence[Written]) -> float:
-    """The largest between what a server said of its completions and what the model says."""
+    """The largest difference between a server's log-probabilities of its completions and the model's."""
     worst = 0.0
     for prompt, one in zip(PROMPTS, written, strict=True):
         for ids, logprobs in zip(one.token_ids, one.logprobs, strict=True):
@@ -43,7 +43,7 @@ def train_a_little(model: nn.Module, seed: int, *, share: float = 1.0) -> None:
 
 
 def refused_blobs(state: Mapping[str, Tensor], publisher: str, served: int) -> list[tuple[bytes, str]]:
-    """What must be refused of this publisher, and by which words."""
+    """Blobs that a server must refuse, each with a pattern of the error message."""
     label = Label(version=7, publisher=publisher, digest=digest_of(state))
     without_k = {name: tensor for name, tensor in state.items() if "layers.0.self_attn.k_proj" not in name}
     turned = {

@@ -19,8 +19,8 @@ from peers.state.whole_files import write_bytes
 
 Answer = tuple[str, dict[str, Any]]
 Rule = Callable[[dict[str, Any], np.ndarray, np.ndarray], Answer | None]
-"""(message, out, in) -> the answer's kind and fields; None: no answer. What answers `ready` waits to be collected;
-what is collected after that, of a worker that is ahead, is asked of the rule.
+"""(message, out, in) -> the answer's kind and fields; None: no answer. An answer to `ready` is kept until a `collect`;
+if none is kept, the rule answers the `collect`.
 
 The buffers are those of the message's fragment, else of fragment 0."""
 
@@ -47,7 +47,7 @@ COMMITTED = {
 
 
 def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer | None:
-    """Starts at epoch 0 with the weights offered; each commit halves them."""
+    """Starts at the epoch and with the weights that are offered; each commit halves the weights."""
     match message["kind"]:
         case "offer":
             inn[:] = out
@@ -84,7 +84,7 @@ def joining(epoch: int, weights: float, **place: Any) -> Rule:
 
 
 def slow_rounds() -> Rule:
-    """A round takes as long as an epoch: its commit is there only for a worker that does not go ahead."""
+    """A round takes as long as an epoch: a worker that may go ahead does, and any other gets the commit."""
     outcome: dict[str, Any] = {}
 
     def rule(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer | None:
@@ -105,7 +105,7 @@ def slow_rounds() -> Rule:
 
 
 def written_state(message: dict[str, Any]) -> tuple[int, str]:
-    """Write something for the outer state; returns its record."""
+    """Write a stand-in for the outer state. Returns its size and digest."""
     record = write_bytes(Path(message["directory"], "outer.bin"), b"state")
     return record.num_bytes, record.digest
 
@@ -125,7 +125,7 @@ class ScriptedDaemon:
         self.path = path
         self.messages: list[dict[str, Any]] = []
         self.collects: list[dict[str, Any]] = []
-        """How it asked for what it had handed over."""
+        """The `collect` messages of the worker."""
         self._rule = rule
         self._welcome = {"world_rank": world_rank}
         self._manifest = {"hv.local_steps": local_steps, **{f"hv.{k}": v for k, v in manifest.items()}}

@@ -59,7 +59,7 @@ def reported(
 
 
 def figures_of(**told: Any) -> Figures:
-    """Of a peer that has not told much."""
+    """The figures of a peer that has reported little."""
     return Figures(
         **{
             **dict.fromkeys(Figures.__struct_fields__, 0),
@@ -73,7 +73,7 @@ def figures_of(**told: Any) -> Figures:
 
 
 def full_report(**fields: Any) -> Report:
-    """With something in every place."""
+    """A report in which every field has a value."""
     usual: dict[str, Any] = {
         "status": b"s",
         "figures": figures_of(

@@ -1,6 +1,6 @@
 """Machines reached over real SSH: OpenSSH's server where it is installed, else asyncssh's, each on loopback.
 
-Each has a home directory of its own and, first on its PATH, a `bin` for what a test wants it to have.
+Each has its own home directory and, first on its PATH, a `bin` for programs that a test installs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SshHost:
         return self.home / "bin"
 
     def install(self, name: str, script: str) -> None:
-        """A program on its PATH."""
+        """Install a program on the machine's PATH."""
         path = self.bin / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
@@ -67,7 +67,7 @@ def end_processes(host: SshHost) -> None:
 
 
 def wipe(host: SshHost) -> None:
-    """What a provider does with a machine that is given back: it and all on it is gone."""
+    """End all processes and remove all directories but `bin`, as if a provider took the machine back."""
     end_processes(host)
     for path in host.home.iterdir():
         if path != host.bin and path.is_dir():
@@ -91,7 +91,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def inventory(path: Path, hosts: list[SshHost], key: Path, **changes: str) -> Path:
-    """A file that lists these machines; of `changes` what is empty is left out."""
+    """An inventory of these machines. Fields with an empty value in `changes` are left out."""
     tables = []
     for index, host in enumerate(hosts):
         fields = {
@@ -119,10 +119,10 @@ def ssh_host(
     disk_kb: int | None = None,
     variables: Sequence[str] = (),
 ) -> Iterator[SshHost]:
-    """A machine that lets these keys in (OpenSSH lines); it and its server are gone afterwards.
+    """A machine that accepts these keys (OpenSSH lines). It ends with the context, and so does its server.
 
-    `variables`: of its environment, NAME=VALUE (OpenSSH's server is needed). `disk_kb`: its pods lie on a disk of this
-    size, which it alone sees (root and OpenSSH's server are needed).
+    `variables`: NAME=VALUE for its environment (needs OpenSSH's server). `disk_kb`: size of a disk for its pods, which
+    no other machine sees (needs root and OpenSSH's server).
     """
     home, authorized, public = _prepared(
         directory, public_keys if isinstance(public_keys, str) else public_keys()
@@ -148,14 +148,14 @@ def cloud_machine(
     public_keys: str = "",
     own_directories: Sequence[Path] = (),
 ) -> Iterator[SshHost]:
-    """As `ssh_host` on OpenSSH's server, in a network namespace of its own: port 22, all ports its own, this user.
+    """Like `ssh_host`, but in its own network namespace: SSH is on port 22 for this user, all other ports are free.
 
-    It sees no processes but its own, and has empty `own_directories` that no other machine sees. Root and OpenSSH's
-    server are needed. Call it from where the machine can be reached.
+    It sees no processes but its own, and has empty `own_directories` that no other machine sees. Needs root and
+    OpenSSH's server. Call it from a network namespace that reaches the machine.
     """
     home, authorized, host_key = _prepared(directory, public_keys)
     passwd = directory / "passwd"
-    # First, so that programs that look for its home by the number of their user find this one.
+    # The first line, so that programs that look up the home of their user id find this one.
     passwd.write_text(f"{user}:*:0:0::{home}:/bin/sh\n" + Path("/etc/passwd").read_text())
     mounts = [f"mount -t tmpfs own {shlex.quote(str(path))}" for path in own_directories]
     for path in own_directories:
@@ -190,7 +190,7 @@ def _prepared(directory: Path, keys: str) -> tuple[Path, Path, str]:
 
 
 def _on_small_disk(path: Path, size_kb: int) -> list[str]:
-    """Runs a command in a mount namespace of its own, where there is a disk of this size at `path`."""
+    """Words in front of a command, to run it in a mount namespace with a disk of this size at `path`."""
     path.mkdir()
     script = 'mount -t tmpfs -o "size=$1k" pods "$2" && shift 2 && exec "$@"'
     return ["unshare", "--mount", "sh", "-c", script, "sh", str(size_kb), str(path)]
@@ -206,7 +206,7 @@ def _openssh(
     port: int = 0,
 ) -> Iterator[int]:
     if os.geteuid() == 0:
-        # Debian's server wants it, and no service manager has made it here.
+        # Debian's server needs this directory, which no service manager has made here.
         Path("/run/sshd").mkdir(exist_ok=True)
     port = port or free_port()
     session = directory / "session.sh"
@@ -236,7 +236,7 @@ def _openssh(
         _wait_for(address, port, lambda: process.poll() is None, directory / "sshd.log")
         yield port
     finally:
-        # All of its group: `unshare` ignores it, and ends with its child.
+        # The whole group: `unshare` ignores SIGTERM, and ends with its child.
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(10)
 
@@ -246,7 +246,7 @@ def _asyncssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
     import asyncssh
 
     class Server(asyncssh.SSHServer):
-        """Reads the keys at each login, as OpenSSH's does: a cloud puts them there later."""
+        """Reads the keys at each login, as OpenSSH's server does, since a cloud writes them later."""
 
         def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
             self._conn = conn

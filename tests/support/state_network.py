@@ -35,7 +35,7 @@ def advance(state):
 
 
 def encoded(message):
-    """As a Channel puts it on the wire."""
+    """The message as a Channel encodes it."""
     body = encode(message)
     return struct.pack("<I", len(body)) + body
 
@@ -61,7 +61,7 @@ def assert_same(loaded, state):
 
 
 async def answer_with_header(channel, sock, state):
-    """What a donor says first to who asks for a state."""
+    """Send what a donor sends first to a peer that asks for a state."""
     await channel.read(Decoder(WantState))
     await channel.send(State())
     digests = state.header.anchor_chunks + state.header.momentum_chunks

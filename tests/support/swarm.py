@@ -15,7 +15,7 @@ __all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "check_well", "wait_until"]
 
 
 def check_well(peers: Iterable[LightPeer]) -> None:
-    """They live, by the processes that they have been from the start, and no exception came through."""
+    """Assert that the processes of these peers still run, and that their logs contain no exception."""
     for peer in peers:
         assert peer.process.is_alive() and not peer.error
         assert "Traceback" not in peer.log, peer.log[-3000:]
@@ -27,9 +27,9 @@ class LightSwarm(light_swarm.LightSwarm):
         self.namespaces: dict[int, str] = {}
         """Network namespaces that peers live in, by rank."""
         self.no_path: set[frozenset[int]] = set()
-        """Pairs of ranks between which libp2p gets nothing through."""
+        """Pairs of ranks that libp2p cannot connect."""
         self.preparations: dict[int, Callable[[], object]] = {}
-        """What else a process does before it becomes a peer, by rank: see preparations.py."""
+        """By rank: what a process does before it becomes a peer, in place of the above (see preparations.py)."""
 
     def __enter__(self) -> LightSwarm:
         return self
@@ -41,14 +41,14 @@ class LightSwarm(light_swarm.LightSwarm):
         return min(self.peers[rank].epoch for rank in (self.peers if ranks is None else ranks))
 
     def begin(self, *ranks: int) -> LightSwarm:
-        """Founded by these peers, which have made an epoch."""
+        """Start these peers as founders, and wait for their first epoch."""
         self.galaxy_size = len(ranks)
         founders = [self.start(rank) for rank in ranks]
         wait_until(lambda: all(peer.epoch >= 1 for peer in founders), "the first epoch")
         return self
 
     def goes_on(self, num_epochs: int = 2, within_s: float = DEADLINE_S) -> None:
-        """So many more epochs of all peers, which are well."""
+        """Wait for so many more epochs of all peers, and check that the peers are well."""
         before = {rank: peer.epoch for rank, peer in self.peers.items()}
         wait_until(
             lambda: all(peer.epoch >= before[rank] + num_epochs for rank, peer in self.peers.items()),
@@ -59,7 +59,7 @@ class LightSwarm(light_swarm.LightSwarm):
         check_well(self.peers.values())
 
     def check_none_is_missed(self) -> None:
-        """Every epoch so far was recorded by somebody, and by all who recorded it with one digest."""
+        """Assert that every epoch so far was recorded, and with one digest by all peers that recorded it."""
         last = max(peer.epoch for peer in self.peers.values())
         wait_until(lambda: self.check_digests().keys() >= set(range(1, last + 1)), "a record of every epoch")
 

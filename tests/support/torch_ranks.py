@@ -52,7 +52,7 @@ class Ranks:
             process.join()
 
     def run(self, function: Callable[..., Any], *arguments: Any, num_nodes: int = 1) -> list[Any]:
-        """What `function(world, *arguments)` returns on each rank, as if they lay on so many nodes.
+        """What `function(world, *arguments)` returns on each rank, as if the ranks were on so many nodes.
 
         The function must be importable. Fails with the error of a rank.
         """

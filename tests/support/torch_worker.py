@@ -2,8 +2,8 @@
 
     python -m tests.support.torch_worker '{"local_steps": 3, "max_steps": 9, "optimizer": "adamw", "history": "…"}'
 
-Batches are a pure function of (world rank, step), so the same training can be done without a swarm. After every sync
-the flat weights are saved beside the history.
+Batches are a pure function of (world rank, step), so the same training can be done without a swarm. After every
+commit the flat weights are saved beside the history.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.support.tiny_model import samples, tiny_llama
 
 
 class Samples(Dataset):
-    """Random ids, unlike ones for each seed."""
+    """Random token ids, different for each seed."""
 
     def __init__(self, seed: int) -> None:
         self._ids = samples(64, seed=seed)
@@ -77,7 +77,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def as_worker(settings: dict[str, Any]) -> None:
-    """Train with whatever daemon the environment names; own weights and own data to begin with."""
+    """Train with the daemon that the environment names, beginning with weights and data of its own."""
     record = Recorder(Path(settings["history"]))
 
     def tell(commit: Commit) -> None:

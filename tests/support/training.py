@@ -42,7 +42,7 @@ def train(config: TrainConfig, run_dir: Path, world: World = World()) -> list[di
     trainer = Trainer(Assignment(config=config, run_dir=run_dir), world, torch.device("cpu"), [])
     with trainer.metrics:
         trainer.train()
-    # Rank 0 writes them: on a busy machine another would read half a line.
+    # Rank 0 writes the metrics: without a barrier, another rank could read half a line.
     barrier()
     return records_of(run_dir)
 

@@ -68,7 +68,7 @@ class VastApi(HttpApi):
         raise Refusal(404, "not_found", f"no {request.path}")
 
     def _page(self, after: int) -> Any:
-        """One instance a page, so that whoever reads the first alone misses some."""
+        """One instance per page, so that a client that reads only the first page misses some."""
         ids = [number for number in sorted(self.rented) if number > after]
         page = ids[:_PAGE]
         return {

@@ -1,4 +1,4 @@
-"""Coroutines in a time of their own, which jumps to whatever is waited for next: hours pass in milliseconds."""
+"""Runs coroutines in virtual time, which jumps to whatever is waited for next: hours pass in milliseconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T], *, now: float) -> tuple[T | BaseException, float]:
-    """What it returns or raises, and the time then. Whatever it leaves running is cancelled."""
+    """What `main` returns or raises, and the time at its end. Tasks that it leaves behind are cancelled."""
     loop = VirtualTimeLoop(now)
     loop.set_exception_handler(lambda loop, context: None)
     try:

@@ -1,4 +1,4 @@
-"""One real Peer, and others who only say what a test has them say."""
+"""One real Peer, and others that say only what a test makes them say."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Peers = Iterable[str]
 class Driven:
     """The peer `me`, with a worker, and the effects that it has asked for.
 
-    `others` repeat their statuses for as long as time goes on; `answers`: whether they hand over certificates that they
-    are asked for, of those in `known`.
+    `others` repeat their statuses while time passes. They answer requests for certificates that are in `known`, unless
+    they are in `mute`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Driven:
         self.others: dict[str, dict] = {}
         self.known: dict[str, Certificate] = {}
         self.mute: set[str] = set()
-        """They are asked in vain."""
+        """Peers that do not answer requests."""
         self._sequence = 0
         if has_worker:
             self.feed(events.StateOffered(OFFER))
@@ -44,7 +44,7 @@ class Driven:
 
     @classmethod
     def at(cls, genesis: Certificate, others: Peers = "", me: str = "a", **kwargs) -> Driven:
-        """It has begun from this genesis, and the others are there too."""
+        """A peer that has begun from this genesis, like the others."""
         driven = cls(me, **kwargs)
         driven.feed(
             events.Received(
@@ -66,7 +66,7 @@ class Driven:
     def announce(
         self, certificate: Certificate | None, names: Peers, phase: str = "training", **others
     ) -> None:
-        """These peers stand there from now on."""
+        """From now on, these peers have this certificate as their newest."""
         if certificate is not None:
             self.known[certificate.head] = certificate
         for name in names:
@@ -74,7 +74,7 @@ class Driven:
             self._beat(name)
 
     def hush(self, names: Peers) -> None:
-        """They say nothing any more."""
+        """From now on, these peers say nothing."""
         for name in names:
             self.others.pop(name, None)
 
@@ -82,7 +82,7 @@ class Driven:
         self.known |= {certificate.head: certificate for certificate in certificates}
 
     def run(self, seconds: float) -> list[effects.Effect]:
-        """What it has asked for meanwhile."""
+        """Let time pass. Returns the effects that the peer has asked for meanwhile."""
         before, end = len(self.effects), self.now + seconds
         while self.now < end:
             moment = min(self.now + BEAT_S, end)
@@ -103,7 +103,7 @@ class Driven:
         return self.feed(events.Fetched(self.peer.catch_up.target.head))
 
     def come_to(self, path: Sequence[Certificate], holders: Peers) -> None:
-        """Take over these commits, from those who hold the last of them."""
+        """Adopt these commits, from peers that have the last of them."""
         self.know(path)
         self.announce(path[-1], holders)
         for _ in range(30):
@@ -113,7 +113,7 @@ class Driven:
         assert self.peer.head == path[-1].head
 
     def leads(self, attempt: int) -> bool:
-        """On its own head."""
+        """Whether the peer leads this attempt on its own head."""
         return self.peer.round.leader_of(attempt) == self.me
 
     def vote(self, sender: str, plan: Plan, *, anchor: str = "", momentum: str = "") -> Vote:

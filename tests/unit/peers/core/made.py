@@ -72,7 +72,7 @@ def commit(
     salt: object = "",
     **others,
 ) -> Certificate:
-    """What these peers have signed: the plan that they should, with `others` changed in it."""
+    """A certificate that these peers have signed: of the plan that follows, with the fields in `others` changed."""
     entries = {name: Entry(-1, (works or {}).get(name, work(based_on=before.plan.epoch))) for name in signers}
     plan = plan_of(before, attempt, entries, off=off, data_width=1, settings=SETTINGS)
     name = before.head, sorted(entries), attempt, salt
@@ -100,7 +100,7 @@ def status(
     world_rank: int = -1,
     **others,
 ) -> Status:
-    """Of a peer that stands at this certificate."""
+    """The status of a peer whose newest certificate is this one."""
     if certificate is not None:
         others = {"head": certificate.head, "epoch": certificate.plan.epoch, **others}
     return Status(incarnation=1, sequence=sequence, world_rank=world_rank, phase=phase, **others)
@@ -125,7 +125,7 @@ def a_peer(
 
 
 def vote_of(sender: str, body: Body) -> Vote:
-    """Its signature under this."""
+    """The vote of `sender` for this body."""
     plan = body.plan
     return Vote(
         head=plan.parent,

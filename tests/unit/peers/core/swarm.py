@@ -1,4 +1,4 @@
-"""The virtual swarm, of peers that have names, with fixed durations and with faults that a test thinks of."""
+"""The virtual swarm with named peers, fixed durations, and faults that a test defines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.peers.core.made import OFFER, SETTINGS, with_settings
 
 
 class Mean(random.Random):
-    """Every duration is the mean of its span."""
+    """Makes every duration the mean of its range."""
 
     def uniform(self, a: float, b: float) -> float:
         return (a + b) / 2
@@ -35,7 +35,7 @@ class Node(VirtualPeer):
         self.trains = True
         """False: its worker begins, and hangs."""
         self.done: list[tuple[float, Effect]] = []
-        """Its effects, and when."""
+        """Its effects, each with its time."""
 
     def effects(self, kind: type) -> list:
         return [effect for _, effect in self.done if isinstance(effect, kind)]
@@ -46,21 +46,21 @@ class Node(VirtualPeer):
 
     @property
     def commits(self) -> list[tuple[int, int, int]]:
-        """Epoch, attempt and number of members of what it has applied."""
+        """Epoch, attempt and number of members of each commit that it has applied."""
         plans = [apply.certificate.plan for apply in self.effects(effects.Apply)]
         return [(plan.epoch, plan.attempt, len(plan.signers)) for plan in plans]
 
     @property
     def forks(self) -> list[effects.Tell]:
-        """What it has told of those that it lost."""
+        """What it has reported of forks that it lost."""
         return [tell for tell in self.effects(effects.Tell) if tell.kind == "fork"]
 
     def train_in(self, epoch_s: float) -> None:
-        """Its worker takes so long for an epoch."""
+        """Make its worker take so long for an epoch."""
         self.worker.step_s = epoch_s / self.swarm.settings.steps_per_epoch
 
     def hang(self) -> None:
-        """Its worker trains no more, and does not end."""
+        """Make its worker stop training without ending."""
         self.trains = False
         self.worker.stop()
         self.swarm.truth.idle_until[self.peer_id] = math.inf
@@ -86,10 +86,10 @@ class Node(VirtualPeer):
 
 
 class Swarm(VirtualSwarm):
-    """All invariants are checked after every event: that nobody signs twice, for one.
+    """All invariants are checked after every event, such as that no peer signs twice.
 
     `tamper(sender, receiver, message)`: what arrives instead; None: nothing. `reduces(name, plan)`: why this member's
-    reduction fails, and its suspects; None: it does not. `garbles(name, plan)`: whether it comes to other digests.
+    reduction fails, and its suspects; None: it does not. `garbles(name, plan)`: whether it computes other digests.
     """
 
     peer_type = Node
@@ -123,7 +123,7 @@ class Swarm(VirtualSwarm):
         return -1
 
     def say(self, sender: str, to: str, message: Message) -> None:
-        """At once, and whoever the sender is."""
+        """Deliver a message at once. The sender need not exist."""
         if to in self.live:
             self[to].post(events.Received(sender, message))
 
@@ -134,12 +134,12 @@ class Swarm(VirtualSwarm):
         return {node.machine.epoch for node in self.live.values()}
 
     def reach(self, epoch: int, within_s: float) -> bool:
-        """Everybody is there, on one chain."""
+        """Run until all peers are in this epoch, on one chain. Returns whether they were in time."""
         return self.run_until(lambda: min(self.epochs()) >= epoch and len(self.heads()) == 1, within_s)
 
 
 def founded(names: str, **settings) -> Swarm:
-    """They have begun, and committed twice."""
+    """A swarm of these peers that has begun and committed twice."""
     swarm = Swarm(names, settings=with_settings(galaxy_size=len(names), **settings))
     assert swarm.reach(2, 100)
     return swarm
