@@ -1,16 +1,18 @@
-"""Every error the swarm raises, by what the caller would do about it.
+"""Every error the swarm raises, by what the caller does about it.
 
 PeersError
 ├── UserError         stop before training and tell the user: a flag, a port, a key, a taken rank (exit 2)
-│   └── ClockOff      the swarm's nodes do not take this machine's clock (net/dht/bootstrap.py)
+│   └── ClockOff      the swarm's nodes refuse this machine's clock (net/dht/bootstrap.py)
 ├── PeerUnreachable   skip this peer, or try it again later
-│   ├── PeerSilent    try another way: the stream stands, and may carry nothing
-│   ├── NotWanted     it takes no rollouts of this peer, and says why
-│   ├── NotAdmitted   it says that this peer may not be there (net/channels.py)
-│   └── NoIssuer      there is nobody who issues tokens (admission/own_token.py)
+│   ├── PeerSilent    try another path: the stream is open, but nothing comes through it
+│   ├── NotWanted     the learner takes no rollouts of this peer
+│   ├── NotAdmitted   the other peer refuses this one (net/channels.py)
+│   ├── NoIssuer      no issuer of tokens answers (admission/own_token.py)
+│   └── Busy          the peer answers no more questions for now (net/paths/reachability.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
-│   └── Refused       drop it, and tell it why: it may not be here (protocol/refusal.py)
-├── RoundFailed       try the round again, without the suspects it names
+│   ├── Refused       drop the stream and tell the peer why: it is not admitted (protocol/refusal.py)
+│   └── Untimely      ignore this record: it is too old or from the future (protocol/records.py)
+├── RoundFailed       try the round again, without the suspects that the error names
 ├── StateUnavailable  ask other donors, or wait for one
 └── LinkLost          the other end of the daemon <-> worker link is gone
 """
@@ -25,7 +27,7 @@ class PeersError(Exception):
 
 
 class UserError(PeersError):
-    """Something the user can mend before training starts."""
+    """Something the user can fix before training starts."""
 
 
 class PeerUnreachable(PeersError):
@@ -33,7 +35,7 @@ class PeerUnreachable(PeersError):
 
 
 class PeerSilent(PeerUnreachable):
-    """Nothing came in time on a stream that stands."""
+    """Nothing came in time on an open stream."""
 
 
 class NotWanted(PeerUnreachable):
@@ -45,11 +47,11 @@ class ProtocolError(PeersError):
 
 
 class RoundFailed(PeersError):
-    """The reduction did not finish; `suspects` are the world ranks it was lost to.
+    """The reduction failed. All arguments are world ranks.
 
-    `told_by`: where it is hearsay, who says so; our own streams with the suspects have done nothing wrong. Whoever it
-    was lost to, nothing had come from those in `silent` for a while: what stands between us may carry nothing. Those in
-    `offenders` have sent us what no honest member sends.
+    `suspects`: the members at fault. `told_by`: the members that accused them, if this peer has no evidence of its own.
+    `silent`: members from which nothing had come for a while; the network path to them may be down. `offenders`:
+    members that sent what no honest member sends.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class RoundFailed(PeersError):
 
 
 class StateUnavailable(PeersError):
-    """No donor could hand over the state that was asked for. `suspects`: peer ids of those who began to, and failed."""
+    """No donor handed over the state. `suspects`: peer ids of the donors whose streams opened and then failed."""
 
     def __init__(self, reason: str, suspects: Iterable[str] = ()) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""All that this program asks of Linux and other systems do not have, with what does instead of it there."""
+"""The features of Linux that this program uses, each with its substitute on systems that lack it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ except (OSError, AttributeError):
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-"""A program for `python -c`, with a parent's pid and a command as arguments: the kernel kills that with the parent.
+"""A program for `python -c`, given its parent's pid and a command: runs the command, which the kernel kills with it.
 
-The parent may be gone before prctl is called, hence the look at getppid.
+The parent may have ended before prctl is called, hence the check of getppid.
 """
 
 
 def num_cores() -> int:
-    """Cores that this process may run on; elsewhere all that there are."""
+    """Cores that this process may run on; where the system does not tell, all cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def anonymous_file(name: str) -> int:
-    """A descriptor of a new empty file that ends with its last user. The caller closes it."""
+    """A descriptor of a new, empty file that is freed with its last user. The caller closes it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix=f"{name}-")
@@ -52,7 +52,7 @@ def anonymous_file(name: str) -> int:
 
 @contextlib.contextmanager
 def private_file(content: bytes) -> Iterator[str]:
-    """A path that this process alone can read the content from, while the context lasts."""
+    """A path to the content while the context lasts, which only this process (without memfd: this user) can read."""
     if hasattr(os, "memfd_create"):
         descriptor = anonymous_file("diloco-private")
         try:
@@ -61,7 +61,6 @@ def private_file(content: bytes) -> Iterator[str]:
         finally:
             os.close(descriptor)
         return
-    # mkstemp makes it for its owner alone.
     with tempfile.NamedTemporaryFile(prefix="diloco-private-") as file:
         file.write(content)
         file.flush()
@@ -71,7 +70,7 @@ def private_file(content: bytes) -> Iterator[str]:
 def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
     """From now on send this process the signal when the thread that started it ends. Call it in the child.
 
-    Elsewhere only what has ended already is noticed: a child has to see for itself that its parent is gone.
+    Linux only. Elsewhere it only ends a child whose parent has ended already: later the child has to watch its parent.
     """
     if IS_LINUX:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
@@ -81,14 +80,14 @@ def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def make_thread_nicer(niceness: int) -> None:
-    """The calling thread alone; elsewhere priorities are whole processes' and nothing is done. Raises OSError."""
+    """Raise the calling thread's niceness by this much. Does nothing except on Linux. Raises OSError."""
     if IS_LINUX:
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
 
 
 def keepalive_options(*, idle_s: int, interval_s: int, count: int) -> list[tuple[int, int]]:
-    """Options of a TCP socket, as far as there are such here."""
+    """The keepalive options of a TCP socket that this system has, and their values."""
     wanted = {
         "TCP_KEEPIDLE": idle_s,
         "TCP_KEEPALIVE": idle_s,
@@ -96,16 +95,16 @@ def keepalive_options(*, idle_s: int, interval_s: int, count: int) -> list[tuple
         "TCP_KEEPCNT": count,
     }
     if hasattr(socket, "TCP_KEEPIDLE"):
-        # The same as macOS's name for it.
+        # TCP_KEEPALIVE is macOS's name for the same option.
         del wanted["TCP_KEEPALIVE"]
     return [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
 
 
 def break_if_unacknowledged(sock: socket.socket, timeout_s: float) -> None:
-    """Have the kernel break the connection when nothing of what was sent has been acknowledged for so long.
+    """Have the kernel break the connection if sent bytes stay unacknowledged for this long.
 
-    Not for much data: Linux takes a receiver that does not read for so long for one that is gone. Does nothing
-    elsewhere, and for sockets of another kind than TCP.
+    Not for streams of much data: Linux also breaks the connection to a live receiver that does not read for this long.
+    Does nothing on other systems, and for sockets other than TCP.
     """
     if IS_LINUX:
         with contextlib.suppress(OSError):

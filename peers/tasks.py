@@ -40,7 +40,7 @@ class Tasks:
 
 
 async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
-    """Cancel these, wait until they have ended, and return what came of each. May be repeated."""
+    """Cancel these, wait until they have ended, and return the outcome of each. May be repeated."""
     ending = list(tasks)
     for task in ending:
         task.cancel()
@@ -48,11 +48,11 @@ async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
 
 
 async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> Any:
-    """Run these side by side until one ends, and cancel the others. Returns what it returns, or raises its error."""
+    """Run these concurrently until one ends, then cancel the rest. Returns its result, or raises its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        # Of several that end at a time, one that failed decides.
+        # If several have ended, an error takes precedence over a result.
         first, *_ = [task.result() for task in tasks if task in done]
         return first
     finally:
@@ -60,9 +60,9 @@ async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for the event, so long at the most. Returns whether it has come."""
+    """Wait for the event, at most this long. Returns whether it was set."""
     with contextlib.suppress(TimeoutError):
-        # Not wait_for: in Python 3.11 it swallows a cancellation that meets the event.
+        # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the event.
         async with asyncio.timeout(timeout_s):
             return await event.wait()
     return False

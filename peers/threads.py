@@ -1,5 +1,4 @@
-"""How many threads work on a state, how they round, and which of this machine's go first, where rounds run beside the
-training."""
+"""Threads that work on a state: how many, in which floating-point mode, and at which priority beside the training."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ def num_threads() -> int:
 
 
 def keep_denormals() -> None:
-    """Switch flushing of denormals off, in a thread whose results must have the same bits on all peers."""
-    # Flushing is a state of each thread, and a library loaded elsewhere may have changed what new threads inherit.
+    """Switch flushing of denormals off in the calling thread, whose results must have the same bits on all peers."""
+    # Each thread has its own mode, and a library loaded elsewhere may have changed the one that new threads inherit.
     torch.set_flush_denormal(False)
 
 
@@ -33,20 +32,20 @@ def exact_threads(name: str) -> ThreadPoolExecutor:
 
 
 def stand_back(niceness: int) -> None:
-    """Have the calling thread be so much nicer to all others than it was; only for one that was begun for its task.
+    """Raise the niceness of the calling thread, which must have been started for this task alone.
 
-    It cannot be taken back without privileges. Where nothing else wants the processor it changes nothing.
+    It takes privileges to lower the niceness again. On an idle processor the thread runs as fast as before.
     """
-    # Where that is not allowed it is merely in the others' way.
+    # If this is not allowed, the thread competes with the others at the same priority.
     with contextlib.suppress(OSError):
         make_thread_nicer(niceness)
 
 
 def give_way(niceness: int) -> None:
-    """Let other sessions of this user come first, where this process leads a session of its own.
+    """Give the session that this process leads, if it leads one, a lower priority than the user's other sessions.
 
-    Linux may share out time by session before it looks at threads (sched_autogroup): then those of the daemon, however
-    nice, take as much together as the trainer. Does nothing elsewhere.
+    Linux may divide processor time among sessions first (sched_autogroup): then the daemon's threads, however nice,
+    would together get as much as the trainer. Does nothing on other systems.
     """
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The ban list of a run outside the mesh: its file, its exchange with peers and coordinators, and its change by whoever
-holds the admission key.
+"""The ban list of a run outside the mesh: its file, its exchange with peers and coordinators, and changes to it with
+the admission key.
 
-The messages are in peers/protocol/admission.py. Within the mesh the list comes with every introduction.
+The messages are in peers/protocol/admission.py. Within the mesh, every introduction carries the list.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def admitted(dht: Dht, run_id: str, gate: Gate) -> dict[str, Sequence[str]
 
 
 async def exchange(dht: Dht, run_id: str, gate: Gate, peers: Mapping[str, Sequence[str]]) -> int:
-    """Tell these peers (id -> addresses) the list, and hear theirs. Returns how many have the newest of all now."""
+    """Exchange ban lists with these peers (id -> addresses). Returns how many of them now hold the newest one."""
 
     async def exchange_with(peer_id: str, maddrs: Sequence[str]) -> bytes | None:
         try:
@@ -87,7 +87,7 @@ async def exchange(dht: Dht, run_id: str, gate: Gate, peers: Mapping[str, Sequen
 
 
 async def serve(dht: Dht, run_id: str, gate: Gate) -> None:
-    """Exchange lists from now on, with anybody."""
+    """From now on, exchange ban lists with every peer that asks."""
 
     async def handle(_peer_id: str, sock: socket.socket) -> None:
         with Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES) as channel:
@@ -102,7 +102,7 @@ MIN_ENDING_CHARACTERS = 6
 
 @dataclass(frozen=True)
 class ChangedBans:
-    """The list that holds now, and how many of the peers that were asked have it."""
+    """The ban list that is now valid, and how many of the peers asked hold it."""
 
     bans: BanList
     num_told: int
@@ -120,10 +120,10 @@ async def change_bans(
     unban: Collection[str] = (),
     timeout_s: float,
 ) -> ChangedBans:
-    """Sign the next ban list, keep it at `kept_at`, and see to it that the swarm has it.
+    """Sign the next ban list, keep it at `kept_at`, and spread it in the swarm.
 
-    `ban` and `unban` are peer ids, or endings that mean one peer of the swarm, or of the list. Without either, the list
-    as it is. Raises UserError.
+    `ban`: peer ids, or endings that fit only one peer of the swarm. `unban`: likewise, for peers on the list. Without
+    either, the current list is spread. Raises UserError.
     """
     gate = Gate(Admission(run_id, key.secret.public_key))
     load_into(gate, kept_at)
@@ -154,7 +154,7 @@ async def _change(
     unban: Collection[str],
 ) -> ChangedBans:
     there = await admitted(dht, run_id, gate)
-    # What follows has to be newer than any list that the swarm has.
+    # The next list has to be newer than any list in the swarm.
     await exchange(dht, run_id, gate, there)
     new = frozenset(resolved(text, there) for text in ban) - gate.bans.peer_ids
     back = frozenset(resolved(text, gate.bans.peer_ids) for text in unban) & gate.bans.peer_ids
@@ -174,7 +174,7 @@ async def _change(
 
 
 def resolved(text: str, known: Collection[str]) -> str:
-    """The peer id that is meant by itself or by its ending. Raises UserError."""
+    """`text` itself if it is a peer id, else the known peer id that ends with it. Raises UserError."""
     if is_peer_id(text):
         return text
     meant = [peer_id for peer_id in known if peer_id.endswith(text)]

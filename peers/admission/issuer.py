@@ -1,4 +1,4 @@
-"""Issues tokens to those who prove the swarm secret; the messages are in peers/protocol/admission.py.
+"""Issues tokens to peers that prove the swarm secret; the messages are in peers/protocol/admission.py.
 
 Runs beside the coordinator, and in any peer that was given the admission key.
 """
@@ -26,7 +26,7 @@ from peers.protocol.tokens import BanList, Token
 from peers.timing import ANSWER_S
 
 MAX_ASKING = 64
-"""Conversations at once; further ones are closed, and the peers ask again."""
+"""Conversations at once; further ones are closed, and those peers ask again."""
 _MAX_LIST_BYTES = 1 << 20
 
 _JOIN, _PROOF = Decoder(Join), Decoder(Proof)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Issuer:
-    """`bans` gives the newest ban list, `tell(peer id, refusal)` hears whom it refused."""
+    """`bans` returns the newest ban list; `tell(peer id, refusal)` is called for each refused peer."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Issuer:
         bans: Callable[[], BanList],
         tell: Callable[[str, Refused], object],
     ) -> None:
-        """Raises UserError where the key or the allowlist cannot be read."""
+        """Raises UserError if the key or the allowlist cannot be read."""
         self._run_id, self._peer_id, self._settings = run_id, peer_id, settings
         self._bans, self._tell = bans, tell
         self._asking: Counter[str] = Counter()
@@ -53,8 +53,8 @@ class Issuer:
         self._key()
 
     def issue(self, peer_id: str, now: float) -> bytes:
-        """A new token. Raises Refused where the allowlist does not name the peer, or the ban list does, and UserError
-        where the key or the allowlist cannot be read any more."""
+        """A new token. Raises Refused if the allowlist does not name the peer or the ban list does, and UserError if
+        the key or the allowlist cannot be read any more."""
         if peer_id in self._bans().peer_ids:
             raise Refused(Why.BANNED)
         self._check_listed(peer_id)

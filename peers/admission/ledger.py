@@ -21,7 +21,7 @@ CREATE TABLE IF NOT EXISTS holders (
 
 
 class RankLedger:
-    """One run's ranks: one rank an identity, one identity a rank. A change is on disk when the call ends."""
+    """One run's ranks: an identity has at most one rank, a rank at most one identity. A change is on disk on return."""
 
     def __init__(self, path: Path) -> None:
         """Open the ledger at `path`, or make it. Raises UserError when it cannot be read or written."""
@@ -47,8 +47,8 @@ class RankLedger:
     ) -> Grant | Taken:
         """Give this identity a rank: the wanted one, else the one it has, else the lowest free one.
 
-        Repeating it gives the same rank. A wanted rank of another identity is Taken, unless that identity is `evict`,
-        which loses it. Ranks to `avoid` are given to those only who ask for them.
+        Repeating it gives the same rank. If another identity has the wanted rank, the answer is Taken, unless that
+        identity is `evict`, which loses it. A rank to `avoid` is given only to a peer that asks for it.
         """
         with self._transaction():
             rank = wanted if wanted is not None else self._rank_of(peer_id)

@@ -1,4 +1,4 @@
-"""This process's own token: asked of issuers, kept on disk for a restart, and renewed when half its time is over.
+"""This process's own token: requested from issuers, kept on disk for a restart, and renewed after half of its lifetime.
 
 The messages are in peers/protocol/admission.py.
 """
@@ -31,11 +31,11 @@ from peers.timing import ANSWER_S, CONNECT_S, PROBE_S, RETRY_S
 log = logging.getLogger(__name__)
 
 _RENEWALS = 100
-"""Attempts at renewing a token in its time, about: one of 30 days is tried every seven hours."""
+"""About how many renewals are attempted in a token's lifetime: for a token of 30 days, one every seven hours."""
 
 
 class OwnToken:
-    """`issuer`: this process's own, where it issues tokens itself."""
+    """`issuer`: this process's own issuer, if it issues tokens itself."""
 
     def __init__(self, dht: Dht, applicant: Applicant, path: Path, issuer: Issuer | None) -> None:
         self._dht, self._applicant, self._path, self._issuer = dht, applicant, path, issuer
@@ -119,7 +119,7 @@ def _nobody(error: NoIssuer) -> str:
 
 
 MAX_ASKED = 16
-"""Issuers at once; those with the newest announcements."""
+"""Issuers asked at once: those with the newest announcements."""
 _NONCE = Decoder(Nonce)
 _ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
 
@@ -134,9 +134,8 @@ class Applicant:
 
 
 class NoIssuer(PeerUnreachable):
-    """No issuer answers. What answers instead: `others`, issuers with another admission key; `coordinators` without
-    one.
-    """
+    """No issuer answers. `others`: there are issuers with another admission key; `coordinators`: there are coordinators
+    without admission."""
 
     def __init__(self, *, others: bool, coordinators: bool) -> None:
         super().__init__("nobody issues tokens here")
@@ -186,7 +185,7 @@ async def _ask_all(
 
 
 async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
-    """All that announce themselves as issuers and show a valid token, the newest announcement first."""
+    """All peers that announce themselves as issuers and show a valid token, the newest announcement first."""
 
     def check(record: CoordinatorRecord) -> None:
         token = Token.decode(record.token, applicant.secret.public_key)

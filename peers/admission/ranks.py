@@ -39,13 +39,13 @@ async def request_rank(
 ) -> Grant | None:
     """Ask the run's coordinator for a world rank; None when no coordinator answers within `timeout_s`.
 
-    `gate` decides who may be a coordinator (default: anybody), `token` is shown to it. Raises UserError when another
-    live peer holds the wanted rank, or the coordinator refuses this one, and no other coordinator grants a rank: in an
-    open swarm strangers may claim to be one. Asking again gives the same rank.
+    `gate` decides who may be a coordinator (default: anybody); `token` is shown to it. Raises UserError if a
+    coordinator refuses this peer, or says that another live peer holds the wanted rank, and no other coordinator grants
+    one: in an open swarm strangers may claim to be coordinators. Asking again gives the same rank.
     """
     gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
-    # A peer with a rank of its own needs no coordinator, and most likely there is none.
+    # A peer that names its rank needs no coordinator, and most likely there is none.
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, OFTEN_S)
     while time.monotonic() < deadline:
         records = await coordinators(dht, run_id, gate)
@@ -70,9 +70,8 @@ async def request_rank(
 
 
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
-    """All peers that announce themselves as this run's coordinator and are admitted. Initial peers first, which the
-    user has named; then the newest announcement.
-    """
+    """All admitted peers that announce themselves as this run's coordinator: the initial peers, which the user has
+    named, first; then the newest announcement."""
     found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, gate.check_record)
     return sorted(found.values(), key=lambda record: (record.peer_id not in dht.initial_peers, -record.time))
 
@@ -91,7 +90,7 @@ async def _ask(
 
 
 def granted(answer: Grant | Taken | Refusal, wanted: int | None) -> Grant:
-    """Raises UserError for a taken rank, Refused where that is the answer, ProtocolError for a rank of another."""
+    """The grant. Raises UserError if the rank is taken, Refused for a refusal, ProtocolError for another rank."""
     match answer:
         case Grant(world_rank) if wanted in (None, world_rank):
             return answer
@@ -106,7 +105,7 @@ def granted(answer: Grant | Taken | Refusal, wanted: int | None) -> Grant:
 
 
 ARRIVAL_S = START_S
-"""A peer that was given a rank so recently counts as present, announced or not."""
+"""A peer that was given a rank less than this long ago counts as present, announced or not."""
 _ASKED = Decoder(AskRank)
 
 
@@ -148,7 +147,7 @@ class Registrar:
         return replace(answer, galaxy_size=self._num_around(peer_id, others))
 
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
-        """Peers that are present or arriving, the asking one included. (The ledger also has dead ones.)"""
+        """Peers that are present or arriving, `peer_id` included. (The ledger also contains dead ones.)"""
         now = time.monotonic()
         self._granted_at[peer_id] = now
         arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}

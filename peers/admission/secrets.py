@@ -1,7 +1,7 @@
-"""The swarm secret and the admission key: what they are made of, their files, and what is proved with them.
+"""The swarm secret and the admission key: their format, their files, and the proof that a peer has the secret.
 
     swarm secret      diloco1.<public half of the admission key>.<32 random bytes>         for every peer
-    admission key     diloco-admission1.<private key>.<the same 32 random bytes>           for who issues tokens
+    admission key     diloco-admission1.<private key>.<the same 32 random bytes>           for issuers of tokens
 
 One line of text each, base64 without padding. Both are read from files or the environment only, and appear in no
 message, log or `repr`.
@@ -34,14 +34,14 @@ _PROVED = b"diloco admission\0"
 
 @dataclass(frozen=True)
 class SwarmSecret:
-    """What a peer has to be given to be admitted, and to know by whom others were."""
+    """What a peer needs to be admitted, and to verify that others were."""
 
     public_key: bytes
     _random: bytes = field(repr=False)
 
     @classmethod
     def parse(cls, text: str) -> SwarmSecret:
-        """Raises ValueError, which does not hold the text."""
+        """Raises ValueError, whose message does not contain the text."""
         return cls(*_parts(text, _SECRET))
 
     def to_text(self) -> str:
@@ -49,7 +49,7 @@ class SwarmSecret:
         return _text(_SECRET, self.public_key, self._random)
 
     def proof(self, run_id: str, peer_id: str, issuer_id: str, nonce: bytes) -> bytes:
-        """Proof, bound to this issuer and time, that this peer has the secret; it reveals nothing of the secret."""
+        """Proof, for this issuer and nonce only, that this peer has the secret. It reveals nothing of the secret."""
         parts = (run_id.encode(), peer_id.encode(), issuer_id.encode(), nonce)
         said = _PROVED + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hmac.digest(self._random, said, hashlib.sha256)
@@ -60,7 +60,7 @@ class SwarmSecret:
 
 @dataclass(frozen=True)
 class AdmissionKey:
-    """What issues tokens and signs ban lists."""
+    """The key that signs tokens and ban lists."""
 
     private_key: Ed25519PrivateKey = field(repr=False)
     _random: bytes = field(repr=False)
@@ -71,7 +71,7 @@ class AdmissionKey:
 
     @classmethod
     def parse(cls, text: str) -> AdmissionKey:
-        """Raises ValueError, which does not hold the text."""
+        """Raises ValueError, whose message does not contain the text."""
         seed, random = _parts(text, _KEY)
         return cls(Ed25519PrivateKey.from_private_bytes(seed), random)
 
@@ -130,7 +130,7 @@ def load_or_create_key(key_path: Path, secret_path: Path) -> AdmissionKey:
 
 
 def replace_secret(key_path: Path, secret_path: Path) -> None:
-    """A new swarm secret for the admission key in a file: who knows only the old one gets no more tokens. Raises
+    """Give the admission key in a file a new swarm secret: peers that have only the old one get no more tokens. Raises
     UserError."""
     key = AdmissionKey(load_key(key_path).private_key, secrets.token_bytes(_PART_BYTES))
     try:
@@ -181,9 +181,8 @@ DEFAULT_LIFETIME_DAYS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionSettings:
-    """What a process was started with; nothing means an open swarm. Paths only, so that no secret shows in a command
-    line.
-    """
+    """The settings of admission; without any, the swarm is open. They name files, so that no secret is on a command
+    line."""
 
     swarm_secret_file: str | None = None
     """None: the secret is taken from DILOCO_SWARM_SECRET."""
@@ -196,7 +195,7 @@ class AdmissionSettings:
     """False: ignore DILOCO_SWARM_SECRET, which a coordinator's shell may have set for a peer beside it."""
 
     def secret(self) -> SwarmSecret | None:
-        """The swarm secret, from wherever it is to be had. Raises UserError."""
+        """The swarm secret, from a file or the environment; None in an open swarm. Raises UserError."""
         secret = load_secret(self.swarm_secret_file, os.environ if self.use_environment else {})
         if self.admission_key_file is None:
             return secret

@@ -1,6 +1,6 @@
-"""One process's part in admission, a peer's or a coordinator's: its own token kept valid, ban lists, tokens for others.
+"""Admission in one process, a peer or a coordinator: keeps its token valid, exchanges ban lists, issues tokens.
 
-In an open swarm it does nothing but guard what this process's DHT node stores.
+In an open swarm it only checks what this process's DHT node stores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RECORD_TTL_S = 1.5 * RECORD_TTL_S
 
 
 class AdmissionService:
-    """Used from one event loop. `gate` is for the doors; `token` for what this process shows at those of others."""
+    """Used from one event loop. `gate` decides whom this process admits; `token` is what it shows to others."""
 
     def __init__(self, run_id: str, identity: Identity, dht: Dht, settings: AdmissionSettings) -> None:
         """Raises UserError."""
@@ -68,7 +68,7 @@ class AdmissionService:
         return self._own.blob if self._own else b""
 
     async def enter(self) -> None:
-        """Have a token, before anything is asked of others. Raises UserError."""
+        """Get a token; to be called before anything is asked of other peers. Raises UserError."""
         if self._own is None:
             return
         self._load_bans()
@@ -80,7 +80,7 @@ class AdmissionService:
             await self.announce(ISSUERS_KEY(self._run_id))
 
     async def run(self) -> None:
-        """Keep the token valid. Raises PeersError once this peer is banned or its token over."""
+        """Keep the token valid. Raises PeersError once this peer is banned or its token has expired."""
         if self._own is None:
             await asyncio.Future()
             return
@@ -95,11 +95,11 @@ class AdmissionService:
 
     @property
     def _is_banned(self) -> bool:
-        """This peer itself."""
+        """Whether this peer itself is banned."""
         return self._identity.peer_id in self.gate.bans.peer_ids
 
     async def announce(self, key: str) -> None:
-        """Say under this key of the DHT that this process serves the run."""
+        """Announce under this key of the DHT that this process serves the run."""
         record = CoordinatorRecord(
             peer_id=self._dht.peer_id,
             run_id=self._run_id,
@@ -110,9 +110,8 @@ class AdmissionService:
         await self._dht.store(key, self._dht.peer_id, record.encode(self._identity), _RECORD_TTL_S)
 
     def _load_bans(self) -> None:
-        """Start from the ban list on disk, unless it bans this peer, which may have been unbanned since: the first
-        peer that it meets has the newest list.
-        """
+        """Load the ban list on disk, unless it bans this peer: it may have been unbanned since, and the first peer that
+        it meets has the newest list."""
         assert self.secret is not None
         kept = Gate(Admission(self._run_id, self.secret.public_key))
         bans.load_into(kept, self._bans_path)
@@ -126,28 +125,26 @@ class AdmissionService:
 
 
 MAX_TTL_S = 2 * RECORD_TTL_S
-"""Our longest is 30 s. Without a limit, an old record stored again by somebody else with a later expiry would block
-newer ones.
-"""
+"""Ours live for 30 s at most. Without a limit, an old record stored again by somebody else with a later expiry would
+block newer ones."""
 MAX_FOUND = 1024
-"""Records that have been checked and are valid."""
+"""Valid records that are remembered, so that they are not verified again."""
 MAX_NEW_BYTES, MAX_KEPT_BYTES = 5 << 19, 3 << 20
-"""Of records under one key, which Hivemind sends in one message of at most 4 MiB: as many as this before a new one, and
-with one that replaces a shorter one. A thousand peers' take about one MB.
-"""
+"""Limits of the bytes kept under one key, because Hivemind sends them in one message of at most 4 MiB: the first for a
+record of a new subkey, the second for one that replaces a shorter record. A thousand peers' records take about 1 MB."""
 _AROUND_BYTES = 32
-"""Around each record in that message."""
+"""Overhead of each record in that message."""
 
 
 class _Room:
-    """What is kept under one key, by subkey: bytes, and until when."""
+    """By subkey, the size and the expiry of what is kept under one key."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, float]] = {}
         self._total, self._looked_at = 0, 0.0
 
     def take(self, subkey: str, num_bytes: int, expiry: float, now: float) -> bool:
-        """Whether there is room for this record. It replaces what expires before it."""
+        """Whether there is room for this record, which replaces one of its subkey that expires earlier."""
         before, until = self._kept.get(subkey, (0, 0.0))
         if expiry <= until:
             return True
@@ -169,7 +166,7 @@ class _Room:
 def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
     """From now on store under the run's keys only announcements that admitted peers have signed themselves.
 
-    Of records found at other nodes only the signature is checked: the reader wants to know whom it refuses.
+    Records found at other nodes are verified, but not checked for admission: the reader reports whom it refuses.
     """
 
     def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
@@ -178,7 +175,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
             if expiry > time.time() + MAX_TTL_S:
                 return False
-            # Every node that has the record returns it, every few seconds.
+            # Every node that has the record returns it at every look-up, which is every few seconds.
             if is_found and (subkey, value) in found:
                 return True
             try:

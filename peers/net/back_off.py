@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class BackOff:
-    """From `first_s` to `longest_s`, doubling."""
+    """The wait is `first_s` at first, and doubles with each failure up to `longest_s`."""
 
     first_s: float
     longest_s: float

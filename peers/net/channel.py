@@ -1,6 +1,6 @@
 """Small messages between peers: structs of peers/protocol behind a 4-byte length, on a stream of the transport.
 
-Between two messages either end may send raw bytes, where the messages before say how many.
+Between two messages either end may send raw bytes, if the messages before say how many.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TIMED_BYTES = 1 << 20
 
 
 class Channel:
-    """Messages over a non-blocking socket, of TLS or not, which it owns. One task may send while another receives.
+    """Messages over a non-blocking socket, TLS or plain. One task may send while another receives.
 
-    A context manager, which closes it.
+    The channel owns the socket. A context manager: leaving it closes both.
     """
 
     def __init__(self, sock: socket.socket, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -40,7 +40,7 @@ class Channel:
         self._sending = asyncio.Lock()
         self._received = bytearray()
         self.received_bytes = 0
-        """In whole messages."""
+        """Of whole messages."""
 
     def __enter__(self) -> Self:
         return self
@@ -58,13 +58,13 @@ class Channel:
                 async with asyncio.timeout(timeout_s), self._sending:
                     await socket_io.send_all(self.sock, _LENGTH.pack(len(body)) + body)
         except TimeoutError as error:
-            # Part of the frame may have been sent, so nothing after it could be parsed. The receiver still owns the
-            # socket.
+            # Part of the message may have been sent, so the peer could not parse what follows. The socket is not closed
+            # here: another task may be receiving on it.
             self.break_off()
             raise PeerUnreachable(f"could not send within {timeout_s:g} s") from error
 
     async def read(self, wanted: Decoder[T], timeout_s: float | None = None) -> T:
-        """The next message, one of those wanted; a read that was cancelled or timed out loses nothing.
+        """The next message, of one of the types wanted. Nothing is lost if the read is cancelled or times out.
 
         Raises PeerUnreachable at the end of the stream, PeerSilent after `timeout_s`, ProtocolError for any other
         message.
@@ -72,7 +72,7 @@ class Channel:
         return decode(wanted, await self._whole_message(timeout_s), self._max_message_bytes)
 
     async def send_bytes(self, view: memoryview, timeout_s: float) -> None:
-        """Raw bytes, each megabyte in this time. Raises PeerUnreachable."""
+        """Send raw bytes, each megabyte within `timeout_s`. Raises PeerUnreachable."""
         for start in range(0, len(view), _TIMED_BYTES):
             try:
                 with _unreachable():
@@ -82,7 +82,7 @@ class Channel:
                 raise PeerUnreachable(f"took nothing within {timeout_s:g} s") from error
 
     async def receive_bytes(self, view: memoryview, timeout_s: float) -> int:
-        """Some raw bytes, into `view`; how many. Raises PeerUnreachable, PeerSilent after `timeout_s`."""
+        """Receive raw bytes into `view`; returns how many. Raises PeerUnreachable, PeerSilent after `timeout_s`."""
         try:
             with _unreachable():
                 async with asyncio.timeout(timeout_s):
@@ -94,7 +94,7 @@ class Channel:
         return received
 
     async def fill(self, view: memoryview, timeout_s: float) -> None:
-        """Raw bytes, as many as `view` has, with no longer pause than `timeout_s`. Raises as `receive_bytes`."""
+        """Fill `view` with raw bytes, with no pause longer than `timeout_s`. Raises as `receive_bytes`."""
         done = 0
         while done < len(view):
             done += await self.receive_bytes(view[done:], timeout_s)
@@ -163,7 +163,7 @@ async def call(
 
 @contextlib.contextmanager
 def _unreachable() -> Iterator[None]:
-    """A stream that breaks, as PeerUnreachable."""
+    """Raises PeerUnreachable if the stream breaks."""
     try:
         yield
     except TimeoutError:

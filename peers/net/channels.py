@@ -1,7 +1,7 @@
-"""The channels of the mesh: one with each peer that this one talks to, dialled, introduced, kept, and made anew.
+"""The channels of the mesh, one with each peer that this one talks to: dialled, introduced, kept, and replaced.
 
-A channel is opened by the smaller peer id (by the other when that does not come about): where both have opened one,
-that of the smaller id is kept.
+The peer with the smaller id opens the channel; if it does not, the other one does. If both have opened one, that of the
+smaller id is kept.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_S, MESSAGES_AT_ONCE, BYTES_PER_MESSAGE = 200.0, 1000.0, 20_000
-"""What a peer may send per second: this many small messages, or 4 MB; longer messages count as several. Many times
-what an honest peer sends. Not reading would be no remedy: the end of the stream would stay hidden behind what a
-flood leaves in the buffers.
-"""
+"""What a peer may send per second: this many small messages, or 4 MB; longer messages count as several. Many times what
+an honest peer sends. To stop reading would not help: behind a flood in the buffers, the end of the stream would go
+unnoticed."""
 ANSWER_BYTES = 256 << 10
-"""What a question counts for beside its own bytes: about as much as the answer, which costs this peer as much."""
+"""What a question counts in addition to its own bytes: about the size of its answer, which costs this peer as much."""
 MAX_DIALLED = 32
-"""Dials at once: anybody can put records into the DHT of peers that do not exist."""
+"""Dials at once: anybody can announce peers in the DHT that do not exist."""
 
 _SAID: Decoder[Said] = Decoder(Said)
 _INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
 Reached = Literal["here", "gone", "silent"]
-"""Nobody listens at its addresses, or it has refused this peer."""
+""""gone": nobody listens at the peer's addresses, or it has refused this peer. "silent": it has not answered."""
 
 
 class NotAdmitted(PeerUnreachable):
-    """A peer that was reached says that this one is not admitted."""
+    """A peer that was reached refuses this one."""
 
     def __init__(self, why: Why) -> None:
         super().__init__(f"turned away: {why}")
@@ -61,7 +60,7 @@ class NotAdmitted(PeerUnreachable):
 
 
 class Introduced(NamedTuple):
-    """The other end, and the ban list that it has heard from here."""
+    """What the other end has announced, and the ban list that it was sent."""
 
     spoken: Spoken
     record: bytes
@@ -69,8 +68,8 @@ class Introduced(NamedTuple):
 
 
 class Channels:
-    """Used from one event loop. `open`: by peer id. The mesh hears what happens on them, and knows what this peer says
-    of itself."""
+    """Used from one event loop. `open` holds the channels by peer id. The mesh is told what happens on them, and
+    provides this peer's announcement."""
 
     def __init__(
         self,
@@ -119,13 +118,13 @@ class Channels:
         return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
 
     def part(self, peer_id: str) -> None:
-        """Close a channel that is not needed any more; the other end hears that it is no loss."""
+        """Close a channel that is not needed any more. The Parting tells the other end that this peer is not lost."""
         channel = self.open.pop(peer_id)
         channel.enqueue(Parting())
         channel.enqueue(None)
 
     def drop(self, peer_id: str) -> None:
-        """Close the channel to this peer, if there is one, once everything before is sent."""
+        """Close the channel to this peer, if there is one, once everything queued is sent."""
         if (channel := self.open.pop(peer_id, None)) is not None:
             channel.enqueue(None)
 
@@ -157,9 +156,8 @@ class Channels:
             return channel, await self.introduced_as_caller(channel, record.peer_id)
 
     async def _redial(self, record: Announcement) -> None:
-        """The peer may be alive and only the connection broken: dial again. The larger peer id lets the other dial
-        first.
-        """
+        """The peer may be alive and only the connection broken: dial again. The peer with the larger id lets the other
+        one dial first."""
         if self._peer_id > record.peer_id:
             await asyncio.sleep(GRACE_S)
         await self.reach(record)
@@ -178,10 +176,10 @@ class Channels:
         self._keep(peer_id, channel, introduced, caller=peer_id)
 
     def _keep(self, peer_id: str, channel: Channel, introduced: Introduced, *, caller: str) -> None:
-        """From now on this is the channel to the peer.
+        """Make this the channel to the peer.
 
-        A newer channel replaces an older one, but where both have called each other, both ends keep that of the smaller
-        peer id, unless it is silent or that of a process that has been started anew.
+        A newer channel replaces an older one. But if both peers have called each other, both keep the channel that the
+        smaller id opened, unless it is silent or belongs to a process that has restarted since.
         """
         known = self._mesh.newest(peer_id)
         if (older := self.open.get(peer_id)) is not None:
@@ -197,7 +195,7 @@ class Channels:
         self._mesh.opened(peer_id, introduced)
         self.tasks.spawn(self._listen(newer, peer_id))
 
-    # Introductions: each says who it is, after the ban list that it has (protocol/mesh.py)
+    # Introductions: each end sends the ban list that it has, then its announcement (protocol/mesh.py)
 
     async def introduced_as_caller(self, channel: Channel, peer_id: str) -> Introduced:
         """Raises NotAdmitted, Refused, PeerUnreachable, ProtocolError."""
@@ -220,13 +218,13 @@ class Channels:
             channel.close()
 
     def decode(self, peer_id: str, record: bytes) -> Spoken:
-        """What this peer has said of itself. Raises ProtocolError, and Refused for one that is not admitted."""
+        """The announcement in `record`, of this peer. Raises ProtocolError, and Refused if the peer is not admitted."""
         spoken = Spoken.decode(peer_id, record, run_id=self._run_id, now=time.time())
         self._gate.check(peer_id, spoken.token, "mesh")
         return spoken
 
     async def _say(self, channel: Channel) -> bytes:
-        """Say who is here, after the ban list, which is returned."""
+        """Send the ban list, then this peer's announcement. Returns the ban list."""
         bans = await self._tell_bans(channel)
         await channel.send(Announced(record=self._mesh.recent_record()), timeout_s=ANSWER_S)
         return bans
@@ -248,13 +246,13 @@ class Channels:
                 raise NotAdmitted(why)
         raise ProtocolError("two ban lists in one introduction")
 
-    # While one stands
+    # While a channel is open
 
     async def _listen(self, channel: LivePeer, peer_id: str) -> None:
         """Own the channel until it breaks."""
 
         def fell_silent() -> None:
-            # If many peers are silent at once, it is this peer's connection that is bad.
+            # If many peers are silent at once, this peer's own connection is at fault.
             if sum(other.is_silent for other in self.open.values()) <= max(1, len(self.open) // 4):
                 self._transport.no_answer(peer_id)
 
@@ -293,7 +291,7 @@ class Channels:
                     del self.open[peer_id]
                 return
             self._mesh.received(peer_id, said)
-            # Reading what has arrived already does not yield to other tasks.
+            # Reading what has already arrived does not yield to other tasks.
             await asyncio.sleep(0)
 
     def _broken(

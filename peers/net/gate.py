@@ -49,7 +49,7 @@ class Gate:
         return self._admission.bans_blob
 
     def check(self, peer_id: str, token: bytes, door: str) -> None:
-        """Raise Refused, and log it the first time, unless this peer is admitted by this token."""
+        """Raise Refused, and log it once, unless this token admits this peer. `door`: where the peer asked."""
         try:
             self._admission.check(peer_id, token, time.time())
         except Refused as error:

@@ -1,11 +1,11 @@
-"""What every peer last said of itself, and which of it each neighbour has yet to hear. Pure.
+"""Every peer's newest announcement, and which of them each neighbour has yet to be sent. Pure.
 
-A peer tells its neighbours (overlay.py) what it says of itself, signed and numbered; each passes it on to those that
-are to have it from it. Whoever has missed something, since the ring has just changed or a link carries nothing, gets it
-by asking one neighbour after another what it has (anti-entropy, Demers et al., 1987). A peer is *here* while newer
-words of it come. It is not here any more once the channel to it breaks, or more than half of its neighbours say so of
-theirs (SWIM's indirect probes, Das et al., 2002), or nothing new has come for long. Whoever lives and hears that it is
-lost says something newer, which ends the rumour (as in SWIM, too).
+A peer sends its announcements, signed and numbered, to its neighbours (overlay.py), and each passes them on to certain
+neighbours of its own. A peer misses some when the ring has just changed or a link is down. It gets them by asking one
+neighbour after another for what it lacks (anti-entropy, Demers et al., 1987). A peer is *here* while newer
+announcements of it come. It is no longer here once the channel to it breaks, or more than half of its neighbours report
+that theirs broke (SWIM's indirect probes, Das et al., 2002), or nothing new has come for long. A live peer that hears
+that it is reported lost sends a newer announcement, which ends the rumour (as in SWIM, too).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTHING = (-1, 0)
 
 @dataclass
 class _Known:
-    """The newest word of one peer, here or not."""
+    """The newest announcement of one peer, here or not."""
 
     spoken: Spoken
     record: bytes
@@ -34,44 +34,44 @@ class _Known:
 
 
 class Gossip:
-    """`here`: the newest word of every other peer that is here."""
+    """`here`: the newest announcement of every other peer that is here."""
 
     def __init__(self, me: str) -> None:
         self._me = me
         self.here: dict[str, Spoken] = {}
         self._known: dict[str, _Known] = {}
         self._owed: dict[str, dict[str, None]] = {}
-        """By neighbour, the peers whose newest word it has yet to hear."""
+        """By neighbour, the peers whose newest announcement it has yet to be sent."""
         self._lost: dict[str, tuple[Lost, float]] = {}
-        """Those whose channels broke here, and when."""
+        """Peers whose channel to this one broke, and when."""
         self._reports: dict[str, dict[str, Lost]] = defaultdict(dict)
-        """By peer, who says that it is lost."""
+        """By peer, who reports that it is lost."""
         self._announced: frozenset[str] = frozenset()
         self._ring: Ring | None = None
-        """Of this peer and all that are here. Cache; None: stale."""
+        """Of this peer and all that are here; None: to be computed again."""
 
     @property
     def is_full_mesh(self) -> bool:
-        """Whether everybody hears everybody, so that nothing needs to be passed on. Those that are announced count: of
-        many that come at a time, each hears few at first."""
+        """Whether all peers have channels with one another, so that nothing has to be passed on. Announced peers count,
+        too: if many come at once, each hears few of them at first."""
         return is_full_mesh(1 + len(self.here.keys() | self._announced))
 
     def announced(self, peer_ids: Collection[str]) -> None:
-        """These are in the DHT."""
+        """These peers are announced in the DHT."""
         self._announced = frozenset(peer_ids) - {self._me}
 
     def newest(self, peer_id: str) -> Spoken | None:
-        """What this peer said last, whether it is here or not."""
+        """The newest announcement of `peer_id`, whether it is here or not."""
         known = self._known.get(peer_id)
         return known.spoken if known else None
 
     @property
     def neighbours(self) -> frozenset[str]:
-        """Those of this peer among all that are here."""
+        """The neighbours of this peer among all that are here."""
         return self.ring.neighbours_of(self._me)
 
     def neighbours_with(self, further: Collection[str]) -> frozenset[str]:
-        """Those that this peer would have if these were here too."""
+        """The neighbours that this peer would have if these were here too."""
         return self.ring.with_(further).neighbours_of(self._me)
 
     @property
@@ -87,7 +87,7 @@ class Gossip:
         return peer_id != self._me and (known is None or version > known.spoken.version)
 
     def heard(self, spoken: Spoken, record: bytes, now: float, by: str) -> bool:
-        """A word whose signature has been checked came on the channel of `by`. Returns whether it is news."""
+        """Take an announcement, its signature verified, from the channel of `by`. Returns whether it is news."""
         peer_id, is_direct = spoken.peer_id, spoken.peer_id == by
         if not self.is_news(peer_id, spoken.version):
             if is_direct:
@@ -99,7 +99,7 @@ class Gossip:
         reports = self._reports.get(peer_id, {})
         self._reports[peer_id] = {by: lost for by, lost in reports.items() if lost.version >= spoken.version}
         if not is_direct and self._has_just_lost(peer_id, now):
-            # Said before it was lost: it is back when a channel to it stands, or it has something to say later.
+            # Probably sent before the loss. The peer is back once a channel to it opens or a later announcement comes.
             self._lost[peer_id] = _lost(spoken), self._lost[peer_id][1]
             return False
         if not is_direct and self._is_reported(spoken):
@@ -126,7 +126,7 @@ class Gossip:
     # Who is lost
 
     def lose(self, peer_id: str, now: float, *, by_own_channel: bool) -> bool:
-        """This peer is not here any more. Returns whether it was."""
+        """`peer_id` is not here any more. Returns whether it was."""
         spoken = self.here.pop(peer_id, None)
         if spoken is None:
             return False
@@ -138,37 +138,37 @@ class Gossip:
         return True
 
     def lost_lately(self, now: float) -> tuple[Lost, ...]:
-        """For this peer's own word; nothing in a full mesh, where everybody sees for itself."""
+        """Recent losses, for this peer's announcement; empty in a full mesh, where every peer notices them itself."""
         self._lost = {p: (lost, at) for p, (lost, at) in self._lost.items() if now < at + START_S}
         return () if self.is_full_mesh else tuple(lost for lost, _ in list(self._lost.values())[-MAX_LOST:])
 
     def rumoured(self, spoken: Spoken) -> set[str]:
-        """Of those whom this word says to be lost, those of whom most of their neighbours say so."""
+        """The peers that this announcement reports lost, and that most of their neighbours report lost."""
         named = (self.here.get(lost.peer_id) for lost in spoken.lost)
         return {one.peer_id for one in named if one is not None and self._is_reported(one)}
 
     def _is_reported(self, spoken: Spoken) -> bool:
-        """Whether most neighbours of this peer say that it is lost, and have heard this word of it."""
+        """Whether most neighbours of the announcing peer report it lost although they have heard this announcement."""
         neighbours = self.ring.with_({spoken.peer_id}).neighbours_of(spoken.peer_id)
         reports = self._reports[spoken.peer_id].items()
         agree = sum(reporter in neighbours and lost.version >= spoken.version for reporter, lost in reports)
         return 2 * agree > len(neighbours)
 
     def silent(self, now: float, silence_s: float) -> set[str]:
-        """Those here of whom nothing new has come for so long."""
+        """The peers here of which nothing new has come for this long."""
         return {peer_id for peer_id in self.here if now > self._known[peer_id].heard_at + silence_s}
 
     # What neighbours are owed
 
     def versions(self) -> dict[bytes, tuple[int, int]]:
-        """What this peer has of those that are here, to ask a neighbour for what is missing."""
+        """The versions that this peer has of those that are here, to ask a neighbour for what is missing."""
         return {key_of(peer_id): spoken.version for peer_id, spoken in self.here.items()}
 
     def missing(
         self, to: str, versions: Mapping[bytes, tuple[int, int]], heard_before: float
     ) -> tuple[Told, ...]:
-        """What this one, which has these, has missed of what was heard here before then: a message's worth. What is
-        younger is still on its way to it."""
+        """One message of what `to` lacks, which holds these versions. What was heard after `heard_before` is left out:
+        it is still on its way to `to`."""
         return _message(
             known
             for peer_id in self.here
@@ -178,7 +178,7 @@ class Gossip:
         )
 
     def due(self, neighbours: Collection[str]) -> Iterator[tuple[str, tuple[Told, ...]]]:
-        """What each of these has yet to hear, a message's worth."""
+        """For each of these neighbours that has yet to be sent something: one message of it."""
         self._owed = {n: self._owed[n] if n in self._owed else dict.fromkeys(self.here) for n in neighbours}
         for neighbour, owed in self._owed.items():
             owed.pop(neighbour, None)
@@ -201,12 +201,12 @@ class Gossip:
 
 
 def key_of(peer_id: str) -> bytes:
-    """Short for a peer id in a list of versions. Two with one key miss each other's words there, and no more."""
+    """Short for a peer id in a list of versions. If two peers share one, missed announcements may stay missing."""
     return place_of(peer_id)[:KEY_BYTES]
 
 
 def _message(words: Iterable[_Known]) -> tuple[Told, ...]:
-    """As many of these as a message holds; the others are not taken out."""
+    """As many of these as fit into a message; no more are taken from the iterable."""
     told, size = list[Told](), 0
     for known in words:
         told.append(_told(known))

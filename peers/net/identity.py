@@ -1,4 +1,4 @@
-"""Who a peer is: a libp2p key on disk. A restart by the same command finds it, and so is the same peer.
+"""Who a peer is: a libp2p key on disk. After a restart by the same command it has the same key, so it is the same peer.
 
 New keys are Ed25519; RSA keys as Hivemind's tools write them are read as well.
 """
@@ -22,10 +22,10 @@ _MAX_SLOTS = 10_000
 
 
 class _Lock:
-    """An exclusive claim to `path`, by a file beside it. Raises BlockingIOError while another process has it.
+    """An exclusive claim to `path`, by a lock file beside it. Raises BlockingIOError while another process has it.
 
-    flock, not a pid in a file: the kernel gives it back however the process ends. A bare descriptor, not a file
-    object: the claim must not end because somebody dropped the last reference.
+    flock, not a pid in a file: the kernel releases it however the process ends. A bare descriptor, not a file object:
+    the claim must not end because somebody dropped the last reference.
     """
 
     def __init__(self, path: Path) -> None:

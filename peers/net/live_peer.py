@@ -1,4 +1,4 @@
-"""A channel of the mesh with one peer: what it is sent and when, and how long it has not answered."""
+"""A channel of the mesh with one peer: what is sent on it and when, and whether the peer still answers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ _LATE = 1.5
 
 
 class LivePeer:
-    """What the other end is yet to be sent, how long it has not answered. `caller`: the peer id of the end that opened
-    the channel."""
+    """A channel, its queue, and its unanswered heartbeats. `caller`: the peer id of the end that opened the channel."""
 
     def __init__(self, channel: Channel, caller: str) -> None:
         self.channel, self.caller = channel, caller
         self.used_at = time.monotonic()
-        """When a message for this peer, or of it, went over the channel that was no status."""
+        """When the last message of a core or about the manifest went over the channel, in either direction."""
         self._num_unanswered = 0
         self._queue: asyncio.Queue[Said | None] = asyncio.Queue(_MAX_QUEUED)
 
     @property
     def is_silent(self) -> bool:
-        """It has not answered several heartbeats."""
+        """The peer has not answered several heartbeats."""
         return self._num_unanswered >= DOUBT_BEATS
 
     def heard(self) -> None:
-        """It has answered."""
+        """The peer has sent something, which counts as an answer."""
         self._num_unanswered = 0
 
     def enqueue(self, message: Said | None) -> None:
@@ -40,7 +39,7 @@ class LivePeer:
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            # It has stopped reading. Treat that like silence.
+            # The peer has stopped reading: treat that like silence.
             self.channel.break_off()
 
     async def send_forever(
@@ -50,14 +49,14 @@ class LivePeer:
         *,
         on_silence: Callable[[], None],
     ) -> None:
-        """Send what is queued and, where no status was among it for somewhat longer than `interval_s`, the current one:
-        cores announce theirs in this interval, but while one is busy with a commit it does not."""
+        """Send what is queued. If no status has been queued for somewhat longer than `interval_s`, send the current
+        one: a core queues a status in each interval, but not while it is busy with a commit."""
         clock = asyncio.get_running_loop().time
         told_at = counted_at = clock()
         try:
             while True:
                 try:
-                    # Not wait_for: in Python 3.11 it swallows a cancellation that meets a message.
+                    # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with a message.
                     async with asyncio.timeout_at(told_at + _LATE * interval_s()):
                         message = await self._queue.get()
                 except TimeoutError:
@@ -78,5 +77,5 @@ class LivePeer:
 
 
 def silence_s(num_peers: int, beat_s: Callable[[int], float] = heartbeat_s) -> float:
-    """After which one that is heard of at every beat counts as lost; by default, a channel that carries nothing."""
+    """After this long, a silent peer that should send every `beat_s` counts as lost; default: heartbeats."""
     return max(LEAST_SILENCE_S, LOST_BEATS * beat_s(num_peers))

@@ -1,10 +1,10 @@
-"""How this peer and the others of the run hear from one another: statuses, round messages, the first word of a death.
+"""The mesh: how the peers of a run exchange statuses and round messages, and learn early that one of them is lost.
 
-Peers are found in the DHT; here they are kept. Among few, everybody has a channel with everybody (channels.py), among
-many with its neighbours (overlay.py), who pass on what others say of themselves (gossip.py); a channel to anybody else
-is opened when there is something to say to it, and closed when it has been idle. Both ends of a channel say what they
-say of themselves, signed, at every heartbeat and change of it, so a channel that breaks or falls silent tells of a loss
-long before the DHT record expires.
+Peers find each other in the DHT and stay connected here. Among few, each has a channel with every other (channels.py);
+among many, with its neighbours (overlay.py), which pass on the announcements of others (gossip.py). A channel to any
+other peer is opened when there is a message for it, and closed when it has been idle. Both ends of a channel send their
+announcement, signed, at every heartbeat and change, so a channel that breaks or falls silent shows a loss long before
+the DHT record expires.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from peers.timing import ANSWER_S, OFTEN_S, SLICE_S, START_S, status_s
 log = logging.getLogger(__name__)
 
 _NEWS_S, _PROGRESS = SLICE_S, 0.25
-"""News are gathered for so long before they are passed on, so that many travel in one message; for this share of the
-time between two statuses what decisions do not depend on."""
+"""How long news is collected before it is passed on, so that many announcements travel in one message; and, as a share
+of the time between two statuses, how long news is collected that no decision depends on."""
 _ASKS = 8
-"""So many questions at most between two statuses for what was missed, which hold 20 bytes for each peer."""
+"""The most questions for missed announcements between two statuses. A question holds 20 bytes for each peer."""
 _IDLE_S = START_S
-"""A channel that no neighbour needs is closed after so long without a message for anybody."""
+"""How long a channel to a peer that is no neighbour may be unused (LivePeer.used_at) before it is closed."""
 MAX_WAITING = 64
 """Messages kept for a peer while a channel to it is opened."""
 
 OwnRecord = Callable[[int, tuple[Lost, ...]], bytes]
-"""What this peer says of itself, signed, with this number and these losses."""
+"""This peer's announcement, signed, with this number and these losses."""
 
 
 def mesh_protocol(run_id: str) -> str:
@@ -55,7 +55,7 @@ def mesh_protocol(run_id: str) -> str:
 
 
 class Mesh:
-    """Used from one event loop. `peers` holds the newest word of every peer that is here, but this one."""
+    """Used from one event loop. `peers` holds the newest announcement of every other peer that is here."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Mesh:
         on_manifest: Callable[[Announcement, Manifest | WantManifest], None],
         gate: Gate | None = None,
     ) -> None:
-        """`gate`: who may be here; default: everybody. `post` takes what the core is to hear, `on_manifest` what is
-        said about the settings of the run."""
+        """`gate` decides who is admitted; default: every peer. `post` takes events for the core, `on_manifest` messages
+        about the manifest."""
         self._peer_id, self._own_record = peer_id, own_record
         self._on_change, self._post, self._on_manifest = on_change, post, on_manifest
         self._number, self._signed, self._signed_at = 0, b"", float("-inf")
@@ -98,12 +98,12 @@ class Mesh:
 
     @property
     def peers(self) -> Sequence[Spoken]:
-        """The newest word of every peer that is here, also of several that claim one world rank."""
+        """The newest announcement of every other peer that is here, even if several claim the same world rank."""
         return list(self._gossip.here.values())
 
     @property
     def neighbours(self) -> Sequence[Spoken]:
-        """The newest words of those that this peer keeps channels with."""
+        """The newest announcements of this peer's neighbours."""
         return [self._gossip.here[peer_id] for peer_id in self._gossip.neighbours]
 
     @property
@@ -111,7 +111,7 @@ class Mesh:
         return len(self._gossip.here)
 
     def newest(self, peer_id: str) -> Spoken | None:
-        """What this peer said last, whether it is here or not."""
+        """The newest announcement of `peer_id`, whether it is here or not."""
         return self._gossip.newest(peer_id)
 
     async def start(self) -> None:
@@ -124,7 +124,7 @@ class Mesh:
     # Whom to talk to
 
     def neighbours_among(self, peer_ids: Collection[str]) -> frozenset[str]:
-        """The neighbours that this peer would have, if these, which are announced, were here too."""
+        """The neighbours that this peer would have if these announced peers were here too."""
         self._gossip.announced(peer_ids)
         return self._gossip.neighbours_with(peer_ids)
 
@@ -133,8 +133,8 @@ class Mesh:
         return await self._channels.reach(record)
 
     def discovered(self, records: Mapping[str, Announcement]) -> None:
-        """Dial whoever is in the DHT and not here, and the neighbours to which there is no channel; larger peer ids at
-        once, smaller ones, which are to dial this peer, when they have not done so by the next look."""
+        """Dial announced peers that are not here, and neighbours without a channel: those with larger ids at once.
+        Those with smaller ids should dial this peer; they are dialled if they have not done so by the next call."""
         self._gossip.announced(records.keys())
         self._dial_missing(records)
 
@@ -150,8 +150,8 @@ class Mesh:
         self._left_to_them = missing.keys() - channels.dialling.keys()
 
     async def _tend(self) -> None:
-        """Among many, look now and then for neighbours to dial, channels that nobody needs, and peers that say nothing
-        new; and ask one neighbour after another for what was missed."""
+        """Among many peers, at intervals: dial neighbours without a channel, close channels that nobody needs, give up
+        peers of which nothing new comes, and ask one neighbour after another for missed announcements."""
         asked_at, num_asked = time.monotonic(), 0
         while True:
             await asyncio.sleep(OFTEN_S)
@@ -176,7 +176,7 @@ class Mesh:
     # What this peer says
 
     def send_to(self, peer_id: str, message: Carried) -> None:
-        """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
+        """Queue a message. If the peer is not here the message is dropped, as by a broken channel."""
         if (channel := self._channels.open.get(peer_id)) is not None:
             channel.used_at = time.monotonic()
             channel.enqueue(message)
@@ -188,12 +188,12 @@ class Mesh:
                 waiting.append(message)
 
     def broadcast(self, message: Carried) -> None:
-        """To all with whom there is a channel, as a leader has with all whom it has proposed a group to."""
+        """Send to every peer with a channel. A leader has one with each member that it has proposed a group to."""
         for channel in self._channels.open.values():
             channel.enqueue(message)
 
     def send_status(self, peer_id: str) -> None:
-        """To a peer with which there is a channel: others hear it from those who pass it on."""
+        """Send this peer's status to a peer with a channel. Other peers get it from those that pass it on."""
         if (channel := self._channels.open.get(peer_id)) is not None:
             channel.enqueue(Announced(record=self.recent_record()))
 
@@ -203,8 +203,8 @@ class Mesh:
             channel.enqueue(said)
 
     def recent_record(self) -> bytes:
-        """Never older than the status that was broadcast last. It goes into several heartbeats, since each new one is
-        passed on to all."""
+        """The announcement that was signed last, or a new one if it is older than the time between two statuses.
+        Several heartbeats carry the same one, since each new one is passed on to all peers."""
         is_recent = time.monotonic() <= self._signed_at + status_s(self.num_peers)
         return self._signed if is_recent else self._sign()
 
@@ -221,7 +221,7 @@ class Mesh:
         self._on_change()
         self._learn_from([introduced.spoken], is_urgent=True)
         with contextlib.suppress(OSError, struct.error):
-            # Of a channel through libp2p or a third peer the kernel knows no round trip.
+            # The kernel knows no round trip for a channel through libp2p or a relay.
             round_trip_s = min_round_trip_s(self._channels.open[peer_id].channel.sock)
             if 0 < round_trip_s < ANSWER_S:
                 self._post(events.RoundTrip(peer_id, round_trip_s))
@@ -255,11 +255,11 @@ class Mesh:
                     self._post(events.Received(peer_id, said))
 
     def broken(self, peer_id: str) -> None:
-        """The channel has ended, and neither end has parted."""
+        """The channel has ended without a Parting from either end."""
         self._lose(peer_id, by_own_channel=True)
 
     def _new_of(self, told: Sequence[Told]) -> list[tuple[Spoken, bytes]]:
-        """Those that this peer does not know yet. Raises ProtocolError for one that is not what it is said to be."""
+        """The announcements that are new here. Raises ProtocolError for one that is not what it is said to be."""
         found = []
         for one in told:
             version = one.incarnation, one.number
@@ -275,7 +275,7 @@ class Mesh:
         return found
 
     def _take(self, words: Sequence[tuple[Spoken, bytes]], by: str) -> None:
-        """What peers say of themselves, whose signatures have been checked; `by`: who has said or passed it on."""
+        """Take announcements with verified signatures; `by`: who has made them or passed them on."""
         now, is_changed, is_urgent, news = time.monotonic(), False, False, list[Spoken]()
         for spoken, record in words:
             before = self._gossip.here.get(spoken.peer_id)
@@ -296,7 +296,7 @@ class Mesh:
         return is_news
 
     def _learn_from(self, news: Sequence[Spoken], *, is_urgent: bool) -> None:
-        """Tell the core, heed whom they say to be lost, and pass them on."""
+        """Tell the core, give up the peers that are reported lost, and pass the news on."""
         if statuses := tuple((one.peer_id, one.status) for one in news if one.status is not None):
             self._post(events.StatusesReceived(statuses))
         for one in news:
@@ -308,7 +308,7 @@ class Mesh:
             self._pass_on_soon(is_urgent=is_urgent)
 
     def _is_said_to_be_lost(self, spoken: Spoken) -> bool:
-        """Whether this one says so who has heard this peer's newest word: nobody can have heard a newer one."""
+        """Whether this announcement reports this peer lost, although its sender has heard this peer's newest one."""
         return any(lost.peer_id == self._peer_id and lost.number == self._number for lost in spoken.lost)
 
     def _lose(self, peer_id: str, *, by_own_channel: bool) -> None:
@@ -362,7 +362,7 @@ def _essence(status: Announcement) -> tuple[Any, ...]:
 
 
 def _decisive(spoken: Spoken) -> tuple[Any, ...]:
-    """What others wait for: `_essence`, what the core says but for the worker's progress, and who is lost."""
+    """What others wait for: `_essence`, the core's status without the worker's progress, and who is lost."""
     status = spoken.status
     said = status and replace(status, sequence=0, local_step=0, step_s=0.0)
     return *_essence(spoken), said, spoken.lost

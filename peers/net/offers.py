@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Closable)
 
 
 async def collect_offers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[dict[str, T], dict[str, str]]:
-    """By peer id: what is offered, for the caller to close, and why others offer nothing (they raise PeersError)."""
+    """By peer id: the offers, which the caller closes, and why other peers offer nothing (they raise PeersError)."""
     tasks = {asyncio.create_task(ask): peer_id for peer_id, ask in asked.items()}
     pending: set[asyncio.Task[T]] = set(tasks)
     patience_s: float | None = None
@@ -43,7 +43,7 @@ async def collect_offers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[d
 
 
 async def _withdraw(pending: Iterable[asyncio.Task[Any]]) -> None:
-    """Stop asking, and decline what is offered later."""
+    """Stop asking, and close offers that come too late."""
     for outcome in await cancelled(pending):
         if not isinstance(outcome, BaseException):
             outcome.close()

@@ -1,9 +1,9 @@
-"""Who keeps a channel with whom, and who passes on what to whom. Pure.
+"""Which peers keep channels with each other, and who passes on what to whom. Pure.
 
-Among few, everybody with everybody. Among more, peers stand on a ring in the order of hash(peer id), and each keeps
-channels with those 1, 2, 4, 8 … places before and after it, as in Chord (Stoica et al., 2001): 2 log2 N channels each.
-What one of them says goes over them along two binomial trees, one for each half of the ring: it comes to everybody
-once, in log2 N hops at most. Every peer works this out for itself, for any peer.
+Among few peers, each keeps a channel with every other. Among more, they form a ring in the order of hash(peer id), and
+each keeps channels with the peers 1, 2, 4, 8 … places before and after it, as in Chord (Stoica et al., 2001): 2 log2 N
+channels each. An announcement spreads over them along two binomial trees, one for each half of the ring: it reaches
+every peer once, in log2 N hops at most. Every peer can compute this for any peer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ def is_full_mesh(num_peers: int) -> bool:
 
 
 class Ring:
-    """All peers, as one of them sees them. Those that see the same work out the same."""
+    """All peers that one of them knows. Those that know the same peers compute the same channels and trees."""
 
     def __init__(self, peer_ids: Collection[str]) -> None:
         self._ordered = sorted(frozenset(peer_ids), key=place_of)
         self._index = {peer_id: index for index, peer_id in enumerate(self._ordered)}
 
     def with_(self, peer_ids: Collection[str]) -> Ring:
-        """The ring with these, too."""
+        """The ring with these peers added."""
         return self if self._index.keys() >= set(peer_ids) else Ring({*self._ordered, *peer_ids})
 
     def neighbours_of(self, peer_id: str) -> frozenset[str]:
-        """With whom this one of them keeps channels."""
+        """The peers with which this one keeps channels."""
         count, here = len(self._ordered), self._index[peer_id]
         if is_full_mesh(count):
             return frozenset(self._ordered) - {peer_id}
@@ -40,9 +40,9 @@ class Ring:
         return frozenset(found) - {peer_id}
 
     def told_by(self, peer_id: str, origin: str) -> frozenset[str]:
-        """Whom this one of them tells what `origin` has said, which tells its neighbours itself.
+        """The peers to which this one passes on announcements of `origin`, which itself sends them to its neighbours.
 
-        Who is d places from it, on the nearer side, has heard it from the one at d without d's lowest bit.
+        A peer d places from `origin`, on the nearer side, hears them from the peer at d without d's lowest bit.
         """
         count, here = len(self._ordered), self._index[peer_id]
         after = (here - self._index[origin]) % count

@@ -1,4 +1,4 @@
-"""Files that only their owner may read: whole or absent, whatever happens while they are written."""
+"""Files that only their owner may read, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 def write_private(path: Path, content: bytes) -> None:
     """Put `content` at `path`, mode 0600, in place of what was there. Raises OSError."""
-    # mkstemp makes it 0600; the rename makes it whole or absent.
+    # mkstemp gives the file mode 0600; the rename is atomic.
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""How much one peer, or everybody together, may ask for: in time, and at once. Pure: time is an argument."""
+"""How much one peer, or all peers together, may ask for: per second, and at once. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from peers.errors import ProtocolError
 
 
 class RateLimit:
-    """A token bucket: `per_s` a second on average, and at most `at_once` of what was not taken before."""
+    """A token bucket: filled by `per_s` a second, up to `at_once`."""
 
     def __init__(self, per_s: float, at_once: float) -> None:
         self._per_s, self._at_once = per_s, at_once
         self._left, self._at = at_once, 0.0
 
     def take(self, now: float, amount: float = 1.0) -> bool:
-        """Whether so much is left; it is taken then. `now`: seconds of a steady clock."""
+        """Take this amount if it is left; returns whether it was. `now`: seconds of a steady clock."""
         self._left = min(self._at_once, self._left + max(0.0, now - self._at) * self._per_s)
         self._at = now
         if amount > self._left:
@@ -27,7 +27,7 @@ class RateLimit:
 
 
 class RateLimits:
-    """One for each of many peers or addresses; of too many, that which was asked longest ago is forgotten."""
+    """One limit for each of many peers or addresses. Beyond `max_keys`, the least recently used one is forgotten."""
 
     def __init__(self, per_s: float, at_once: float, *, max_keys: int = 1024) -> None:
         self._per_s, self._at_once, self._max_keys = per_s, at_once, max_keys
@@ -44,7 +44,7 @@ class RateLimits:
 
 @contextlib.contextmanager
 def counted(counter: Counter[str], key: str, limit: int) -> Iterator[None]:
-    """Counts who is inside. Raises ProtocolError where that would be more than `limit`."""
+    """Count those inside the block, by key. Raises ProtocolError if that would be more than `limit`."""
     if counter[key] >= limit:
         raise ProtocolError(f"{limit} connections of {key} are being worked on already")
     counter[key] += 1

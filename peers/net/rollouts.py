@@ -50,7 +50,7 @@ class LearnerStream:
     async def open(
         cls, transport: StreamTransport, run_id: str, learner: Announcement, token: bytes
     ) -> LearnerStream:
-        """Raises Refused and NotWanted, too, and PeerUnreachable if the learner has no policy to hand out."""
+        """Raises Refused and NotWanted, too, and PeerUnreachable if the learner has no policy."""
         channel = await call(
             transport,
             learner.peer_id,
@@ -77,7 +77,7 @@ class LearnerStream:
         self._channel.close()
 
     async def newest(self, held: str) -> Policy:
-        """The newest policy, for whoever has the weights of the digest `held`; empty: none."""
+        """The newest policy, and what leads to it from the weights of the digest `held` (empty: none)."""
         await self._channel.send(WantPolicy(held=held), STALL_S)
         answer = await self._channel.read(_POLICY, STALL_S)
         if isinstance(answer, NoPolicy):

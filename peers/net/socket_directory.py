@@ -49,7 +49,7 @@ def _sweep(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = directory.lstat()
-            # A younger one may be about to take its lock.
+            # A younger directory's owner may be about to lock it.
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < COMMIT_S:
                 continue
             with (directory / _LOCK).open() as lock:

@@ -1,7 +1,7 @@
-"""Stream sockets in an event loop, whether TLS is on them or not.
+"""Stream sockets in an event loop, with TLS or without.
 
-Sockets are used as they are: non-blocking, by one thread, so that the same one can go to a thread of the reduction and
-come back. asyncio refuses those of TLS.
+The sockets themselves are used: non-blocking, by one thread at a time, so that one can go to a thread of the reduction
+and come back. asyncio's own calls refuse TLS sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ C = TypeVar("C", bound=Closable)
 
 @contextlib.contextmanager
 def closed_on_error(opened: C) -> Iterator[C]:
-    """Closes it if the block ends by an error or a cancellation; otherwise it stays with its owner."""
+    """Close `opened` if the block ends by an error or a cancellation; otherwise it stays with its owner."""
     try:
         yield opened
     except BaseException:
@@ -48,7 +48,7 @@ async def accept_forever(
         try:
             sock, address = await loop.sock_accept(listener)
         except OSError as error:
-            # Out of descriptors, most likely; later ones may find room.
+            # Most likely there are no descriptors left; later there may be some.
             log.warning("cannot accept %s: %s", what, error)
             await asyncio.sleep(RETRY_S)
             continue
@@ -69,7 +69,7 @@ async def receive_into(sock: socket.socket, buffer: memoryview) -> int:
 
 
 async def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """Raises OSError, also where the stream ends before."""
+    """Raises OSError, also if the stream ends before."""
     received = b""
     while len(received) < num_bytes:
         piece = await receive(sock, num_bytes - len(received))
@@ -83,19 +83,19 @@ async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
     """Send every byte. Raises OSError."""
     view = memoryview(data)
     while view:
-        # Bound now: what OpenSSL could not finish has to be offered again as it was.
+        # `view` is bound now: OpenSSL must be offered again the same bytes that it could not send.
         sent = await once_ready(sock, lambda view=view: sock.send(view), select.POLLOUT)  # type: ignore[misc]
         view = view[sent:]
 
 
 async def once_ready(sock: socket.socket, attempt: Callable[[], T], event: int) -> T:
-    """The outcome of an attempt that would not block. `event` is what to wait for, unless TLS says so itself.
+    """Repeat `attempt` until it does not block; returns its result. `event`: what to wait for, unless TLS tells.
 
-    Not asyncio's own calls: they take bytes before the caller runs again, and lose them when it is cancelled just then.
+    Not asyncio's own calls: they take bytes before the caller runs again, and lose them if it is cancelled just then.
     """
     loop = asyncio.get_running_loop()
     if isinstance(sock, ssl.SSLSocket):
-        # There may always be another record, however small: yield to other tasks.
+        # Many small records may arrive, each ready at once: yield to other tasks.
         await asyncio.sleep(0)
     while True:
         try:

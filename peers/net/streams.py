@@ -31,7 +31,7 @@ from peers.timing import ANSWER_S, CONNECT_S, OFTEN_S
 log = logging.getLogger(__name__)
 
 MAX_IDLE_PER_PEER = 2
-"""Incoming streams per peer that are idle, and of those that have named an attempt; the oldest is closed."""
+"""Idle incoming streams per peer, and likewise streams that have named an attempt; the oldest is closed."""
 MAX_IDLE_PEERS = 256
 """Peers whose idle streams are kept. A peer that takes part in a round moves to the end of the list, so strangers that
 only open streams are closed first."""
@@ -40,8 +40,8 @@ MAX_OPENING = 2
 would end within the head start of the direct path, and libp2p would be dialled for each peer, too.
 """
 _MUCH_OF_IT = 0.1
-"""Of the time for streams: a peer that has not come so shortly before its end counts as silent. The other members give
-up at the same time, and one of them is always a little earlier."""
+"""The last share of the time for streams, in which a peer that is still missing counts as silent: all members give up
+at about the same time, and this peer may be a little late."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RoundStreams:
 class StreamPool:
     """Used from one event loop; the sockets it hands out are blocking, for threads.
 
-    With a `choice`, a kept stream gives way between rounds to one on a better path.
+    With a `choice` of paths, a kept stream is replaced between rounds by one on a better path.
     """
 
     def __init__(self, transport: StreamTransport, protocol: str, choice: Paths | None = None) -> None:
@@ -93,11 +93,11 @@ class StreamPool:
     ) -> RoundStreams:
         """One outgoing and one incoming stream with each of these peers (by world rank), for this attempt.
 
-        Raises RoundFailed with the peers at fault: at once those that cannot be reached; after `prompt_s` those that
-        have an idle stream to this peer and do not name the attempt on it; those that become `quiet` meanwhile; after
-        `timeout_s` those that are still missing. Time for which this process was stopped does not count. Also soon
-        after `cancelled`. The other streams are then closed, and their peers are told that this is no fault of theirs,
-        and whose it is: by its place among the world ranks of all `members`.
+        Raises RoundFailed with the peers at fault: at once if peers cannot be reached; after `prompt_s`, if they have
+        an idle stream to this peer and do not name the attempt on it; if they become `quiet` meanwhile; after
+        `timeout_s`, if they are still missing. Time for which this process was stopped does not count. Also raises it
+        soon after `cancelled`. Streams with the other peers are then closed, after a frame that clears them of blame
+        and names the culprit, if there is one, by its place among the world ranks of all `members`.
         """
         prompt = {rank: peer for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
@@ -115,7 +115,7 @@ class StreamPool:
             culprit = known[0] if len(known) == 1 else NOBODY
             others = [future for rank, future in outgoing.items() if rank not in suspects]
             await _give_up(others, farewell=HEADER.pack(Kind.ABORT, culprit, 0))
-            # To those that are late themselves, this peer has just left.
+            # To the suspects themselves, this peer has just left.
             late = [future for rank, future in outgoing.items() if rank in suspects]
             await _give_up(late, farewell=HEADER.pack(Kind.ABORT, NOBODY, 0))
             await _give_up([*incoming.values()])
@@ -133,7 +133,7 @@ class StreamPool:
         return streams
 
     def give_back(self, streams: RoundStreams, *, sent_bytes: int = 0, seconds: float = 0.0) -> None:
-        """Keep the streams of a clean round, which sent so many bytes on all of them in so long, for the next one."""
+        """Keep the streams of a clean round for the next one. They have sent `sent_bytes` in total, in `seconds`."""
         for rank, peer in streams.peer_ids.items():
             outgoing, incoming = streams.send[rank], streams.receive[rank]
             outgoing.setblocking(False)
@@ -141,7 +141,7 @@ class StreamPool:
             if self._choice is not None:
                 self._choice.used(peer, outgoing, sent_bytes / len(streams.peer_ids), seconds)
             if peer in self._outgoing:
-                # A better one has come meanwhile.
+                # A better stream has been opened meanwhile.
                 outgoing.close()
             else:
                 self._outgoing[peer] = outgoing
@@ -153,8 +153,8 @@ class StreamPool:
     ) -> None:
         """Close the streams of a failed round, which may still hold bytes of it.
 
-        `suspects`: the peers that this peer itself saw fail; it may be their path, so the next streams to them take
-        another. `silent`: those from which nothing had come.
+        `suspects`: the peers that this peer itself saw fail. Their path may be at fault, so the next streams to them
+        take another one. `silent`: the peers from which nothing had come.
         """
         self._miss(streams.peer_ids, silent)
         if self._choice is not None:
@@ -169,7 +169,7 @@ class StreamPool:
                 self._choice.no_answer(peer_ids[rank])
 
     def drop(self, peer_id: str) -> None:
-        """Close every stream with a peer that is lost, but those of a round."""
+        """Close every stream with a lost peer, except those in a round."""
         if (outgoing := self._outgoing.pop(peer_id, None)) is not None:
             outgoing.close()
         if (task := self._opening.get(peer_id)) is not None:
@@ -201,7 +201,7 @@ class StreamPool:
         cancelled: threading.Event | None,
         quiet: Callable[[], Collection[int]],
     ) -> None:
-        """Wait for all streams; for those of the prompt ones not as long. Raises RoundFailed."""
+        """Wait for all streams, and not as long for the incoming ones of `prompt` peers. Raises RoundFailed."""
         began = time.monotonic()
         prompt_ones, prompt_s = prompt
         # A peer that was silent before this attempt may still come by another path.
@@ -210,7 +210,7 @@ class StreamPool:
         while pending:
             slice_, waits_from = slice_s(len(outgoing)), time.monotonic()
             _, pending = await asyncio.wait(pending, timeout=slice_, return_when=asyncio.FIRST_EXCEPTION)
-            # While this process was stopped it could hear from nobody.
+            # While this process was stopped, it could hear from nobody.
             began += max(0.0, time.monotonic() - waits_from - 2 * slice_)
             waited_s = time.monotonic() - began
             is_late = waited_s > (1 - _MUCH_OF_IT) * timeout_s
@@ -257,14 +257,13 @@ class StreamPool:
         return sock
 
     def _is_usable(self, peer: str, kept: socket.socket) -> bool:
-        """Whether nothing has arrived on this idle outgoing stream, on which nothing should, and its path is not
-        suspected.
-        """
+        """Whether this idle outgoing stream still works: nothing has arrived on it, not even its end, and its path is
+        not suspected."""
         may_be_dead = self._choice is not None and self._choice.may_be_dead(peer, kept)
         return not may_be_dead and is_silent(kept)
 
     def _renew(self, peer: str) -> None:
-        """A stream of this peer has broken: if the one to it has too, open another before a round waits for it."""
+        """An incoming stream of this peer broke: if the outgoing one did too, replace it before a round needs it."""
         if (kept := self._outgoing.get(peer)) is not None and not is_silent(kept):
             del self._outgoing[peer]
             kept.close()
@@ -349,10 +348,10 @@ class StreamPool:
 
 
 async def _read_name(sock: socket.socket) -> bytes:
-    """The attempt that the next bytes on an idle stream belong to; takes not one byte more."""
+    """Read the attempt id that the peer sends on an idle stream, and not one byte more."""
     name = b""
     while len(name) < ATTEMPT_BYTES:
-        # An idle stream is silent as long as training takes; a name that has begun to arrive is not.
+        # An idle stream is silent for as long as training takes. But an id that has begun to arrive must come soon.
         async with asyncio.timeout(ANSWER_S if name else None):
             piece = await socket_io.receive(sock, ATTEMPT_BYTES - len(name))
         if not piece:
@@ -362,10 +361,10 @@ async def _read_name(sock: socket.socket) -> bytes:
 
 
 async def _give_up(futures: Sequence[asyncio.Future[socket.socket]], farewell: bytes = b"") -> None:
-    """Cancel those that still run, and close the streams of the others.
+    """Cancel those that are not open yet, and close the open streams.
 
-    The farewell, an abort that does not blame its reader, keeps a peer that is in the round already from taking this
-    one for dead.
+    The farewell is an abort that does not blame its reader: without it, a peer that is in the round already would take
+    this one for dead.
     """
     for outcome in await cancelled(futures):
         if isinstance(outcome, socket.socket):

@@ -1,4 +1,4 @@
-"""What opens and accepts streams between peers, as far as those who use streams need to know."""
+"""The interface of what opens and accepts streams between peers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 Handler = Callable[[str, socket.socket], Awaitable[None]]
-"""Called with the authenticated id of the peer at the other end and a non-blocking socket, which it owns."""
+"""Called with the authenticated id of the peer at the other end, and a non-blocking socket, which it then owns."""
 
 
 class StreamTransport(Protocol):
-    """Paths, which choose among all ways to a peer, or one of these ways: direct.py, libp2p/transport.py."""
+    """Implemented by Paths, which choose a transport, and by the transports direct.py and libp2p/transport.py."""
 
     async def open(
         self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
@@ -25,6 +25,6 @@ class StreamTransport(Protocol):
 
 
 class Libp2p(StreamTransport, Protocol):
-    """libp2p's streams, and whom it is connected with."""
+    """The streams of libp2p, and the peers that it is connected to."""
 
     async def connected_peers(self) -> set[str]: ...

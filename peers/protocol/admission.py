@@ -7,7 +7,7 @@ protocol diloco/<run_id>/admission
     issuer  -> peer     Issued, or Refusal
 
 protocol diloco/<run_id>/bans, and within the mesh (mesh.py)
-    any     -> any      Bans     the newest list that the sender knows; over the former, the answer is another one
+    any     -> any      Bans     the newest list that the sender knows; over the first protocol, the answer is Bans too
 
 protocol diloco/<run_id>/coordinator
     peer        -> coordinator   AskRank   any number of times on one stream

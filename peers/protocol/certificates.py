@@ -1,8 +1,8 @@
 """A certificate: the signed record of one outer step. Certificates, linked by their parent's hash, are the chain.
 
-Every contributor signs the body, which holds the digests of the anchor and momentum that the step leads to: the vote
-is the signature. The hash of the body is the new head. The chain begins with a genesis, which the whole first roster
-signs. What a certificate holds once for each peer goes without the names of its fields, which would be a third of it.
+Every contributor signs the body, which holds the digests of the anchor and momentum that the step leads to: the vote is
+the signature. The hash of the body is the new head. The chain begins with a genesis, which the whole first roster
+signs. Structs that occur once per peer are encoded without field names, which would be a third of a certificate.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Work(Struct, frozen=True, array_like=True):
     step: Count
     """The nominal inner step at which its weights were copied."""
     based_on: Count
-    """The epoch since which it was trained; onto the commits after it, it was rebased."""
+    """The epoch of the anchor that it was trained from; it was rebased onto the commits since."""
     last: bool = False
     """The peer leaves after this commit."""
     bandwidth: Real = 0.0

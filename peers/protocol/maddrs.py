@@ -1,4 +1,4 @@
-"""libp2p multiaddresses (/ip4/…/tcp/…/p2p/…), which are checked before anything is started with them."""
+"""libp2p multiaddresses (/ip4/…/tcp/…/p2p/…), checked before they are used."""
 
 from __future__ import annotations
 
@@ -83,8 +83,7 @@ def is_peer_id(text: str) -> bool:
 
 
 def check_listenable(host_maddrs: Iterable[str]) -> None:
-    """Raises UserError for an address that this machine cannot listen on now: earlier than p2pd would fail, and with
-    advice."""
+    """Raises UserError, with advice, for an address that this machine cannot listen on now: p2pd would fail later."""
     for text in host_maddrs:
         maddr = parse_maddr(text)
         if maddr.kind not in ("ip4", "ip6"):

@@ -8,11 +8,11 @@ A channel begins with an introduction of both ends. Each receives the other's ba
 Then either end sends at any time:
 
     Announced      its announcement, with the status of its core: at every change and heartbeat
-    News           what other peers have announced, to be passed on; among many peers alone
-    Known          what the sender has of all peers; News of what it has missed are the answer; among many alone
+    News           announcements of other peers, passed on; only among many peers
+    Known          the versions of all announcements that the sender has; the answer is News; only among many peers
     Parting        this channel is not needed any more
     Bans           a newer ban list
-    WantManifest   a request for
+    WantManifest   a request for the settings of the run
     Manifest       the settings of the run
     Directed       a message of its core (messages.py)
 """
@@ -37,7 +37,7 @@ KEY_BYTES = 8
 Scalar = str | int | float | bool | None
 
 WORKER, OWN_WORKER, DILOCOS_WORKER = "worker", "own", "diloco"
-"""The manifest's field that says whose program trains, and its values: a user's own, or diloco's trainer."""
+"""The manifest's field that says whose program trains, and its values: the user's own, or diloco's trainer."""
 
 
 class Announced(Struct, frozen=True, tag="announced"):
@@ -46,7 +46,7 @@ class Announced(Struct, frozen=True, tag="announced"):
 
 
 class Told(Struct, frozen=True):
-    """What another peer has said. Incarnation and number are those in the record, for who has it already."""
+    """Another peer's announcement. Repeats its version, so that a peer that has it need not decode it."""
 
     peer_id: PeerId
     incarnation: Count
@@ -59,7 +59,7 @@ class News(Struct, frozen=True, tag="news"):
 
 
 class Known(Struct, frozen=True, tag="known"):
-    """What the sender has: incarnation and number of each peer's newest word, by the start of the id's SHA-256."""
+    """Incarnation and number of each newest announcement that the sender has, by the start of the peer id's SHA-256."""
 
     versions: Annotated[
         dict[Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)], tuple[Count, Count]],

@@ -129,13 +129,13 @@ class Certificates(Struct, frozen=True, tag="certificates"):
 
     @property
     def is_path(self) -> bool:
-        """Whether they are so linked: nothing else can be slipped in for a head that was asked for."""
+        """Whether the certificates are linked and end at `head`, so that no others were slipped in."""
         parents = [*(certificate.plan.parent for certificate in self.certificates[1:]), self.head]
         return parents == [certificate.head for certificate in self.certificates]
 
 
 class Ask(Struct, frozen=True, tag="ask"):
-    """A request for the certificates that lead to `head`, back to but without that of `have`."""
+    """A request for the certificates that lead to `head`, from the one after `have` on."""
 
     head: Hash
     have: HashOrNone = ""
@@ -146,7 +146,7 @@ class Found(Struct, frozen=True, tag="found"):
 
 
 Directed = Propose | Vote | Decline | Abort | Certificates | Ask | Found
-"""Those that travel by themselves."""
+"""Messages that are sent by themselves; a Status is part of an announcement."""
 Message = Status | Directed
 
 _decoder: Decoder[Message] = Decoder(Message)

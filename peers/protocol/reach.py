@@ -13,7 +13,7 @@ dialled, and how fast bytes go between the two.
                          <-    Took
 
 No request contains an address: the member dials the host that the caller's own connection comes from. Whoever answers
-there has to prove the caller's key (peers/net/paths/greeting.py), so a success means that it reached this machine.
+there has to prove the caller's key (peers/net/paths/greeting.py), so a success means that the caller was reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from peers.protocol.wire import Struct
 
 MAX_MESSAGE_BYTES = 1024
 BURSTS = tuple((128 << 10) << power for power in range(6))
-"""In bytes, each when the one before has arrived: a slow link is not given more than it carries in a few seconds."""
+"""In bytes. Each is sent when the one before has arrived, so that it takes a slow link a few seconds at most."""
 
 
 def reach_protocol(run_id: str) -> str:
@@ -68,7 +68,7 @@ class Speed(Struct, frozen=True, tag="speed"):
 
 class Burst(Struct, frozen=True, tag="burst"):
     num_bytes: Annotated[int, Meta(ge=0, le=BURSTS[-1])]
-    """These follow; 0: there is no further burst."""
+    """The bytes that follow; 0: there is no further burst."""
 
 
 class Got(Struct, frozen=True, tag="got"):

@@ -33,8 +33,8 @@ from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 MAX_RECORD_BYTES = 4096
 """In the DHT."""
 MAX_SPOKEN_BYTES = MAX_MESSAGE_BYTES // 2
-"""In the mesh, where the status of the core comes with it: the certificate of MAX_PEERS peers with Ed25519 keys fits,
-and a message to which such a word is added last."""
+"""In the mesh, where records include the status of the core. Enough for the certificate of MAX_PEERS peers with Ed25519
+keys; and News whose last record is this long still fits into MAX_MESSAGE_BYTES."""
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]
 STATES = frozenset(get_args(State))
 TRAINING_STATES = frozenset({"training", "averaging"})
@@ -82,7 +82,7 @@ class Path(StrEnum):
 
 
 class Untimely(ProtocolError):
-    """A record that is too old, or of the future. Whoever passed it on may have had it in time, by its clock."""
+    """A record that is too old, or from the future; by the clock of the peer that passed it on, perhaps neither."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -158,7 +158,7 @@ class Announcement(Record, frozen=True, kw_only=True):
 
 
 class Lost(Struct, frozen=True):
-    """A peer to which the channel broke, and the last that was heard of it: (incarnation, number)."""
+    """A peer to which the channel broke, and the version of the last announcement heard from it."""
 
     peer_id: PeerId
     incarnation: Count
@@ -170,14 +170,14 @@ class Lost(Struct, frozen=True):
 
 
 class Spoken(Announcement, frozen=True, kw_only=True):
-    """The announcement as peers tell it to one another, with the status of the peer's core, by which cores decide. The
-    DHT has none of that: it changes too often."""
+    """The announcement as peers send it to one another: with the status of the peer's core, on which the decisions of
+    other cores depend. The DHT does not hold the status, which changes too often."""
 
     max_bytes: ClassVar[int] = MAX_SPOKEN_BYTES
     status: Status | None = None
     """None: the peer has no core yet."""
     number: Count = 0
-    """Higher in everything that this process says later."""
+    """Increases with every announcement of this process."""
     lost: Annotated[tuple[Lost, ...], Meta(max_length=MAX_LOST)] = ()
 
     @classmethod
@@ -188,7 +188,7 @@ class Spoken(Announcement, frozen=True, kw_only=True):
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of two words of one peer the one with the greater is newer."""
+        """Of two announcements of one peer, the one with the greater version is newer."""
         return self.incarnation, self.number
 
 
@@ -229,7 +229,7 @@ def shown_rank(world_rank: int) -> str:
     return "–" if world_rank == NO_RANK else str(world_rank)
 
 
-# Cached: the same record comes from several DHT nodes, and is read repeatedly. Not for long words: it keeps them.
+# Cached: the same record comes from several DHT nodes and is read repeatedly. Long ones would take too much memory.
 _is_signed = lru_cache(maxsize=1024)(verify_signature)
 
 

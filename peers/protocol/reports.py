@@ -106,7 +106,7 @@ class RoundEntry(_Told, frozen=True):
     """Why attempts failed, as far as this peer knows."""
     parts: Parts
     round_s: Real
-    """From the group to the commit, failed attempts included."""
+    """From the formation of the group to the commit, failed attempts included."""
 
 
 class Incident(_Told, frozen=True):
@@ -222,7 +222,7 @@ class Report(_Told, frozen=True, tag="report"):
     figures: Figures
     standing: Standing
     sees: Annotated[dict[Annotated[ShownText, Meta(max_length=100)], Real], Meta(max_length=MAX_SEEN)]
-    """The peers that it has open channels with, and the time of each one's last announcement, by that one's clock."""
+    """The peers that it has open channels with, and the time of each one's last announcement, by that peer's clock."""
     points: Annotated[tuple[Point, ...], Meta(max_length=MAX_POINTS + 1)]
     rounds: Annotated[tuple[RoundEntry, ...], Meta(max_length=MAX_ROUNDS)]
     incidents: Annotated[tuple[Incident, ...], Meta(max_length=MAX_INCIDENTS)]
@@ -232,4 +232,4 @@ class Report(_Told, frozen=True, tag="report"):
     troubles: Annotated[tuple[Text, ...], Meta(max_length=MAX_TROUBLES)] = ()
     """Current problems of the peer, as it reports them."""
     rollout_peers: Annotated[tuple[RolloutSender, ...], Meta(max_length=MAX_ROLLOUT_PEERS)] = ()
-    """Whose rollouts it trains on, those that it heard last."""
+    """The peers whose rollouts it trains on; if there are too many, those heard last."""

@@ -179,7 +179,7 @@ class _Reduction:
         return ReduceReport(sum(self._sent.values()), sum(self._received.values()), self._meter.bytes_per_s())
 
     def run(self, cancelled: threading.Event, timeout_s: float) -> None:
-        """Start the threads and see them end. Raises RoundFailed."""
+        """Start the threads and wait until they end. Raises RoundFailed."""
         deadline, slice_ = time.monotonic() + timeout_s, slice_s(len(self._plan.neighbours))
         jobs = [
             job
@@ -196,7 +196,7 @@ class _Reduction:
                     self._sample()
                 if cancelled.is_set():
                     self._progress.fail("cancelled", None, last_words_s=0)
-                # A mate that waits itself is the first to say for whom.
+                # A mate may itself be waiting for another member: give it time to say for which.
                 patience_s = LAST_WORDS_S if self._progress.waits_for_sums() else 0.0
                 if time.monotonic() > deadline + patience_s:
                     self._progress.fail(f"took longer than {timeout_s:g} s", *self._progress.slowest())
@@ -334,7 +334,7 @@ class _Reduction:
             kind = header.kind
             if kind == Kind.ABORT:
                 return self._heed_abort(other, header)
-            # A source has its contributions at hand, a mate may have to wait for the sums.
+            # A source can send its contributions at once, a mate may have to wait for its sums.
             owes_nothing = taken[Kind.CONTRIBUTION] == num_expected[Kind.CONTRIBUTION]
             if kind == Kind.ALIVE and (is_mate or owes_nothing):
                 self._progress.says_it_waits(other, self._hearsay(other, header))

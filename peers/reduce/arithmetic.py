@@ -23,7 +23,7 @@ from peers.threads import exact_threads, num_threads
 
 _PIECE_NUMEL = 1 << 16
 """Values encoded and sent at a time, if the codec is divisible: 256 KiB in fp32, which stay in a core's cache between
-the two."""
+encoding and sending."""
 
 
 def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:

@@ -1,4 +1,4 @@
-"""The bandwidth of this peer's link, measured in the reductions that it takes part in, by the kernel's counters.
+"""The bandwidth of this peer's link, measured by the kernel's counters in the reductions in which the peer takes part.
 
 The shares of the next rounds depend on it, so it must be the limit of this link, not the pace of the slowest member,
 which all others wait for. It is therefore the highest rate in any short window: at the start of a round every peer has
@@ -23,7 +23,7 @@ _MIN_RTT_US = struct.Struct("148xI")
 
 
 def bytes_acked(sock: socket.socket) -> int:
-    """Bytes sent that the other end has acknowledged. These raise OSError, or struct.error on an older kernel."""
+    """Bytes acknowledged by the other end. As the next two, raises OSError, or struct.error on an older kernel."""
     return _field(sock, _BYTES_ACKED)
 
 

@@ -1,8 +1,8 @@
-"""What a run of fp32 values looks like on the wire: all codecs by name.
+"""How fp32 values are encoded for the wire: all codecs by name.
 
 A codec works on one chunk at a time and allocates next to nothing: the caller lends it a buffer, and each thread keeps
-another for what lies between. Encoding is a pure function of the values, so that an owner may encode one result once
-per member and still send everyone the same bytes, and a member can tell after the round what its contribution lost.
+another for intermediate values. Encoding is a pure function of the values: an owner may encode one result once per
+member and still send everyone the same bytes, and a member can compute after the round what its contribution lost.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def codec_named(name: str) -> Codec:
 
 
 def result_codec_named(name: str) -> Codec:
-    """The one that goes with it, for the averages that owners send, and the sums of a grid's collectors."""
+    """The codec that goes with it for results: averages that owners send, and sums of a grid's collectors."""
     codec_named(name)
     return _RESULT_CODECS[name]

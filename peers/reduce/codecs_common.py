@@ -1,4 +1,4 @@
-"""What every codec is, and what several of them share: lent memory, the check of scales, the slack of energy bounds."""
+"""The interface of all codecs, and what several share: lent memory, the check of scales, the slack of energy bounds."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class PseudoGradient(NamedTuple):
         return cls(anchor.numpy(), local.numpy(), residual.numpy() if residual is not None else None)
 
     def of(self, part: slice) -> PseudoGradient:
-        """That of a part of it."""
+        """The pseudo-gradient of these values only."""
         residual = self.residual[part] if self.residual is not None else None
         return PseudoGradient(self.anchor[part], self.local[part], residual)
 
     def values(self, out: Floats) -> Floats:
-        """In the first values of `out`; the same bits at every call."""
+        """Write the values to the start of `out`: the same bits at every call."""
         values = np.subtract(self.anchor, self.local, out=out[: self.anchor.size])
         return values if self.residual is None else np.add(values, self.residual, out=values)
 
@@ -49,10 +49,10 @@ class Codec(ABC):
     name: str
     lossless: bool
     divisible: bool
-    """Whether the payloads of parts, one after the other, are that of the whole."""
+    """Whether the payloads of consecutive parts, joined, are the payload of the whole."""
     residual_reach: float
     """The largest norm of a result's residual, as a multiple of the largest that the average itself may have: an owner
-    scales down what is beyond, and members refuse a result with more. 0 where nothing is lost; a quarter where no value
+    scales a larger residual down, and members refuse a result with more. 0 if nothing is lost; a quarter if no value
     moves by more than a hundredth of its block's largest; 1 for coarser codecs. Random values need far less."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Codec(ABC):
         return self.encode(chunk.values(scratch), buffer)
 
     def losses(self, chunk: PseudoGradient, scratch: Floats, buffer: Bytes, out: Floats) -> None:
-        """What encoding loses of the chunk's values, in `out`, which may be its residual; the rest is lent."""
+        """Write what encoding loses of the chunk's values to `out`, which may be its residual; the rest is lent."""
         values = chunk.values(scratch)
         decoded = self.decode(self.encode(values, buffer), out)
         np.subtract(values, decoded, out=out)
@@ -87,7 +87,7 @@ class Codec(ABC):
     def accumulate(
         self, payload: Bytes, weight: np.float32, total: Floats, scratch: Floats, *, is_first: bool
     ) -> float:
-        """Add weight x decoded values to `total`, or put it there; `scratch` is lent, and as long.
+        """Add weight x decoded values to `total`, or write them there if `is_first`; `scratch` is lent and as long.
 
         Returns the sum of the squares of the decoded values. Raises ProtocolError as `decode` does.
         """
@@ -123,6 +123,6 @@ def unusable_scale() -> ProtocolError:
 
 
 def with_slack(norm: float) -> float:
-    """The energy of this norm, and what rounding may add to it."""
+    """The energy of values with this norm, plus what rounding may add to it."""
     # 1e-3 covers fp16's relative rounding (2^-11 of each value) and sums taken in another order on another machine.
     return norm * norm * (1 + 1e-3) + 1e-30

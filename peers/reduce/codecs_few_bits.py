@@ -25,7 +25,7 @@ _LARGER, _NEGATIVE = np.uint8(1), np.uint8(2)
 # Inlined: a call for each block costs a tenth of the time.
 @numba.njit(inline="always")
 def _sum_of_magnitudes(part: Floats, lanes: Floats) -> float:
-    """Sum by lanes, which are lent: a fixed order that the compiler can vectorise."""
+    """Sum by lanes, for which memory is lent: a fixed order that the compiler can vectorise."""
     whole = part.size // _LANES * _LANES
     lanes[:] = 0
     for start in range(0, whole, _LANES):
@@ -151,11 +151,11 @@ BLOCK_NUMEL = 512
 
 
 class FewBitsCodec(Codec):
-    """Each value becomes one of its block's magnitudes, the means of those that they stand for, with its own sign.
+    """Each value becomes the mean magnitude of its block, or of its bin within the block, with its own sign.
 
         magnitudes: fp32 for each block, the smaller first | codes of all values          (little-endian)
 
-    A block with NaN, an infinity or a mean beyond 2^64 has no magnitudes that a decoder takes. `encode_blocks` and
+    A block with NaN, an infinity or a mean beyond 2^64 gets magnitudes that every decoder refuses. `encode_blocks` and
     `decode_blocks` are compiled loops.
     """
 
@@ -188,7 +188,7 @@ class FewBitsCodec(Codec):
 
     def decode(self, payload: Bytes, buffer: Floats) -> Floats:
         magnitudes, codes = self._parts(payload, buffer.size)
-        # One value that is NaN makes all magnitudes of its block NaN.
+        # A block with NaN has a magnitude that is NaN, and so is the minimum then.
         if magnitudes.size and not (magnitudes.min() >= 0 and magnitudes.max() <= LARGEST_SCALE):
             raise unusable_scale()
         self._decode_blocks(magnitudes, codes, BLOCK_NUMEL, buffer)
@@ -208,8 +208,8 @@ ONE_BIT = FewBitsCodec(
 )
 """Scaled signs: each value becomes its block's mean magnitude, with its own sign (EF-SignSGD, arXiv 1901.09847).
 
-Given the signs, no magnitude loses less than the mean. Zero has its sign bit like any value: in a block of zeros it
-stays zero, in others the residual takes back the next time what it has gained.
+Given the signs, no magnitude loses less than the mean. A zero has a sign bit like any value: in a block of zeros it
+stays zero; in others it becomes the mean magnitude, which the residual takes back the next time.
 """
 TWO_BIT = FewBitsCodec(
     "2bit", num_magnitudes=2, values_per_byte=4, encode_blocks=encode_two_bits, decode_blocks=decode_two_bits
@@ -217,6 +217,6 @@ TWO_BIT = FewBitsCodec(
 """Statistical quantization: a block's values are put into two bins by magnitude, and each becomes the mean of its bin,
 with its own sign.
 
-Bins are divided where the best quantizer of a normal distribution divides them (Max, 1960): at 1.23 times the mean
-magnitude. MuLoCo (arXiv 2505.23725) finds two bits enough for DiLoCo this way, and too few at even distances.
+The bins are divided where the best quantizer of a normal distribution divides them (Max, 1960): at 1.23 times the mean
+magnitude. MuLoCo (arXiv 2505.23725) finds two bits enough for DiLoCo with such levels, but not with evenly spaced ones.
 """

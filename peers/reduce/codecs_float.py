@@ -38,7 +38,7 @@ class HalfCodec(Codec):
     Finite values beyond the largest saturate there instead of becoming infinite, so that one outlier costs its own
     precision and not the round; infinities saturate likewise, NaN stays NaN.
 
-    `relative_error`, `tiny_error`: the most that rounding moves a value, as a share of it, and where it is denormal.
+    What rounding changes at most: `relative_error` as a share of the value, `tiny_error` if the value is denormal.
     """
 
     lossless = False
@@ -58,7 +58,7 @@ class HalfCodec(Codec):
         payload = buffer[: values.size * 2]
         narrow = torch.from_numpy(payload.view(np.int16)).view(self._dtype)
         narrow.copy_(torch.from_numpy(values))
-        # Values above the largest are few or none: one conversion and one in-place clamp spare a buffer of fp32 values.
+        # Clamping the result in place needs no further buffer of fp32 values.
         narrow.clamp_(-self._largest, self._largest)
         return payload
 

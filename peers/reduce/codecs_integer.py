@@ -27,22 +27,22 @@ from peers.reduce.kernels import (
     unpack_nibbles,
 )
 
-# Rounding to bf16 lowers a scale by 2^-8 at most: this much larger, it is never too small for the largest value.
+# Rounding to bf16 lowers a scale by 2^-8 at most: enlarged by this factor, it always covers the largest value.
 _SCALE_HEADROOM = 1 + 2.0**-8
-# Smaller ones have no finite reciprocal. Where it applies, values up to half of it become zero.
+# Smaller scales have no finite reciprocal. In blocks with this scale, values up to half of it become zero.
 _SMALLEST_SCALE = np.float32(2.0**-126)
 _LARGEST_SCALE_BITS = int(np.float32(LARGEST_SCALE).view(np.uint32)) >> 16
 _SCALE_BYTES = 2
 
 
 class IntegerCodec(Codec):
-    """Symmetric integers of a scale per block: value = integer x scale, |integer| <= `top`.
+    """Symmetric integers with a scale per block: value = integer x scale, |integer| <= `top`.
 
         scales: bf16 for each block | integers of all values          (little-endian)
 
     The scale comes from the block's largest magnitude, rounded up; values are rounded to nearest even. Magnitudes
-    below 2^-127, denormals that is, become zero. A block that holds NaN, an infinity or a value beyond 2^64 has no
-    scale that a decoder would take.
+    below 2^-127, which are denormal, become zero. A block that holds NaN, an infinity or a value beyond 2^64 gets a
+    scale that every decoder refuses.
     """
 
     lossless = False
@@ -116,7 +116,7 @@ class IntegerCodec(Codec):
     def _checked_parts(self, payload: Bytes, numel: int) -> tuple[Words, Integers]:
         """Raises ProtocolError unless all scales are finite, not negative, and not too large."""
         scales, packed = self._parts(payload, numel)
-        # As integers, floats that are not negative are in their order; NaN and those below zero are beyond.
+        # As integers, non-negative floats are in their order, and negative ones and NaN are larger than all of them.
         if scales.size and int(scales.max()) > _LARGEST_SCALE_BITS:
             raise unusable_scale()
         return scales, packed

@@ -23,12 +23,12 @@ from peers.reduce.kernels_topk import (
 
 BLOCK_NUMEL = 4096
 CONTRIBUTION_KEPT = 64
-"""Of 4096 values, the paper's blocks of 64 x 64: 1.6 %, as its authors' own runs have it."""
+"""Of 4096 values, the paper's blocks of 64 x 64: 1.6 %, as in its authors' own runs."""
 RESULT_KEPT = 252
-"""The members seldom keep the same values, so their average has more that count than each of them has.
+"""Members seldom keep the same values, so their average has more values that are not zero than a contribution has.
 
-The paper's peers send everybody everything and have no such limit; up to three members reach none here either, and what
-more have beyond these waits for the next epoch. Both directions together take 73 times fewer bytes than fp32.
+The paper's peers send everything to everybody, without such a limit. Three members never reach it; what more members
+have beyond it waits for the next epoch. Both directions together take 73 times fewer bytes than fp32.
 """
 
 
@@ -41,7 +41,7 @@ class _Run(NamedTuple):
     kept: int
     """In each row."""
     entries: slice
-    """Where what it keeps lies among all that is kept."""
+    """The place of its kept values among all that are kept."""
     sections: slice
     levels: slice
 
@@ -66,7 +66,7 @@ class TopKCodec(Codec):
 
     Of equal magnitudes the first ones are kept. The two magnitudes come from two-means on those kept, summed in a fixed
     order; a decoder takes them from the payload. A last, shorter block keeps in proportion, rounded up. Denormals are
-    values like all others. A block with NaN, an infinity or a magnitude beyond 2^64 has no levels that a decoder takes.
+    values like all others. A block with NaN, an infinity or a magnitude beyond 2^64 gets levels that decoders refuse.
     """
 
     name = "topk"
@@ -118,11 +118,11 @@ class TopKCodec(Codec):
     def _kept_of(self, payload: Bytes, numel: int) -> tuple[Indices, Floats]:
         """Places and values of all that is kept.
 
-        Raises ProtocolError unless each block keeps as many as it should, each one once.
+        Raises ProtocolError unless each block keeps as many values as it should, and none of them twice.
         """
         parts = self._parts(payload, numel)
         if numel and not (parts.levels.min() >= 0 and parts.levels.max() <= LARGEST_SCALE):
-            # One that is NaN makes both of them NaN.
+            # If one level is NaN, so are the minimum and the maximum.
             raise unusable_scale()
         places, values = np.empty(len(parts.lows), np.int64), np.empty(len(parts.lows), np.float32)
         for run in self._runs(numel):

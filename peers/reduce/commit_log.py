@@ -28,7 +28,7 @@ from peers.reduce.shares import Arrangement
 from peers.timing import START_S
 
 KEPT_FOR_S = START_S
-"""After the last download ended: a joiner requests the commits once it has assembled its state."""
+"""After the last download has ended: a joiner requests the commits once it has assembled its state."""
 
 
 class Recording:

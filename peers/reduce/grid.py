@@ -19,7 +19,7 @@ import math
 from functools import cached_property, lru_cache
 
 _MORE_LINES = 2
-"""Columns and rows than the fewest possible, and so neighbours, for columns of one length."""
+"""How many more columns and rows a grid may have than the fewest possible, if its columns are then of one length."""
 
 
 class Grid:
@@ -85,7 +85,7 @@ def grid_of(num_members: int, num_columns: int) -> Grid:
 def can_divide(num_members: int, num_columns: int) -> bool:
     """Whether so many members can stand in so many columns, such that every member collects from another one.
 
-    Columns differ in length by one at most. If a single one were longer, its last member would have no row.
+    Columns differ in length by one at most. If only one were longer, its last member would be alone in its row.
     """
     return num_columns == num_members or (1 < num_columns < num_members and num_members % num_columns != 1)
 
@@ -106,7 +106,7 @@ def best_grid(num_members: int) -> Grid:
 
 
 def _most_sent(num_members: int, num_columns: int) -> float:
-    """By the busiest member, in lengths of the vector, if all pieces are equal."""
+    """What the busiest member sends, in lengths of the vector, if all pieces are equal."""
     rows, num_longer = divmod(num_members, num_columns)
     piece, num_mates = 1 / num_columns, rows - 1
     # The last members of the longer columns divide themselves among the rows of each shorter one.

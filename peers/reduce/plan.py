@@ -84,7 +84,7 @@ class ReducePlan:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Those whose contributions this peer collects, but for its own."""
+        """The members whose contributions this peer collects, besides its own."""
         return self.grid.sources(self.me)
 
     @cached_property
@@ -94,7 +94,7 @@ class ReducePlan:
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
-        """Those with which this peer exchanges values."""
+        """The members with which this peer exchanges values."""
         return self.grid.neighbours(self.me)
 
     @cached_property
@@ -156,7 +156,7 @@ class ReducePlan:
         return result_codec_named(self.codec).residual_reach * self._norm_of_collected(collector)
 
     def sum_bound(self, collector: int) -> float:
-        """The largest energy that the decoded sums may have that a collector sends one mate."""
+        """The largest energy of the decoded sums that a collector sends one mate."""
         return self._result_energy_bound(
             self._norm_of_collected(collector) + self.sum_residual_bound(collector)
         )

@@ -61,7 +61,7 @@ class Progress:
         self._plan, self._slice_s = plan, slice_s(len(neighbours))
         piece = plan.chunks(plan.grid.column(me))
         self._position = {chunk: position for position, chunk in enumerate(piece)}
-        """Of the chunks of this peer's piece, as its sources send and get them."""
+        """The place of each chunk of this peer's piece in the order in which its sources send and get them."""
         self._collected = _Adding(plan.sources, len(piece))
         self._summed = _Adding(plan.mates, plan.num_chunks(me))
         self._adding = {
@@ -92,8 +92,8 @@ class Progress:
     # Senders
 
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
-        """The next frame to send, results first. Waits for one; after `idle_timeout_s` that is a sign of life.
-        None: everything is sent, or the reduction has failed."""
+        """The next frame to send, results first. Waits until there is one; after `idle_timeout_s` returns a sign of
+        life. None: everything is sent, or the reduction has failed."""
         contributions, results = self.contributions[other], self.results[other]
         alive_at = time.monotonic() + idle_timeout_s
         with self._lock:
@@ -108,7 +108,7 @@ class Progress:
                         return Kind.CONTRIBUTION, contribution
                 elif result == len(results):
                     return None
-                # What is collected wakes this sender, too, and may not put off its sign of life.
+                # Progress that this sender cannot use wakes it, too: that must not delay its sign of life.
                 if not self._more_to_send.wait(alive_at - time.monotonic()):
                     return Kind.ALIVE, 0
         return None
@@ -138,8 +138,8 @@ class Progress:
             return all(self._num_sent_results[mate] > chunk.number for mate in mates)
 
     def must_stop_sending(self, other: int) -> bool:
-        """Whether to interrupt the frame that is being sent. After a failure it is normally finished, so that the abort
-        after it can be read, but not for longer than LAST_WORDS_S, and not for a culprit by own evidence."""
+        """Whether to interrupt the frame being sent. After a failure the frame is finished, so that the abort after it
+        can be read, but not for longer than LAST_WORDS_S, and not if this peer has evidence against `other`."""
         failure = self.failure
         if failure is None:
             return False
@@ -217,8 +217,8 @@ class Progress:
         """The member to blame for the delay; None if it is more than one.
 
         If contributions are missing, the first source of those that have sent least; if sums are, the first such mate,
-        or whom it says it waits for. Else, if results are missing, the one that owes them, or the one that all who owe
-        them say they wait for. Else the one that has not taken this peer's results.
+        or the member that it says it waits for. Else, if results are missing, the member that owes them, or the one
+        that all who owe them say they wait for. Else the member that has not taken this peer's results.
         """
         with self._lock:
             return self._slowest()

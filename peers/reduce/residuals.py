@@ -7,8 +7,8 @@ sends the same values.
 
 Results. An owner sends encode(average + residual) for its share, and in a grid a collector sends its mates encode(sum +
 residual) for theirs. What that lost is *pending*: it becomes the residual at the commit, and is dropped if the attempt
-fails. Residuals are kept by position in the vector. When pieces change, positions outside the new
-one are dropped, and new ones start at zero.
+fails. Residuals are kept by position in the vector. When pieces change, positions outside the new one are dropped, and
+new ones start at zero.
 
 Top-k. SparseLoCo (arXiv 2508.15706, algorithm 1) computes e <- 0.95 e + (anchor - local), sends the largest values of e
 and subtracts them: that is the contributions' residual with a decay, here applied when it is stored. It replaces the
@@ -86,7 +86,7 @@ class AttemptResiduals:
             np.add(average[where], lost, out=average[where])
 
     def _largest_scale(self, part: slice, bound: float) -> float:
-        """The factor, at most 1, by which the residual of `part` keeps to this L2 norm; 0 if there is none."""
+        """The factor, at most 1, that keeps the residual of `part` within this L2 norm; 0 if there is no residual."""
         owned = self._result_residual.of(part) if self._result_residual is not None else None
         norm = _norm(owned[1]) if owned is not None else 0.0
         return min(1.0, bound / norm) if norm > 0 else 0.0

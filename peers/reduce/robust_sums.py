@@ -11,7 +11,7 @@ CLIP_ITERATIONS = 3
 
 
 def combine(rule: str, trim: float, rows: Floats, weights: Floats, total: Floats) -> None:
-    """Combine the members' values to `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
+    """Combine the members' values into `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
     if rule == "trimmed-mean":
         trimmed_mean(rows, weights, num_trimmed(trim, len(rows)), total)
     else:

@@ -112,7 +112,7 @@ def bounds_of(bandwidths: Sequence[float], numel: int) -> tuple[int, ...]:
 
 
 def _order_in_grid(speeds: Sequence[float]) -> list[int]:
-    """Members by speed, in powers of two: who stands where should not change with every measurement."""
+    """Members by speed, rounded to powers of two so that places do not change with every measurement."""
     return sorted(range(len(speeds)), key=lambda member: math.frexp(speeds[member] * _SQRT_2)[1])
 
 

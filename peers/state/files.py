@@ -201,7 +201,7 @@ def _checked(values: Tensor, size: int) -> Tensor:
 
 # Below the priority of rounds.
 _NICENESS = 10
-# More than the one that is being written: a worker that died never asks for the outcome of its own.
+# Outcomes that are kept: several, because a worker that died never asks for the outcome of its own.
 _MAX_REMEMBERED = 4
 
 
@@ -229,7 +229,7 @@ class Saving:
         try:
             held = await asyncio.shield(holding)
         except asyncio.CancelledError:
-            # The thread goes on. What it takes hold of is for nobody.
+            # The thread runs on. Nobody will use the snapshot that it takes: release it.
             holding.add_done_callback(_release)
             raise
         while len(self._writing) >= _MAX_REMEMBERED:

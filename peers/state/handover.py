@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The message `start`: where a worker begins. The weights are in *in*, unless it keeps its own."""
+    """The message `start`: where a worker begins. The weights are in *in*, unless the worker keeps its own."""
 
     world_rank: int
     """By which data is assigned. An earlier rank was only a claim; the certificate may have assigned another."""
@@ -63,7 +63,7 @@ class EpochFigures:
     sent_bytes: int
     received_bytes: int
     round_s: float
-    """From the group to the commit, failed attempts included."""
+    """From the formation of the group to the commit, failed attempts included."""
     connect_s: float
     """Of the last attempt, as are the next four: until all streams were open."""
     reduce_s: float

@@ -93,7 +93,7 @@ class OuterState:
                 self._snapshots.remove(snapshot)
 
     def refuse_snapshots(self) -> None:
-        """Until `end_change`: what belongs to the state after a commit, as residuals do, is about to be stored."""
+        """Until `end_change`: the residuals that belong to the state after the commit are about to be stored."""
         with self._lock:
             self._is_changing = True
 

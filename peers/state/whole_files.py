@@ -21,7 +21,7 @@ from torch import Tensor
 
 _PART_BYTES = 1 << 20
 _DIRTY_BYTES = 64 << 20
-"""After so many a file is flushed: others that write meanwhile, as a vote does, do not wait for a whole checkpoint."""
+"""A file is flushed each time this much is written: a vote, which also writes, must not wait for a whole checkpoint."""
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float64: "F64",
@@ -122,7 +122,7 @@ def _written(path: Path, parts: Iterable[memoryview]) -> FileRecord:
 
 
 def _put_on_disk(file: BinaryIO) -> None:
-    """What is written, and out of the page cache, where it would only displace what training reads."""
+    """Flush the file to disk, and drop it from the page cache, where it would displace what training reads."""
     file.flush()
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):

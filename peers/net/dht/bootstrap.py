@@ -1,4 +1,4 @@
-"""The first contact with a swarm: which of the addresses we were given answer, and if none does, why."""
+"""The first contact with a swarm: which of the given addresses answer, and if none does, why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def connect_any(transport: Transport, initial_peers: Sequence[str], *, tim
 
 
 async def _connect(transport: Transport, maddr: str, timeout_s: float) -> str | None:
-    """None, or why it failed."""
+    """Returns None, or why it failed."""
     try:
         await transport.connect(str(parse_maddr(maddr).peer_id), [maddr], timeout_s=timeout_s)
         return None
@@ -44,7 +44,7 @@ async def _connect(transport: Transport, maddr: str, timeout_s: float) -> str | 
 
 
 def is_nobody_there(error: str) -> bool:
-    """Whether libp2p's account of a failed dial says that no process listens there, and not that it was slow."""
+    """Whether libp2p's error for a failed dial says that no process listens there, rather than that it was slow."""
     return "connection refused" in error and not _is_slow(error)
 
 
@@ -53,7 +53,7 @@ def _is_slow(error: str) -> bool:
 
 
 def plain_reason(error: str) -> str:
-    """What libp2p's account of a failed dial means to a person."""
+    """What libp2p's error for a failed dial means, in words for people."""
     if "peer id mismatch" in error:
         return "another peer answers there, the id at the end of the address is not its"
     for text in _PLAIN_REASONS:
@@ -65,11 +65,11 @@ def plain_reason(error: str) -> str:
 
 
 class ClockOff(UserError):
-    """The swarm's nodes do not take this machine, whose clock is another one than theirs."""
+    """The swarm's nodes refuse this machine because its clock differs from theirs."""
 
 
 def not_taken(error: str) -> UserError:
-    """What to raise for Hivemind's refusal of a new DHT node: what it means to a person, and the next move."""
+    """The error to raise if Hivemind refuses a new DHT node: what that means, and what the user can do."""
     clocks = _CLOCKS.search(error)
     if clocks is None:
         return UserError(f"the swarm's DHT does not take this machine: {error}")

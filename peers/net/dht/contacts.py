@@ -1,8 +1,8 @@
-"""The peers that a DHT node has known, and when to look again for those it has lost. Pure: time is an argument.
+"""The peers that a DHT node has known, and when to dial lost ones again. Pure: time is an argument.
 
 Hivemind's node forgets a peer that misses one answer, and a node that has forgotten all others stays alone for good. So
-the addresses given by the user are always kept, and those of other peers as long as there is room: through any of them
-a swarm can be entered whose bootstrap node has died, or a partition mended.
+the addresses given by the user are always kept, and those of other peers as long as there is room. Through any of them
+this node can enter a swarm whose bootstrap node has died, or end a partition.
 """
 
 from __future__ import annotations

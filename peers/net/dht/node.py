@@ -1,7 +1,7 @@
 """The swarm's DHT: small expiring records that every peer can read, and the transport that comes with it.
 
-A Hivemind DHT node in this process's own event loop, on a p2pd of its own. Hivemind (and with it torch) is
-loaded by `load_hivemind` only, which `Dht.join` calls, so that a command line can import this module for nothing.
+A Hivemind DHT node in this process's own event loop, on a p2pd of its own. Only `load_hivemind`, which `Dht.join`
+calls, imports Hivemind (and with it torch): a command line can import this module without that cost.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ R = TypeVar("R", bound=Record)
 
 _MAX_VALUES = 4096
 BUCKET_SIZE = 8
-"""Kademlia's k, as in BitTorrent's DHT. Every look-up and every store asks so many nodes at least: with Hivemind's 20,
-everybody in a small swarm."""
+"""Kademlia's k, as in BitTorrent's DHT. Every look-up and every store asks at least this many nodes: with Hivemind's
+20, all nodes of a small swarm."""
 _LONELY_LOOK_S = OFTEN_S
-"""How often lost contacts are looked for while the node knows nobody at all."""
+"""How often lost contacts are dialled while the node knows no other node."""
 _CLOCK_TICK = 1e-3
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Dht:
         self._p2p = p2p
         self._node, self._kept = node, kept
         self.initial_peers = frozenset(_by_peer(initial_peers))
-        """Their ids: whom this peer's user has named."""
+        """The ids of the peers that this peer's user has named."""
         self._expiry: dict[tuple[str, str], float] = {}
         self._contacts = Contacts(_by_peer(initial_peers))
         self._initial = initial
@@ -85,8 +85,8 @@ class Dht:
     ) -> Dht:
         """Join the DHT that any of `initial_peers` belongs to, or begin one when there are none.
 
-        `client_mode`: listen nowhere and store nothing for others, only ask. Raises UserError for addresses
-        that are wrong, in use, or silent, and where too few files may be open.
+        `client_mode`: listen nowhere and store nothing for others, only ask. Raises UserError for addresses that are
+        wrong, in use or silent, and if this process may open too few files.
         """
         for maddr in initial_peers:
             validate_maddr(maddr, peer_id=True)
@@ -95,7 +95,7 @@ class Dht:
         if not client_mode:
             check_listenable(host_maddrs)
         others = [maddr for maddr in initial_peers if parse_maddr(maddr).peer_id != identity.peer_id]
-        # Before p2pd starts, which inherits it.
+        # Before p2pd starts, which inherits the limit.
         raise_limit()
         load_hivemind()
         from peers.net.dht.records import InitialRecords
@@ -132,11 +132,11 @@ class Dht:
     async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
         """Put `value` (MAX_RECORD_BYTES at most) under `key`, beside the values of other subkeys.
 
-        Returns whether any node took it. It is gone after `ttl_s`, but not before what it replaces would be.
+        Returns whether any node took the value. It expires after `ttl_s`, but not before what it replaces would have.
         """
         if len(value) > MAX_RECORD_BYTES:
             raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_RECORD_BYTES} are kept")
-        # Nodes compare wall-clock times, and refuse what expires no later than the value they have.
+        # Nodes compare wall-clock times, and refuse a value that expires no later than the one they have.
         expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK)
         self._expiry[key, subkey] = expiry
         stored = await asyncio.gather(
@@ -150,15 +150,13 @@ class Dht:
         self._kept.keep(key, check)
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """The live values under `key` by subkey: whatever anybody wrote, for the caller to check."""
+        """The live values under `key` by subkey. Anybody may have written them: the caller checks them."""
         found, of_initial = await asyncio.gather(self._node.get(key, latest=True), self._initial.find(key))
         return _checked_values(found.value if found is not None else None, of_initial)
 
     @property
     def silent_initial_peers(self) -> frozenset[str]:
-        """Initial peers that are connected and did not answer the last look-up, so that their records are unknown
-        here.
-        """
+        """Initial peers that are connected and did not answer the last look-up: their records are unknown here."""
         return self._initial.silent
 
     @property
@@ -176,18 +174,18 @@ class Dht:
         return self._p2pd.pid
 
     async def ping(self, peer_id: str, *, timeout_s: float, maddrs: Sequence[str] = ()) -> bool:
-        """Whether the process that holds this identity answers, asked directly. Every member but clients does."""
+        """Whether the process with this identity answers a DHT ping. All members do except those in client mode."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._meet(peer_id, maddrs)
         return False
 
     async def fail_with_p2pd(self) -> None:
-        """Waits until p2pd has ended, or hivemind hears it no more. Raises PeersError then."""
+        """Wait until p2pd has ended or Hivemind has lost its connection to it, then raise PeersError."""
         dead, control = asyncio.create_task(self._p2pd.wait_dead()), _control_tasks(self._p2p)
         try:
             await asyncio.wait({dead, *control}, return_when=asyncio.FIRST_COMPLETED)
-            # The connection to a process that dies may end before it.
+            # The connection may end a little before the process does.
             await asyncio.wait({dead}, timeout=PROBE_S)
             words = dead.result() if dead.done() else "or is not heard any more"
         finally:
@@ -197,7 +195,7 @@ class Dht:
         )
 
     async def close(self) -> None:
-        """Leave: no process and no socket stays. May be repeated."""
+        """Leave the swarm, and end every process and socket of this node. May be repeated."""
         await cancelled([self._keeper])
         await self.transport.close()
         if self._p2pd.is_alive:
@@ -210,7 +208,7 @@ class Dht:
         await self._p2pd.stop()
 
     async def _keep_contacts(self) -> None:
-        """Dial peers again that were down when we joined, have restarted since, or missed an answer."""
+        """Dial peers again that were down when this node joined, have restarted since, or missed an answer."""
         while True:
             known = self._peers_in_table()
             await asyncio.sleep(LOOK_S if known else _LONELY_LOOK_S)
@@ -222,9 +220,8 @@ class Dht:
                 self._contacts.tried(tried, time.monotonic())
 
     async def _meet(self, peer_id: str, maddrs: Sequence[str]) -> bool:
-        """Whether this peer's DHT node answers. If so, our node takes it back into its routing table, failures or
-        not.
-        """
+        """Whether this peer's DHT node answers. If so, our node takes it back into its routing table despite earlier
+        failures."""
         from hivemind.p2p import PeerID
 
         if maddrs:
@@ -246,9 +243,8 @@ class Dht:
 async def announced(
     dht: Dht, key: str, kind: type[R], run_id: str, check: Callable[[R], object]
 ) -> dict[str, R]:
-    """By peer id: the records under this key that are signed, fresh, of this run, and accepted by `check`, which
-    raises ProtocolError for the others (such as Gate.check_record for a peer that is not admitted).
-    """
+    """By peer id: the records under this key that are signed, fresh, of this run, and accepted by `check`, which raises
+    ProtocolError for others (Gate.check_record, for instance, for a peer that is not admitted)."""
     found = {}
     for peer_id, blob in (await dht.get(key)).items():
         try:
@@ -269,12 +265,12 @@ def _by_peer(maddrs: Sequence[str]) -> dict[str, list[str]]:
 
 
 def load_hivemind() -> None:
-    """Load what joining needs, which takes seconds: before an event loop runs, so that signals are heard meanwhile."""
+    """Import what joining needs. Takes seconds, so call it before an event loop runs, which has to hear signals."""
     import hivemind.dht.node  # noqa: F401 - sets up its logging as it loads
 
     import peers.net.libp2p.transport  # noqa: F401
 
-    # It logs a warning with a traceback for every peer that comes or goes, which is normal in a swarm.
+    # Hivemind logs a warning with a traceback for every peer that comes or goes, which is normal in a swarm.
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
@@ -284,13 +280,13 @@ async def _attach(p2pd: P2pd) -> P2P:
 
     p2p = await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
     for task in _control_tasks(p2p):
-        # When p2pd dies, whoever waits for it is told; asyncio would say it once more, in a traceback of hivemind's.
+        # `fail_with_p2pd` tells when p2pd dies; asyncio would log it once more, with a traceback inside hivemind.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return p2p
 
 
 def _control_tasks(p2p: P2P) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
-    """They read from p2pd and write to it for as long as both live; hivemind itself does not notice when one fails."""
+    """Hivemind's tasks that read from p2pd and write to it. Hivemind itself does not notice when one of them fails."""
     control = p2p._client.control
     return control._read_task, control._write_task
 
@@ -305,12 +301,12 @@ async def _create_node(
 
     kept = KeptRecords()
     try:
-        # Caches would answer with announcements of the past.
+        # No caches: they would answer with outdated announcements.
         node = await DHTNode.create(
             p2p=p2p,
             initial_peers=list(initial_peers),
             client_mode=client_mode,
-            # A busy node, as when fifty join at once, is asked once and waited for.
+            # Long: a node may be busy, as when fifty peers join at once.
             wait_timeout=timeout_s,
             bootstrap_timeout=PROBE_S,
             cache_locally=False,
@@ -332,7 +328,7 @@ async def _create_node(
 
 
 def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
-    """What has the shape of our records, the newest of each subkey; the rest is dropped."""
+    """The newest value of each subkey, if it has the form of our records; the rest is dropped."""
     from peers.net.dht.records import value_in
 
     newest = {subkey: (value_in(packed), expiry) for subkey, (packed, expiry) in of_initial.items()}

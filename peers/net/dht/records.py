@@ -1,7 +1,7 @@
 """Which values a DHT node stores for others and accepts from them: under known keys those that pass the key's check.
 
 Hivemind's nodes let anybody replace any value by one that expires later, so a stranger could make every peer of a run
-invisible. Ours neither store such values nor accept them from other nodes.
+invisible. Our nodes neither store such values nor accept them from other nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Found = Mapping[str, tuple[bytes, float]]
 
 
 class Check(Protocol):
-    """Whether a value counts: to be stored here, or found elsewhere for a reader who will look closer."""
+    """Whether to accept a value: to store it here, or (`is_found`) to return it to a reader, who checks it further."""
 
     def __call__(self, subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool: ...
 
@@ -44,13 +44,13 @@ MAX_OTHER_PER_S = 400.0
 MAX_OTHER_AT_ONCE = 1000
 MAX_OTHER_TTL_S = 2 * RECORD_TTL_S + ANSWER_S
 MAX_OTHER_BYTES = 4200
-"""For values under keys that this node has no check for: bounds their memory to some 80 MB."""
+"""Limits for values under keys without a check here: they take some 80 MB of memory at most."""
 _MAX_SUBKEY_BYTES = 256
 _SUBKEY, _VALUE = Decoder(str), Decoder(bytes)
 _HEAD_BYTES = 8
-"""Of msgpack, in which Hivemind's nodes keep a value of ours."""
+"""What msgpack adds to a value of ours in Hivemind's storage."""
 MAX_ASKED = 16
-"""Initial peers."""
+"""Initial peers that are asked directly."""
 
 _is_finding: ContextVar[bool] = ContextVar("is_finding", default=False)
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class KeptRecords(RecordValidatorBase):
-    """Hivemind asks `validate` of every value that it is to store."""
+    """Hivemind calls `validate` for every value before it stores it."""
 
     def __init__(self) -> None:
         self._checks: dict[bytes, Check] = {}
@@ -69,13 +69,13 @@ class KeptRecords(RecordValidatorBase):
         self._checks[DHTID.generate(source=key).to_bytes()] = check
 
     def guards(self, key: bytes) -> bool:
-        """Whether it is known what belongs under this key (its DHT id)."""
+        """Whether there is a check for this key (its DHT id)."""
         return key in self._checks
 
     def guard(self, protocol: DHTProtocol) -> None:
-        """Drop, one by one, the values that other nodes return and this one would not store.
+        """From now on, drop each value returned by another node that fails the check of its key.
 
-        Hivemind drops everything found at a node if one value is invalid.
+        Hivemind itself drops everything that a node returns if one value is invalid.
         """
         find = protocol.call_find
 
@@ -101,19 +101,19 @@ class KeptRecords(RecordValidatorBase):
         return _passes(check, subkey, record.value, record.expiration_time, is_found=False)
 
     def _has_room(self, record: DHTRecord) -> bool:
-        """Whether to store for somebody under a key of another run. How many such values there are at once follows."""
+        """Whether to store a value under a key without a check, within limits that bound the number of such values."""
         is_small = len(record.value) <= MAX_OTHER_BYTES and len(record.subkey) <= _MAX_SUBKEY_BYTES
         is_brief = record.expiration_time <= time.time() + MAX_OTHER_TTL_S
         return is_small and is_brief and self._others.take(time.monotonic())
 
     def _sifted(self, key: DHTID, item: tuple[Any, Any]) -> tuple[Any, Any]:
-        """What was found for a key, with the nearest nodes beside it, but for what does not pass."""
+        """What was found for a key, and the nearest nodes; values that fail the key's check are left out."""
         found, nearest = item
         check = self._checks.get(key.to_bytes())
         if check is None or found is None:
             return item
         if not isinstance(found.value, DictionaryDHTValue):
-            # It would replace all values with subkeys.
+            # A value without subkeys would replace all values with subkeys.
             return None, nearest
         sifted = DictionaryDHTValue()
         for subkey, (value, expiry) in found.value.items():
@@ -133,7 +133,7 @@ def _passes(check: Check, subkey: Any, packed: Any, expiry: float, *, is_found: 
 
 
 def value_in(packed: Any) -> bytes | None:
-    """The value of one of our records; None: it is none of them."""
+    """The value in one of our records as stored; None if it is not one."""
     try:
         return decode(_VALUE, packed, MAX_RECORD_BYTES + _HEAD_BYTES)
     except (ProtocolError, TypeError):
@@ -141,9 +141,9 @@ def value_in(packed: Any) -> bytes | None:
 
 
 class InitialRecords:
-    """Stores every record at the initial peers too, and asks them directly, beside the nodes that the DHT chooses:
-    whoever runs the nodes nearest to a key can hide what is stored under it. Records of the run that are found are kept
-    here too, since this node may itself be somebody's initial peer.
+    """Stores every record at the initial peers too, and asks them directly, in addition to the nodes that the DHT
+    chooses: whoever runs the nodes nearest to a key can hide what is stored under it. Records of the run that are found
+    are stored here as well, since this node may itself be somebody's initial peer.
 
     `silent`: initial peers that are connected and did not answer the last look-up."""
 
@@ -154,10 +154,10 @@ class InitialRecords:
         self._peer_ids = frozenset(list(peer_ids)[:MAX_ASKED])
         self.silent: frozenset[str] = frozenset()
         self.is_answered = not self._peer_ids
-        """Whether any of them has ever answered."""
+        """Whether any initial peer has ever answered; True if there are none."""
 
     async def find(self, key: str) -> Found:
-        """What they have under this key, the newest of each subkey. Valid records are stored here too."""
+        """What the initial peers have under this key, the newest of each subkey. Valid records are stored here too."""
         key_id = DHTID.generate(source=key)
         asked = await self._connected()
         answers = await asyncio.gather(
@@ -179,7 +179,7 @@ class InitialRecords:
         return newest
 
     async def store(self, key: str, subkey: str, value: bytes, expiry: float) -> bool:
-        """Here and with them. True: one of them has taken it. `value` is packed."""
+        """Store here and at the initial peers. Returns whether one of them took it. `value` is packed."""
         key_id = DHTID.generate(source=key)
         self._keep(key_id, subkey, value, expiry)
         answers = await asyncio.gather(
@@ -198,7 +198,7 @@ class InitialRecords:
             self._protocol.storage.store_subkey(key_id, subkey, value, expiry)
 
     async def _connected(self) -> list[str]:
-        """Only those with a connection: dialling one that is gone would delay every look-up."""
+        """The initial peers with an open connection: dialling one that is gone would delay every look-up."""
         if not self._peer_ids:
             return []
         try:

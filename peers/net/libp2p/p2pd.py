@@ -1,4 +1,4 @@
-"""The libp2p daemon (p2pd, a binary that comes with hivemind) as a child process that never outlives us."""
+"""The libp2p daemon (p2pd, a binary that comes with hivemind) as a child process that never outlives this process."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class P2pd:
             control = directory.path / _CONTROL
             arguments = _arguments(control, identity_path, host_maddrs, announce_maddrs, client_mode)
             process = await asyncio.create_subprocess_exec(
-                # It would serve on for half a minute after a SIGKILL of ours.
+                # Otherwise p2pd would run on for half a minute after this process was killed by SIGKILL.
                 *(sys.executable, "-I", "-S", "-c", EXEC_WITH_PARENT, str(os.getpid()), *arguments),
-                # By default it dials from the port it listens on. Two that dial each other at a time then share one
-                # connection, of which each believes that it has opened it: the handshake fails, and is not tried again
-                # for seconds.
+                # By default p2pd dials from the port that it listens on. Two peers that dial each other at once then
+                # get a single connection that both believe they have opened: the handshake fails, and is not tried
+                # again for seconds.
                 env={**os.environ, "LIBP2P_TCP_REUSEPORT": "false"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                # Out of the terminal's reach: on Ctrl-C we still need it to say goodbye.
+                # Not in the terminal's session: after Ctrl-C this process still needs p2pd to leave the swarm.
                 start_new_session=True,
             )
             p2pd = cls(directory, process)
@@ -82,7 +82,7 @@ class P2pd:
         return self._last_lines[-1] if self._last_lines else "(it said nothing)"
 
     async def wait_dead(self) -> str:
-        """Resolves with p2pd's last line once it has ended, by our hand or not."""
+        """Wait until p2pd has ended, for whatever reason; returns its last line."""
         await self._process.wait()
         return self.last_words
 

@@ -1,4 +1,4 @@
-"""Byte streams between peers: encrypted by libp2p, authenticated by identity, plain sockets to us."""
+"""Byte streams between peers, encrypted and authenticated by libp2p. To this process they are plain sockets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from peers.timing import RETRY_S
 MAX_HANDLED_PER_PEER = 4
 """Handlers that run at once for the streams of one peer on one protocol; further streams are closed."""
 _BACKLOG = 256
-# Two peers that dial each other at once both fail, and so does a dial soon after a failed one; and a peer
-# that has just joined is not yet known to all. None of that says that the peer is gone.
+# If two peers dial each other at once, both dials fail, and so does a dial soon after a failed one; and a peer that has
+# just joined is not yet known to all. None of these says that the peer is gone.
 _PASSING_FAILURES = ("dial backoff", "routing: not found", "failed to find any peer", "failed to find peers")
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,8 @@ logger = logging.getLogger(__name__)
 class Transport:
     """Opens and accepts streams through one p2pd.
 
-    A stream is a Unix socket that p2pd copies to and from the network. It has no half-close: closing either
-    end ends both directions, after what was sent has been delivered. A dead peer may show as an empty
-    read only.
+    A stream is a Unix socket that p2pd copies to and from the network. It has no half-close: closing either end ends
+    both directions, after what was sent has been delivered. The only sign of a dead peer may be an empty read.
     """
 
     def __init__(self, control: Path, directory: Path) -> None:
@@ -77,7 +76,7 @@ class Transport:
         return set(await p2pd_control.list_peers(self._control))
 
     async def addresses_of(self, peer_id: str) -> list[str]:
-        """Where libp2p's connections with this peer come from, or lead to."""
+        """The addresses at the other ends of libp2p's connections with this peer."""
         return (await p2pd_control.list_peers(self._control)).get(peer_id, [])
 
     async def serve(self, protocol: str, handler: Handler) -> None:

@@ -1,7 +1,7 @@
-"""Connections of our own: greeted within bounds, then handed to the handler of the protocol that they are for.
+"""Connections over TCP and through relays: greeted within limits, then handed to their protocol's handler.
 
-A connection costs little until it has shown the certificate of a peer that may be here, and has a deadline for that.
-How many there may be is limited by source address, by claimed identity, and in all.
+A connection costs little until it has shown the certificate of an admitted peer, and has a deadline for that. The
+number of connections is limited by source address, by claimed identity, and in all.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ certificate.
 
 
 class Acceptor:
-    """Used from one event loop. Streams are non-blocking sockets, of TLS unless both ends do without.
+    """Used from one event loop. Streams are non-blocking sockets, with TLS unless both ends accept plain TCP.
 
-    `allows` says of a peer id whether it may call; `plain`, whether plain TCP will do for this peer.
+    `allows` decides by peer id who may call; `plain`: this peer accepts plain TCP.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Acceptor:
     ) -> None:
         """Greet whoever has connected from `source`, and hand the stream over. Owns the socket; raises nothing.
 
-        `expected`: the only peer it may be; `strangers`: whether those may call too that are not allowed otherwise.
+        `expected`: the only peer that may call; `strangers`: peers that `allows` rejects may call too.
         """
         plain = self._plain if plain is None else plain
         sock.setblocking(False)
@@ -94,7 +94,7 @@ class Acceptor:
                     self._check(hello.peer_id, expected, strangers)
                     if not self._greetings.take(source, time.monotonic()):
                         raise ProtocolError("more greetings than anybody has reason to begin")
-                    # Counted by source too: whoever this peer has called can replay its certificate and then stop.
+                    # By source too: a caller's certificate can be replayed by any peer that it has called.
                     with counted(self._of, f"{source} {hello.peer_id}", MAX_PER_PEER):
                         stream, protocol = await greeting.answer(
                             sock, self.credentials, hello, plain=plain, serves=self._handlers.__contains__

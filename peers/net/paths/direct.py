@@ -1,8 +1,8 @@
 """Streams straight over TCP, for pairs of peers that reach each other without help.
 
-One port per peer, announced separately from where it listens. Encrypted by TLS 1.3 with each end pinned to the other's
-identity key; or plain, where both peers were told to trust their network. A stream is a socket that threads can block
-on: no process copies its bytes.
+A peer has one port for them, whose announced address may differ from where it listens. A stream is encrypted by TLS 1.3
+with each end pinned to the other's identity key; or plain, if both peers were told to trust their network. It is a
+socket that threads can block on: no process copies its bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FAMILIES = {
 }
 _MAX_LOOKUPS = 4
 _lookups = threading.Semaphore(_MAX_LOOKUPS)
-# A connection that breaks silently while nothing is sent shows within a minute.
+# A connection that breaks silently while nothing is sent is detected within a minute.
 _KEEPALIVE = keepalive_options(idle_s=30, interval_s=10, count=3)
 
 
 class Direct:
-    """Used from one event loop. `endpoints_of` gives a peer's addresses (/ip4/…/tcp/…), as it announced them."""
+    """Used from one event loop. `endpoints_of` gives a peer's addresses (/ip4/…/tcp/…), as the peer announced them."""
 
     def __init__(self, acceptor: Acceptor, endpoints_of: Callable[[str], Sequence[str]]) -> None:
         self._acceptor, self._endpoints_of = acceptor, endpoints_of
@@ -49,11 +49,11 @@ class Direct:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0: nowhere."""
+        """The port that this peer listens on; 0: it does not listen."""
         return int(self._listeners[0].getsockname()[1]) if self._listeners else 0
 
     def listen(self, maddr: str) -> None:
-        """Take calls here too from now on. Port 0: any free one. Raises UserError."""
+        """From now on, accept connections here too. Port 0: any free one. Raises UserError."""
         where = parse_maddr(maddr)
         family = socket.AF_INET6 if where.kind == "ip6" else socket.AF_INET
         try:
@@ -91,7 +91,7 @@ class Direct:
         raise PeerUnreachable(f"no direct stream to {peer_id}: {'; '.join(failures) or 'no endpoint known'}")
 
     async def close(self) -> None:
-        """Take no more calls, and drop those that are being greeted. Streams stay with their owners."""
+        """Accept no more connections, and drop those that are being greeted. Streams stay with their owners."""
         await self._tasks.close()
         for listener in self._listeners:
             listener.close()
@@ -118,8 +118,8 @@ async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
 async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.AddressFamily, str]:
     """The family and address of a host. Raises OSError.
 
-    A peer may announce a name whose server never answers. So few threads look names up, none of the shared pool, and
-    none that the end of the process waits for.
+    A peer may announce a name whose server never answers. So only a few threads look names up: not those of the shared
+    pool, and none that the process waits for when it ends.
     """
     if not _lookups.acquire(blocking=False):
         raise OSError("too many names are being looked up already")
@@ -140,7 +140,7 @@ async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.Addr
 
 
 def source_of(host: str) -> str:
-    """What limits per address go by: under IPv6 every host has a network of 2^64 addresses."""
+    """The key for limits per source: the IPv4 address, or the IPv6 network of 64 bits, which one host may fill."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 

@@ -1,4 +1,4 @@
-"""Copies bytes between pairs of sockets in a thread of its own, so that the daemon's event loop never waits for it."""
+"""Copies bytes between pairs of sockets in a thread of its own, so that the daemon's event loop is not held up."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from peers.timing import STOP_S
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 17
-"""Per direction; what does not fit waits in the sockets, and holds back the sender."""
+"""Per direction. Further bytes wait in the sockets, which holds back the sender."""
 
 
 class Forwarder:
-    """`forward` and `close` are called from one thread; the copying is this object's own."""
+    """`forward` and `close` are called from one thread; copying runs in a thread of this object."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -28,10 +28,10 @@ class Forwarder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_bytes = 0
-        """Carried so far, of all streams; only ever grows."""
+        """Bytes copied so far, over all streams; never decreases."""
 
     def forward(self, one: socket.socket, other: socket.socket, on_end: Callable[[], object]) -> None:
-        """Own both sockets from now on, until either ends; then close them and call `on_end`, in that thread.
+        """Own both sockets from now on, until either ends; then close them and call `on_end`, in the copying thread.
 
         Raises PeerUnreachable when closed already.
         """
@@ -44,7 +44,7 @@ class Forwarder:
         self._loop.call_soon_threadsafe(self._begin, one, other, on_end)
 
     def close(self) -> None:
-        """Break everything off, and end the thread. May be repeated."""
+        """Cut all streams, and end the thread. May be repeated."""
         self._is_closed = True
         if self._loop is None or self._thread is None:
             return
@@ -72,7 +72,7 @@ class Forwarder:
             self._tasks.discard(task)
             one.close()
             other.close()
-            # Its owner and its event loop may be gone.
+            # The callback's owner and its event loop may be gone.
             with contextlib.suppress(RuntimeError):
                 on_end()
 
@@ -88,5 +88,5 @@ class Forwarder:
         while num_bytes := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(target, buffer[:num_bytes])
             self.num_bytes += num_bytes
-            # Reading what has arrived already does not yield to other streams.
+            # Reading what has already arrived does not yield to other streams.
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""How a connection of our own begins, over TCP or through a relay: who calls whom, and for which protocol.
+"""How a connection over TCP or through a relay begins: who calls whom, and for which protocol.
 
     caller                      called
     hello             ->                              magic | flags | nonce | length, certificate
@@ -8,7 +8,7 @@
                       <-        verdict               served? | length, signature
 
 Under TLS the signatures are empty. Without, each side signs both hellos (so both keys and both nonces), its role and
-the protocol: that proves who is at the other end when the stream begins, and protects no byte that follows.
+the protocol. That proves who is at the other end when the stream begins, but protects no byte that follows.
 
 Sockets are non-blocking, and the caller of these functions sets the deadline.
 """
@@ -35,16 +35,16 @@ _NONCE_BYTES = 32
 _MAX_PROTOCOL_BYTES = 256
 _MAX_SIGNATURE_BYTES = 512
 _SERVED, _NOT_SERVED = b"\1", b"\0"
-# No record of ours begins like this, so neither signature can be taken for the other.
+# No record that peers sign begins like this, so a signature of one cannot be passed off as one of the other.
 _SIGNED = b"diloco plain tcp\0"
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What one side shows of itself before anything is proved."""
+    """What one side shows before anything is proved."""
 
     plain: bool
-    """Whether plain TCP will do."""
+    """Whether this side accepts plain TCP."""
     nonce: bytes
     certificate: bytes
 

@@ -34,7 +34,7 @@ class NetworkSettings:
 
 
 class Network:
-    """`peers` gives the newest status of every live peer of the run, without this one."""
+    """`peers` returns the newest announcement of every other live peer of the run."""
 
     paths: Paths
 
@@ -76,7 +76,7 @@ class Network:
         )
 
     async def start(self) -> None:
-        """Take calls, and forward for others. Raises UserError."""
+        """Accept connections, and forward for others. Raises UserError."""
         if self._direct is not None:
             for maddr in data_hosts(self._settings.host_maddrs):
                 port = self._direct.port or self._settings.data_port
@@ -95,11 +95,11 @@ class Network:
         return self._relay.forwarded_bytes
 
     def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:
-        """Where others can call this peer directly; `maddrs` are the addresses that libp2p is seen by."""
+        """Where others can call this peer directly; `maddrs`: the addresses at which they see its libp2p."""
         return announced_endpoints(self._settings, self._direct.port, maddrs) if self._direct else ()
 
     def paths_shown(self) -> tuple[tuple[int, Path], ...]:
-        """World rank and path of every peer that this one has opened streams to, as far as a record has room."""
+        """World rank and path of each peer to which this one has opened streams, as many as a record has room for."""
         in_use = self.paths.in_use
         shown: dict[int, Any] = {peer.world_rank: in_use.get(peer.peer_id) for peer in self._peers()}
         shown.pop(NO_RANK, None)
@@ -121,9 +121,9 @@ class Network:
 
 
 def data_hosts(host_maddrs: Iterable[str]) -> list[Maddr]:
-    """One address for every host that data is taken on: those that libp2p listens on, each once."""
+    """The hosts on which data connections are accepted: those that libp2p listens on, each once."""
     found = {(maddr.kind, maddr.host): maddr for maddr in map(parse_maddr, host_maddrs)}
-    # The unspecified address leaves no port for any other address of its family.
+    # Listening on the unspecified address takes the port on every address of its family.
     everywhere = {maddr.kind: maddr for maddr in found.values() if maddr.host in ("0.0.0.0", "::")}
     return list(dict.fromkeys(everywhere.get(maddr.kind, maddr) for maddr in found.values()))
 
@@ -131,8 +131,8 @@ def data_hosts(host_maddrs: Iterable[str]) -> list[Maddr]:
 def announced_endpoints(settings: NetworkSettings, port: int, maddrs: Iterable[str]) -> tuple[str, ...]:
     """The data port's addresses, as others see them.
 
-    What the user announces; else the hosts at which libp2p is seen. If the user announces libp2p's port only, a host
-    that maps ports one to one is used for data too; a host that maps single ports is not.
+    Those that the user announces; else the hosts at which others see libp2p. If the user announces only libp2p's port,
+    a host that maps ports one to one is used for data too; a host that maps single ports is not.
     """
     if not port:
         return ()

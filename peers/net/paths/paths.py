@@ -1,8 +1,8 @@
 """Chooses the path of every stream to another peer: direct, over libp2p, or through a third peer.
 
-Control goes over libp2p. Bulk (data of rounds, states for newcomers) goes direct where that stands. A third peer
-forwards where libp2p has no connection. The preferred path is tried first, the next one a little later, and the first
-that stands is taken; a path that failed is left alone for a while.
+Control goes over libp2p. Bulk data (of rounds, and states for newcomers) goes direct if possible. A third peer forwards
+if libp2p has no connection. The preferred path is tried first, the next one a little later, and the first that connects
+is taken; a path that failed is not tried for a while.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class _Dial(NamedTuple):
 
 
 class Paths:
-    """Used from one event loop. `data` is the protocol of rounds' streams, `bulk` are others that may go direct.
+    """Used from one event loop. `data` is the protocol of the reduction; `bulk` are others that may go direct.
 
-    Without `direct` nothing goes direct.
+    Without `direct`, no stream goes direct.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Paths:
         check: Callable[[str, str], object] = lambda _peer_id, _protocol: None,
         unchecked: Collection[str] = (),
     ) -> None:
-        """`check` raises Refused for a peer whose streams on a protocol are not taken, save on those `unchecked`."""
+        """`check(peer id, protocol)` raises Refused for a stream to refuse; not called for `unchecked` protocols."""
         self._libp2p, self._acceptor, self._direct, self._relay = libp2p, acceptor, direct, relay
         self._data, self._bulk = data, {data, *bulk}
         self._check, self._unchecked = check, frozenset(unchecked)
@@ -122,7 +122,7 @@ class Paths:
         preferred = [dial.path for dial in dials]
         path, stream = await _first_connected(dials, timeout_s)
         for slower in preferred[: preferred.index(path)]:
-            # Otherwise every later stream would wait for it, too.
+            # Otherwise every later stream would wait for the slower path, too.
             known.was_slower(slower, time.monotonic())
         if path is Path.LIBP2P:
             known.libp2p_delays.succeeded()
@@ -142,7 +142,7 @@ class Paths:
 
         return check_first
 
-    # What the pool of data streams tells and asks
+    # Called by the pool of data streams
 
     async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None:
         """A stream on a better path than the current one, if there is one. No round waits for this."""
@@ -160,7 +160,7 @@ class Paths:
         return None
 
     def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None:
-        """A round has moved so many bytes on this stream in so long."""
+        """A round has moved this many bytes on this stream in this time."""
         known = self._to(peer_id)
         known.rate = num_bytes / seconds if seconds > 0 else 0.0
         if self._path_of.get(stream) is not Path.RELAY:
@@ -230,14 +230,14 @@ class Paths:
             known.direct_failures.failed(time.monotonic())
             log.info("%s", error)
             raise
-        # The greeting succeeded over it, so the link works.
+        # The greeting went over it, so the link works.
         known.direct_failures.succeeded()
         known.direct_delays.succeeded()
         known.libp2p_silence.succeeded()
         return stream
 
     def _taken(self, peer_id: str, protocol: str, path: Path, stream: socket.socket) -> socket.socket:
-        """Remember the path of a stream, and log it where it is another one than before."""
+        """Remember the path of a stream, and log it if it has changed."""
         if path is Path.DIRECT and not isinstance(stream, ssl.SSLSocket):
             path = Path.PLAIN
         self._path_of[stream] = path
@@ -250,7 +250,7 @@ class Paths:
         return stream
 
     def _to(self, peer_id: str) -> _PathsToPeer:
-        # Appended at the end, so that invented records cannot push out peers that take part in rounds.
+        # Moved to the end at each use, so that invented records cannot push out peers that take part in rounds.
         known = self._paths_to.pop(peer_id) if peer_id in self._paths_to else _PathsToPeer()
         self._paths_to[peer_id] = known
         while len(self._paths_to) > _MAX_PEERS:

@@ -39,7 +39,7 @@ SPEED_S = OFTEN_S
 """A measurement of speed ends with the first burst that took longer, in each direction."""
 _PIECE_BYTES = 32 << 10
 DIALLED_PROTOCOL = "diloco/reached"
-"""What the asked peer asks for when it calls back."""
+"""The protocol that the asked peer requests when it dials back."""
 
 _HERE: Decoder[reach.Here | reach.Busy | Refusal] = Decoder(reach.Here | reach.Busy | Refusal)
 _DIALLED = Decoder(reach.Dialled)
@@ -49,7 +49,7 @@ _TOOK = Decoder(reach.Took)
 
 
 class Busy(PeerUnreachable):
-    """The asked peer has done as much of this as it does in a while."""
+    """The asked peer has reached its limit for such requests."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of the largest burst that was tried, 4 MB at most. Bytes/s; 0: too quick to tell."""
+    """In bytes/s, by the largest burst sent, which has 4 MiB at most; 0: too quick to tell."""
 
     to_peer: float
     from_peer: float
@@ -78,7 +78,7 @@ class Asked:
         self._channel, self.here = channel, here
 
     async def dial(self, port: int) -> str:
-        """Have this machine called at a port: why that failed, or nothing."""
+        """Have this machine dialled at a port. Returns why that failed; empty if it succeeded."""
         await self._channel.send(reach.Dial(port=port), ANSWER_S)
         return (await self._channel.read(_DIALLED, ANSWER_S + PROBE_S)).error
 
@@ -101,7 +101,7 @@ async def asking(
     maddrs: Sequence[str] = (),
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Asked]:
-    """Begin to ask a member. Raises PeerUnreachable where it does not answer, Refused where it does not want to."""
+    """Open a conversation with a member. Raises PeerUnreachable if it does not answer, Refused if it refuses."""
     protocol, most_bytes = reach.reach_protocol(run_id), reach.MAX_MESSAGE_BYTES
     with await call(
         transport, peer_id, protocol, timeout_s=ANSWER_S, maddrs=maddrs, max_message_bytes=most_bytes
@@ -118,7 +118,7 @@ async def asking(
 
 
 async def send_bytes(channel: Channel) -> None:
-    """Larger and larger bursts, until one takes long."""
+    """Send larger and larger bursts, until one takes longer than SPEED_S."""
     zeros = memoryview(bytes(reach.BURSTS[-1]))
     for num_bytes in reach.BURSTS:
         began = time.monotonic()
@@ -131,7 +131,7 @@ async def send_bytes(channel: Channel) -> None:
 
 
 async def receive_bytes(channel: Channel) -> tuple[int, float]:
-    """Of the last burst, how many came after its first piece, and how long they took."""
+    """Receive bursts. Returns how many bytes of the last one came after its first piece, and how long they took."""
     measured, buffer = (0, 0.0), memoryview(bytearray(_PIECE_BYTES))
     for _ in range(len(reach.BURSTS) + 1):
         burst = await channel.read(_BURST, STALL_S)
@@ -149,12 +149,12 @@ async def receive_bytes(channel: Channel) -> tuple[int, float]:
 
 
 def rate(num_bytes: float, seconds: float) -> float:
-    """Bytes/s; 0: too few to tell."""
+    """Bytes/s; 0: too quick to tell."""
     return num_bytes / seconds if seconds > 0 else 0.0
 
 
 def _address(host: str) -> str:
-    """An IP address, or nothing."""
+    """The IP address, or nothing. Raises ProtocolError."""
     try:
         return str(ipaddress.ip_address(host)) if host else ""
     except ValueError as error:
@@ -165,13 +165,13 @@ MAX_DIALS = 4
 """In one conversation: a peer has two ports."""
 MAX_AT_ONCE = 8
 _CONVERSATIONS_PER_S, _CONVERSATIONS_AT_ONCE = 1 / 15, 8
-"""Of one host."""
+"""Per host."""
 _HELLO = Decoder(reach.Hello)
 _QUESTION: Decoder[reach.Dial | reach.Speed] = Decoder(reach.Dial | reach.Speed)
 
 
 class Reachability:
-    """One member's answers. Used from one event loop."""
+    """Answers such questions for one member. Used from one event loop."""
 
     def __init__(self, run_id: str, identity: Identity, transport: Transport, gate: Gate) -> None:
         self._run_id, self._transport, self._gate = run_id, transport, gate
@@ -207,7 +207,7 @@ class Reachability:
             channel.close()
 
     async def _answer(self, channel: Channel, peer_id: str, caller: Maddr | None) -> None:
-        """Until the caller hangs up, which is the end of the conversation and no fault."""
+        """Answer questions until the caller closes the channel, which is the normal end."""
         num_dials, has_measured = 0, False
         while True:
             try:
@@ -266,7 +266,7 @@ def caller_of(addresses: Iterable[str]) -> Maddr | None:
 
 
 def _plain(error: str) -> str:
-    """Only whether the call succeeded: an answer must not tell what else listens there."""
+    """A coarse reason: the answer must not tell what else listens there."""
     if "Errno 111" in error:
         return "connection refused"
     return "no answer in time" if "no answer in time" in error else "this machine does not answer there"

@@ -1,7 +1,7 @@
-"""Streams through a third peer that forwards them: asked for, forwarded for others, and accepted.
+"""Streams through a relay, a third peer that forwards them: as the caller, as the relay, and as the called peer.
 
 The messages are those of peers/protocol/relays.py. A relay forwards only between live peers of the run with which it
-has a libp2p connection, so never through another relay, and only so many streams.
+has a libp2p connection, so never through another relay, and only a limited number of streams.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from peers.timing import FORGET_S, PROBE_S, START_S
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 4
-"""Peers that are asked to relay one stream; the fastest of those that can is taken."""
+"""Peers that are asked to relay one stream; the fastest of those that offer it is taken."""
 _MAX_OPENING = 3
-"""Streams that one peer asks for at once: libp2p's side works on a few per caller only."""
+"""Streams that this peer requests at once: a relay's libp2p handles only a few per caller."""
 _MAX_BLAMED = 256
 MAX_FORWARDED = 128
 """Streams that one peer forwards at once."""
 MAX_FORWARDED_PER_CALLER = MAX_FORWARDED // 2
-"""So that one caller cannot take every place."""
+"""So that one caller cannot take all of them."""
 MAX_FORWARDED_PER_PAIR = 8
 """A pair needs one for control, two for data and a few for the state."""
 _ANSWER: Decoder[Offer | No] = Decoder(Offer | No)
@@ -67,8 +67,8 @@ class _Offered:
 
 
 class Relay:
-    """Used from one event loop. `peers` gives the ids of the run's live peers, `rate_to` what is known of the bandwidth
-    to one of them."""
+    """Used from one event loop. `peers` returns the ids of the run's live peers, `rate_to` the bandwidth to one of them
+    as far as it is known."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Relay:
 
     @property
     def forwarded_bytes(self) -> int:
-        """For others, so far: each of them has come in on this peer's link, and gone out."""
+        """Bytes forwarded for others so far: each has come in on this peer's link and gone out again."""
         return self._forwarder.num_bytes
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class Relay:
             self._blame(*way)
 
     def _blame(self, relay: str, peer_id: str) -> None:
-        # For this pair only: the fault may be the called peer's.
+        # For this called peer only, which may itself be at fault.
         self._blamed.setdefault((relay, peer_id), BackOff(START_S, FORGET_S)).failed(time.monotonic())
         while len(self._blamed) > _MAX_BLAMED:
             del self._blamed[next(iter(self._blamed))]

@@ -1,9 +1,9 @@
 """Mutual TLS 1.3 between two peers, each pinned to the other's identity key.
 
-A peer's certificate is self-signed with its identity key and says nothing that the key does not: no authority vouches
-for anything, no name in it is read. Each side shows its certificate before the handshake; the other derives the peer id
-from the key in it, decides whether that is whom it wants, and then trusts exactly this certificate for exactly this
-connection. The handshake proves that the other end has the key.
+A peer's certificate is self-signed with its identity key. Only that key counts: no authority signs certificates, and no
+name in them is read. Each side shows its certificate before the handshake; the other derives the peer id from the key
+in it, decides whether that is whom it wants, and then trusts exactly this certificate for exactly this connection. The
+handshake proves that the other end has the key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_CERTIFICATE_BYTES = 2048
 _WRITE_BYTES = 1 << 18
 _READ_RECORDS = 64
 """Per call: a megabyte, if records are full. A sender of one-byte records must not keep the caller in this loop."""
-# Peers differ in their clocks, and a key has no end: RFC 5280 has these dates for it.
+# Peers' clocks differ, and keys do not expire. RFC 5280 prescribes the latter date for that.
 _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
@@ -74,10 +74,10 @@ class Credentials:
 
 
 class TlsSocket(ssl.SSLSocket):
-    """An SSLSocket that may stand wherever the reduction has a plain socket: one thread per socket at a time."""
+    """An SSLSocket that can replace a plain socket in the reduction. One thread may use it at a time."""
 
     def send(self, data: Any, flags: int = 0) -> int:
-        # OpenSSL reports a write when all of it is out, so a large one on a slow link would look like a stall.
+        # OpenSSL returns only when a write is out completely, so a large one on a slow link would look like a stall.
         return super().send(memoryview(data)[:_WRITE_BYTES], flags)
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
@@ -91,18 +91,18 @@ class TlsSocket(ssl.SSLSocket):
                 if not piece or done == len(view):
                     break
         except (TimeoutError, ssl.SSLError):
-            # The error that ended it shows again at the next call.
+            # The error is raised again at the next call.
             if not done:
                 raise
         return done
 
     def shutdown(self, how: int) -> None:
-        # SSLSocket's own forgets that it is encrypted: another thread's next send would go out in the clear.
+        # SSLSocket.shutdown drops the encryption first: another thread's next send would go out in the clear.
         socket.socket.shutdown(self, how)
 
 
 def public_key_of(certificate: bytes) -> bytes:
-    """libp2p's message of the key that this DER certificate is made of, and signed with. Raises ProtocolError."""
+    """The libp2p message of the key that this DER certificate contains and is signed with. Raises ProtocolError."""
     if len(certificate) > MAX_CERTIFICATE_BYTES:
         raise ProtocolError(f"a certificate of {len(certificate)} bytes")
     try:
@@ -155,7 +155,7 @@ def _context(credentials: Credentials, certificate: bytes, server: bool) -> ssl.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if server:
-        # A session ticket would be the only thing that ever arrives on an idle outgoing stream.
+        # A session ticket would arrive on an outgoing stream, where any arrival counts as the stream's end.
         context.num_tickets = 0
     _load_key(context, credentials._pem)
     try:
@@ -166,6 +166,6 @@ def _context(credentials: Credentials, certificate: bytes, server: bool) -> ssl.
 
 
 def _load_key(context: ssl.SSLContext, pem: bytes) -> None:
-    # Python takes the key from a file only; this one is in memory and has no name.
+    # Python loads a key from files only.
     with private_file(pem) as path:
         context.load_cert_chain(path)

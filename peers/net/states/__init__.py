@@ -1,4 +1,4 @@
-"""The outer state from one peer to another.
+"""The transfer of the outer state from one peer to another.
 
 Start with transfer.py, the whole state from several donors; replay.py is the commits since, server.py the donor.
 """

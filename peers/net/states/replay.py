@@ -1,8 +1,8 @@
 """A joiner that holds an older state applies the commits made since, from recorded averages.
 
 The messages are those of peers/protocol/states.py. Averages come as they went over the wire, so the outer steps give
-the same bits; the joiner checks them against the digests in each commit's certificate. A donor that sends anything
-else wastes time only.
+the same bits; the joiner checks them against the digests in each commit's certificate. A donor that sends anything else
+only wastes time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ANSWER: Decoder[Commits | Unavailable] = Decoder(Commits | Unavailable)
 _GO = Decoder(Go)
 
 OptimizerFor = Callable[[int], OuterOptimizer]
-"""By the number of members."""
+"""The outer optimizer, by the number of members."""
 
 
 async def replay_commits(
@@ -57,7 +57,7 @@ async def replay_commits(
     *,
     timeout_s: float,
 ) -> OuterState:
-    """The state at the end of `path`, from the one that is here and the commits in between. Raises StateUnavailable.
+    """The state at the end of `path`, from the state `have` and the commits in between. Raises StateUnavailable.
 
     Most donors have recorded nothing and say so at once.
     """
@@ -100,10 +100,10 @@ async def _replay(
     rule: Rule,
     optimizer_for: OptimizerFor,
 ) -> OuterState:
-    """Raises PeersError where what comes does not lead to what is certified."""
+    """Raises PeersError if what comes does not lead to the certified state."""
     await channel.send(Go(), STALL_S)
     state = OuterState(have.header, have.anchor, have.momentum)
-    # Commits write beside these values, which belong to the current state.
+    # Commits must write to other memory: these values belong to the current state.
     kept = state.snapshot()
     assert kept is not None, "nobody else has seen this state yet"
     with kept:
@@ -130,7 +130,7 @@ async def _replay(
 
 
 def can_be_repeated(have: Snapshot, path: Sequence[Certificate]) -> bool:
-    """Whether these certificates continue the state that is here, one by one, by commits of its fragments."""
+    """Whether these certificates, in this order, are commits of the fragments of `have` that directly follow it."""
     parents = [have.header.head, *(certificate.head for certificate in path[:-1])]
     return (
         0 < len(path) <= MAX_COMMITS
@@ -159,7 +159,7 @@ def _commit(
 
 
 def _let_go(state: OuterState, have: Snapshot) -> None:
-    """Copy the fragments that no commit has changed: holders of the old state must not see them change later."""
+    """Copy the fragments that no commit has changed: the new state must not share memory with the old one."""
     for own, old in ((state.anchor, have.anchor), (state.momentum, have.momentum)):
         for fragment, values in enumerate(old):
             if own[fragment] is values:

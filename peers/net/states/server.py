@@ -1,6 +1,6 @@
-"""Hands the outer state to those who need it; the messages are those of peers/protocol/states.py.
+"""Serves the outer state to peers that need it; the messages are those of peers/protocol/states.py.
 
-A donor holds one snapshot per stream: commits that come meanwhile change nothing about what it serves. It serves each
+A donor holds one snapshot per stream, so commits that come meanwhile do not change what it serves. It serves each
 joiner on one stream at a time, for no longer than a download may take, and few different states at a time: a snapshot
 may cost as much memory as the state.
 """
@@ -40,22 +40,22 @@ from peers.timing import COMMIT_S, RETRY_S, STALL_S
 log = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 8
-"""Streams a donor serves at once, of as many joiners; further ones wait."""
+"""Streams that a donor serves at once, one per joiner; further ones wait."""
 MAX_OTHER_HEADS = 2
-"""Of states besides the one that is asked for, whose snapshots are held: each may cost as much memory as the state."""
+"""States served at a time. A snapshot of one that is not current any more may cost as much memory as the state."""
 _POLL_S = RETRY_S / 10
 _REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
 _CHUNK = Decoder(WantChunk)
 
 
 def download_timeout_s(sizes: Sequence[int]) -> float:
-    """A joiner's own timeout for a state with so many values in each fragment (core/timing.py), and some more: a donor
-    that gave up first would be taken for a faulty one."""
+    """A joiner's own timeout for a state with fragments of these sizes (core/timing.py), and a little more: a donor
+    that gave up first would look faulty."""
     return STALL_S + FETCH_S + 2 * FLOAT_BYTES * sum(sizes) / SLOWEST_LINK
 
 
 class StateServer:
-    """The donor. `current` gives the state this peer holds, if it holds one."""
+    """The donor. `current` returns the state that this peer holds, if any."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class StateServer:
         self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
         self._newest: dict[str, Channel] = {}
         self._served = Counter[str]()
-        """Streams by the head of the state that they carry."""
+        """Number of streams, by the head of the state that they carry."""
 
     async def start(self) -> None:
         """Serve from now on."""
         await self._transport.serve(self._protocol, self._accepted)
 
     def drop(self, peer_ids: Collection[str]) -> None:
-        """Serve these peers no further."""
+        """Stop serving these peers."""
         for peer_id in self._newest.keys() & set(peer_ids):
             self._newest[peer_id].break_off()
 
@@ -150,7 +150,7 @@ async def _serve_snapshot(snapshot: Snapshot, channel: Channel) -> None:
     while True:
         wanted = await channel.read(_CHUNK, COMMIT_S)
         await channel.send_bytes(bytes_of(_wanted_values(snapshot, chunks, wanted)), STALL_S)
-        # Neither call yields while requests are there and small answers fit the buffers.
+        # Neither call yields as long as requests are there and small answers fit into the buffers.
         await asyncio.sleep(0)
 
 

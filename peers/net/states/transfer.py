@@ -1,7 +1,7 @@
-"""Downloads an outer state from those who hold it; the messages are those of peers/protocol/states.py.
+"""Downloads an outer state from peers that hold it; the messages are those of peers/protocol/states.py.
 
-Several donors deliver chunks at once, and what one fails to deliver is asked of another. Chunks that the joiner holds
-already (of fragments that have not been averaged since) are not asked for.
+Several donors deliver chunks at once, and what one of them fails to deliver is requested from another. Chunks that the
+joiner holds already (of fragments that have not been averaged since) are not requested.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES: tuple[Values, ...] = ("anchor", "momentum")
 _ANSWER: Decoder[State | Unavailable] = Decoder(State | Unavailable)
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes received so far and the bytes there are to receive."""
+"""Called with the number of bytes received so far, and in total."""
 
 
 async def download_state(
@@ -58,10 +58,10 @@ async def download_state(
     have: Snapshot | None = None,
     progress: Progress | None = None,
 ) -> OuterState:
-    """The state of this commit from these peers, all at once. Every bit of it has been checked.
+    """Download the state of this commit from all these peers at once, and verify every chunk.
 
-    `sizes` are the values in each of our fragments, `have` is a state of theirs that is here already. Raises
-    StateUnavailable when no donor hands it over in time, with those that began to and broke off. Repeating it is safe.
+    `sizes`: how many values each fragment has. `have`: an older state that this peer holds. Raises StateUnavailable if
+    no donor hands the state over in time; its suspects are the donors that broke off. Repeating it is safe.
     """
     zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
     download = _Download(certificate, tuple(sizes), zeros, have, progress)
@@ -142,7 +142,7 @@ class _Download:
                     await self._ask_for_state(channel)
                     await self._take_chunks(channel)
                 except StateUnavailable:
-                    # It has committed since, which is no fault.
+                    # The donor has committed since, which is no fault.
                     raise
                 except PeersError:
                     self.suspects.add(donor)
@@ -199,7 +199,7 @@ class _Download:
         return not _fault_of(part)
 
     async def _take_chunks(self, channel: Channel) -> None:
-        """Ask for a few parts ahead, so that the donor never waits for us."""
+        """Request a few parts ahead, so that the donor never waits for this peer."""
         asked: deque[_Part] = deque()
         try:
             while True:
@@ -222,7 +222,7 @@ class _Download:
                 await self._notify()
 
     async def _next_part(self, *, wait: bool) -> _Part | None:
-        """The next part that nobody has been asked for. None: there is none now, or (after waiting) never again."""
+        """The next part that nobody was asked for. None: there is none now, or (after waiting) never again."""
         async with self._changed:
             while wait and not self._wanted and self._num_open:
                 self._num_idle += 1
@@ -244,7 +244,7 @@ class _Download:
             self._progress(self.received_bytes, self.total_bytes)
 
     async def _receive_part(self, part: _Part, channel: Channel) -> None:
-        """Raises PeerUnreachable where it takes long and other donors have nothing to do, PeerSilent for silence."""
+        """Raises PeerUnreachable if this takes long and other donors are idle, PeerSilent if nothing comes."""
         view, done = bytes_of(part.target), 0
         begun = moved_at = time.monotonic()
         while done < len(view):
@@ -263,7 +263,7 @@ class _Download:
 
 
 def _untouched_zeros(numel: int) -> Tensor:
-    """As torch.zeros, which takes seconds for a gigabyte: here the pages come when something is received into them."""
+    """Zeros whose memory is not touched until values are received: torch.zeros takes seconds for a gigabyte."""
     return torch.from_numpy(np.zeros(numel, np.float32))
 
 
@@ -272,7 +272,7 @@ def _digests_of(header: StateHeader, name: str) -> bytes:
 
 
 def _digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:
-    """By number of values. Takes long, so belongs in a thread."""
+    """The digests of chunks of zeros, by number of values. Takes long, so belongs in a thread."""
     return {numel: hash_chunk(torch.zeros(numel)) for numel in {chunk.numel for chunk in chunks_of(sizes)}}
 
 
