@@ -1,9 +1,9 @@
-"""The virtual runtime of peers.core: the daemon's own machine, on a virtual clock, links and disks.
+"""The virtual runtime of peers.core: the daemon's own state machine, on a virtual clock, links and disks.
 
     clock, network    events in order of time; messages with delay, loss, duplication, reordering and cuts
     keys              signatures that only their owner can make
     values            a state, as the set of training pieces that it contains
-    worker            what workers of both runtimes share; one that trains, hands over its work, continues
+    worker            what workers of both runtimes share, and one that trains and hands over pieces
     reduction         how the reduction of an attempt ends, at each member
     download          how a state is fetched from its donors
     runtime           carries out the effects of one Peer; the simulation of costs (cost/) uses it, too

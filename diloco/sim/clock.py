@@ -40,7 +40,7 @@ class Clock:
         return timer
 
     def run(self, is_over: Callable[[], bool], *, until: float) -> bool:
-        """Run events until `is_over`: True. False if no event is left before `until`."""
+        """Run events until `is_over`, and return True; False if no event is left before `until`."""
         while not is_over():
             if not self._events or self._events[0][0] > until:
                 return False

@@ -12,7 +12,7 @@ from peers.core import effects
 MOST_FAULTS = 6
 MEAN_S, LONGEST_S = 4.0, 15.0
 LONG_MEAN_S, LONG_LONGEST_S = 16.0, 38.0
-"""Of schedules with long faults: in a partition of that length both sides go on, and have to come together again."""
+"""Of schedules with long faults: both sides of such a long partition commit, and have to come together again."""
 MOMENTS = {
     kind.__name__: kind
     for kind in (

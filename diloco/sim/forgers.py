@@ -75,7 +75,7 @@ def _pair(me: str, plan: Plan) -> Plan:
     other = next((c for c in plan.contributors if c.peer_id != me), None)
     group = tuple(c for c in plan.contributors if c.peer_id == me or c is other)
     total = sum(c.work.tokens for c in group)
-    # All else is as it should be, so that members have to refuse it for its size.
+    # All else is valid, so that members have to refuse the plan for its small group.
     without = plan.tokens - sum(c.work.tokens for c in plan.contributors) + total
     weighted = tuple(replace(c, weight=c.work.tokens / max(1, total)) for c in group)
     return replace(plan, contributors=weighted, tokens=without)

@@ -25,7 +25,7 @@ SLACK_S = 3.0
 GONE_S = 12.0 - SLACK_S
 """A minority may do without a member that was lost for 12 s. It is lost as soon as its channel breaks."""
 OFF_HEAD_S = 15.0 - SLACK_S
-"""Or that was seen nowhere near the head for so long."""
+"""A minority may also do without a member that was not on the head for 15 s."""
 TELL_S = 1.0
 """A peer needs at most this long to tell the others that it has reached a head."""
 GENESIS = ""
@@ -222,7 +222,7 @@ class Invariants:
             self.violated(f"{me} leaves {own.head[:6]}, where {stayed} are, for {head[:6]} of another run")
 
     def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
-        """The certificate is signed by a majority of the roster before it, or by as many members as could object."""
+        """A majority of the roster before the certificate has signed it, or no fewer members than could object."""
         me, before = peer.peer_id, certificate.plan.parent
         if self._has_more_than(0.5, certificate):
             return
@@ -268,7 +268,7 @@ class Invariants:
         return self._truth.was_on_head(p, head, now - OFF_HEAD_S, told_by) and not has_only_fetched
 
     def _reachable(self, me: str, certificate: Certificate) -> list[str]:
-        """Honest roster members that have not signed, and that this peer could hear all the time."""
+        """Honest roster members that have not signed, and that this peer could hear without a long outage."""
         absent = self._truth.roster_after(certificate.plan.parent) - {me, *certificate.plan.signers}
         return [p for p in sorted(absent - self._liars) if not self._is_excused(me, p, GONE_S)]
 

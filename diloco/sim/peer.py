@@ -38,7 +38,7 @@ class VirtualPeer(Process):
         self.before: dict[type, Callable[[], object]] = {}
         """By kind of effect: what to do once, just before the next effect of that kind."""
         self.garbles = False
-        """Its next reduction gives other bits than everybody else's."""
+        """Its next reduction gives other bits than those of the other members."""
         self.state: State | None = None
         self.made_up: dict[str, State] = {}
         """Made-up states that a liar serves, by head."""

@@ -45,7 +45,7 @@ Suspects = frozenset[str]
 class Blame(NamedTuple):
     suspects: Suspects = frozenset()
     told_by: tuple[str, ...] = ()
-    """If that is hearsay: who says so, the first accuser first."""
+    """If the suspects are hearsay: who named them, the first accuser first."""
 
 
 @dataclass
@@ -167,8 +167,8 @@ class Reductions:
         self._clock.at(part.ends_at, finish)
 
     def _break_for_others(self, attempt: Attempt, gone: str, why: Blame | None = None) -> None:
-        """Members that have not finished fail soon. Each suspects the member that is gone or, if it heeds that one's
-        last words, whom it blames."""
+        """Members that have not finished fail soon. Each suspects the member that is gone or, at random, the members
+        that this one blamed."""
         for part in attempt.running():
             if part.ends_at > self._clock.now + LAST_MOMENT_S:
                 blame = Blame(frozenset({gone}))
@@ -251,7 +251,7 @@ class Reductions:
 
 
 def _hearsay(me: str, teller: str, why: Blame) -> Blame:
-    """What a member blames that hears from another, which gives up, whom that one blames. One that is named itself
+    """The blame of the member `me` once `teller`, which gives up, has told it whom to blame. If only `me` is named, it
     blames the first accuser."""
     told_by = tuple(p for p in (*why.told_by[:1], teller) if p != me)
     if others := why.suspects - {me}:

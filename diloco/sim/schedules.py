@@ -18,7 +18,7 @@ from peers.protocol.aggregation import LEAST_ROBUST_GROUP, Rule
 
 ALL_LIARS = LIARS | FORGERS
 DELAYS_S = (*2 * ((0.001, 0.02), (0.01, 0.2)), (0.1, 0.5))
-"""With the longest, round trips are what timeouts scale with."""
+"""With the longest, timeouts scale with the round trips, no longer with the heartbeats."""
 SLOW_FETCH_S = (3.0, 10.0)
 """As long as one to three epochs."""
 FAULTS_S = 40.0

@@ -31,7 +31,7 @@ Span = tuple[float, float]
 """Shortest and longest duration in seconds."""
 
 PeerRef = int | str
-"""A peer by its rank; or by its peer id, where that is another than `peer_id_of` its rank."""
+"""A peer by its rank, or by its peer id if that is not `peer_id_of` its rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class VirtualSwarm:
         )
 
     def world_rank_of(self, peer_id: str) -> int:
-        """The one that it is given: every other peer is given none, and claims one."""
+        """The world rank that this peer is given; -1 for every second peer, which claims one itself."""
         rank = int(peer_id.removeprefix("p"))
         return -1 if rank % 2 else rank
 

@@ -16,7 +16,7 @@ _HASH_LENGTH = 64
 
 
 def describe(event: Event | None) -> str:
-    """Empty: omitted from the trace."""
+    """The event as text; empty: omitted from the trace."""
     match event:
         case None | events.WorkerTrains() | events.RoundTrip() | events.Received(_, Status()):
             return ""
@@ -24,7 +24,7 @@ def describe(event: Event | None) -> str:
 
 
 def text_of(value: object) -> str:
-    """Hashes by their beginning, plans and certificates by what tells them apart, others by what is in their fields."""
+    """The beginning of a hash, what identifies a plan or certificate, the fields of anything else."""
     match value:
         case str():
             return value[:6] if len(value) == _HASH_LENGTH else value

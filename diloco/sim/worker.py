@@ -1,4 +1,4 @@
-"""The workers of both runtimes, and the one that makes a piece in each step, which shows every lost or doubled step."""
+"""What workers of both runtimes share, and a worker that makes pieces in each step, which show lost or doubled ones."""
 
 from __future__ import annotations
 

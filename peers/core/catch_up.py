@@ -1,8 +1,8 @@
 """Which state to fetch from other peers: newer commits on this peer's chain, a chain that wins by the Fork rule, an
 earlier head to roll back to, or, for a newcomer, any chain.
 
-Targets are heads that live peers announce. This peer requests the certificates that lead to them, tests those
-(chain.py), and then fetches the state. Nothing is adopted before its certificates have arrived.
+Targets are heads that live peers announce. This peer requests the certificates that lead to a target, checks them
+(chain.py), and then fetches the state. No state is adopted before its certificates have arrived.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
 ANSWERS_BYTES = 1 << 20
-"""So much of certificates is asked for at a time: everybody among few, four peers among hundreds."""
+"""Bytes of certificates to request at a time: among few peers from all holders, among hundreds from LEAST_ASKED."""
 LEAST_ASKED = 4
 MAX_ASKED = 64
 """Requests for certificates that are remembered per peer."""
@@ -41,9 +41,9 @@ class CatchUp:
     swarm: Swarm
     timing: Timing
     target: Certificate | None = None
-    """The certificate of the state that is being fetched; None: nothing is."""
+    """The certificate of the state that is being fetched; None: no fetch is running."""
     path: tuple[Certificate, ...] = ()
-    """The certificates up to the target, from this peer's chain on if that link is known."""
+    """The certificates up to the target; the first follows this peer's chain, if that link is known."""
     _asked: dict[str, dict[str, float]] = field(default_factory=dict)
     """By peer and head, when the peer was last asked for the certificates up to that head; infinite: it has answered
     that it does not know this head."""
@@ -89,7 +89,7 @@ class CatchUp:
             return False
         path = self._best_path(turn, heads, has_worker)
         if len(path) == 1 and path[0].plan.parent == self.chain.head and path[0].plan.attempt < voting_on:
-            # The later attempt may succeed too, and then wins, with the same work in it: wait for its end.
+            # The attempt that this peer voted on is later: if it succeeds too, it wins, with the same work.
             return False
         # The pause after a failure is for one head only: donors that have moved on announce the next head.
         if not path or (path[-1].head == self._failed[0] and not turn.passed(self._failed[1])):
@@ -100,8 +100,7 @@ class CatchUp:
             or (self.chain.head and not any(map(self._is_on_own_run, (self.path, path))))
         ):
             # Finish the fetch of a target that is an ancestor of the new one: later commits are replayed on top of it.
-            # And of two other runs the one that was chosen first: they go on in turn, now the one seems to be better,
-            # now the other.
+            # Of two other runs, finish the fetch that began first: they commit in turn, so each in turn looks better.
             return False
         self.fetch(turn, path, self._donors(path[-1]))
         return True
@@ -128,8 +127,8 @@ class CatchUp:
         self.target, self.path = None, ()
 
     def target_outweighs(self, certificate: Certificate) -> bool:
-        """Whether the fetch target wins over this commit on this peer's head: it is not its descendant, and parts from
-        this peer's chain earlier (then it was preferred before), or the Fork rule prefers it."""
+        """Whether the fetch target wins over this commit on this peer's head: the path to the target does not contain
+        the commit, and parts from this peer's chain earlier (then it was preferred before) or wins by the Fork rule."""
         if self.target is None or any(certificate.head == other.head for other in self.path):
             return False
         forks_at_own_head = self.path[0].plan.parent == self.chain.head
@@ -139,7 +138,7 @@ class CatchUp:
         self._asked.clear()
 
     def _is_on_own_run(self, path: Sequence[Certificate]) -> bool:
-        """Whether this path leads on from this peer's chain."""
+        """Whether this path begins on this peer's chain, or follows it."""
         first, is_own = path[0], self.chain.is_on_own_chain
         return is_own(first.head) or (not first.is_genesis and is_own(first.plan.parent))
 
@@ -165,7 +164,7 @@ class CatchUp:
             # A newcomer has no chain that the path could lead back to.
             return
         if path and path[0].is_genesis:
-            # The chains may have parted before this peer came to its own.
+            # The chains may have parted before the oldest certificate that this peer holds of its own chain.
             wanted = self.chain.head_before
             if not wanted:
                 return
@@ -189,7 +188,7 @@ class CatchUp:
     def _first_of(
         self, due: Sequence[str], asked_at: Mapping[str, float], wanted: str, *, room: int
     ) -> Sequence[str]:
-        """Whom to ask first: those not asked yet, members of the roster first, and every peer begins with others."""
+        """Up to `room` peers: least recently asked first, then roster members, then in an order of this peer's own."""
         if len(due) <= room:
             return due
 
@@ -212,8 +211,8 @@ class CatchUp:
         return best or self._rollback_path(turn)
 
     def _rollback_path(self, turn: Turn) -> tuple[Certificate, ...]:
-        """To the earliest head of this peer's chain at which a majority stayed, see `_majority_stayed_at`. Only after
-        that has held for long enough that every peer has announced its current head."""
+        """The path back to the earliest head of this peer's chain at which a majority stayed (`_majority_stayed_at`),
+        once that has held for long enough that every peer has announced its current head."""
         own = self.chain.head
         heads = [head for head in self.swarm.heads if head != own and self.chain.is_on_own_chain(head)]
         back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
@@ -230,8 +229,8 @@ class CatchUp:
         """Whether a majority of this certificate's roster is at its head, and no majority of it has signed the commits
         `after` it.
 
-        That majority will not adopt those commits (for the same reason, by the last line of `_adoptable_path`), and
-        without their signers it may be too small to commit. So their signers go back to it.
+        That majority will not adopt the commits, by this same test in `_adoptable_path`, and without their signers it
+        may be too small to commit. So the signers roll back to this head.
         """
         signers = {peer_id for commit in after for peer_id in commit.plan.signers}
         stayed = set(self.swarm.live_at(certificate.head))
@@ -261,7 +260,7 @@ class CatchUp:
         return () if self._majority_stayed_at(fork.ancestor, part) else part
 
     def _may_object(self, turn: Turn, peer_id: str, certificate: Certificate) -> bool:
-        """Whether `peer_id` is live, is not left out for strikes, and is at the certificate's parent or, if that is
+        """Whether `peer_id` is neither gone nor left out for strikes, and is at the certificate's parent or, if that is
         this peer's head, on another chain from there."""
         parent, head = certificate.plan.parent, self._head_of(peer_id)
         if parent == self.chain.head:
@@ -299,12 +298,12 @@ class CatchUp:
     def _path_without_common_past(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
         """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
-        The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
-        still here. Where nobody of the roster is left but this peer, commits are not given up to strangers: a former
-        member must stand there. If so it goes, as on a tie, to two members that stand together there, since they would
-        not come here; else a run without commits gives way, then the one whose genesis is known and has the greater
-        hash, then the greater head: so on both sides. Only a founder that has followers waits for its first commit with
-        them.
+        Members of this peer's roster decide: those that hold the other run's heads against those still here, this peer
+        included. On a tie it goes if the other genesis is unknown or its own run gives way. If no member went there and
+        all others are gone, it goes if its own run gives way and either has no commits or a former member is there:
+        commits are not given up to strangers. A run gives way to two members of the other one that are there together,
+        since they would not come here. Else, alike on both sides, a run without commits gives way, then one whose
+        genesis is known, then the greater genesis hash, then the greater head; but a founder with followers stays.
         """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
@@ -312,14 +311,14 @@ class CatchUp:
             return ()
         own = self.chain.newest
         if self.chain.follows(own.head, head):
-            # A newcomer has no certificates of its chain before its first head, but may know them.
+            # The other head is older. A newcomer's own chain begins with its first head, but it may know older ones.
             return ()
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
         theirs = path[0].head if path[0].is_genesis else ""
         place, own_place = (path[-1].is_genesis, theirs, head), (own.is_genesis, self.chain.genesis, own.head)
         is_before = place < own_place
-        # Those that have followed a founder to its genesis are members only with its first commit.
+        # Peers that followed a founder to its genesis become members only with its first commit.
         is_founder = own.is_genesis and self.me in own.plan.roster_set
         is_followed = is_founder and not (holders | roster).issuperset(self.swarm.live_at(own.head))
         gives_way = len(holders & path[-1].plan.roster_set) > 1 or (is_before and not is_followed)
@@ -335,7 +334,7 @@ class CatchUp:
         return tuple(path[-1:]) if may_go and wins else ()
 
     def _are_without(self, holders: set[str], head: str) -> bool:
-        """Whether all of them have answered that they do not know this head."""
+        """Whether there are holders, and all of them have answered that they do not know this head."""
         return bool(holders) and all(self._is_unknown_to(peer_id, head) for peer_id in holders)
 
     def _is_unknown_to(self, peer_id: str, head: str) -> bool:
@@ -347,8 +346,8 @@ class CatchUp:
         return path[-1] if path else None
 
     def _newcomer_path(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """To the head that a newcomer goes to (newcomer.py). The first peer to answer does not decide: this waits for
-        the others, unless a majority of the roster has answered."""
+        """The path to the head that a newcomer goes to (newcomer.py). Empty until other peers have had time to answer,
+        unless a majority of the roster supports that head: the first peer to answer must not decide alone."""
         if not heads or self._heads_since is None:
             return ()
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)

@@ -19,7 +19,7 @@ from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 MAX_OWN = 256
 """Certificates of its own chain that a peer keeps. A peer that was away for longer rejoins as a newcomer."""
 RECENT_COMMITS = 16
-"""The newest commits, of which `Chain.is_faultless` speaks."""
+"""How many of the newest commits `Chain.is_faultless` covers."""
 MAX_FORMER_MEMBERS = 4096
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
@@ -47,10 +47,10 @@ class Chain:
         self._others_bytes = 0
         self.head = ""
         self.former_members: dict[str, None] = {}
-        """All who have been on its rosters, also before the oldest certificate that is kept; a set in order of time."""
+        """Peers that were ever on its rosters, even before the oldest certificate kept; a set in order of time."""
         self.is_faultless = True
-        """Each of the last commits was made at the first attempt, by every member of the roster before it that it does
-        not take off, and this peer has been there since."""
+        """Each of the last RECENT_COMMITS commits succeeded at the first attempt, signed by every member that stayed on
+        the roster, and this peer holds all of them, or all since the genesis."""
 
     @property
     def newest(self) -> Certificate:
@@ -63,19 +63,19 @@ class Chain:
 
     @property
     def head_before(self) -> str:
-        """Before the oldest certificate of this peer's chain that is known; empty if that is the genesis, or no older
-        one is kept."""
+        """The head before the oldest known certificate of this peer's chain; empty if that one is the genesis, or if no
+        more certificates are kept."""
         oldest = next(iter(self._own.values()), None)
         return "" if oldest is None or oldest.is_genesis or len(self._own) >= MAX_OWN else oldest.plan.parent
 
     @property
     def genesis(self) -> str:
-        """Head of the genesis that this peer's chain begins with; empty if it is not known from there on."""
+        """Head of the genesis of this peer's chain; empty if the chain is not known from its genesis on."""
         oldest = next(iter(self._own.values()), None)
         return oldest.head if oldest is not None and oldest.is_genesis else ""
 
     def met(self, roster: Collection[str]) -> None:
-        """These peers have been members where this chain comes from."""
+        """Record these peers as members of this chain, or of the run whose state it started from."""
         self.former_members |= dict.fromkeys(roster)
         while len(self.former_members) > MAX_FORMER_MEMBERS:
             del self.former_members[next(iter(self.former_members))]
@@ -103,7 +103,7 @@ class Chain:
             self._others_bytes -= certificate.num_bytes
 
     def _learn_past(self) -> None:
-        """Put certificates that lead to the oldest of this peer's chain in front of it."""
+        """Move known certificates that lead up to the oldest of this peer's own chain from `_others` to its front."""
         past: list[Certificate] = []
         head = self.head_before
         while (certificate := self._others.get(head)) is not None and len(self._own) + len(past) < MAX_OWN:
@@ -172,7 +172,7 @@ class Chain:
         return False
 
     def move_to(self, path: Sequence[Certificate]) -> None:
-        """Make the end of `path` the head. Own certificates that are not below it become another chain's."""
+        """Make the end of `path` the head. Own certificates that `path` does not follow become another chain's."""
         parent, removed = path[0].plan.parent, list[Certificate]()
         is_linked = parent in self._own
         while self._own and not (is_linked and self.head == parent):
@@ -203,7 +203,7 @@ class Chain:
 def prefers_theirs(fork: Fork) -> bool:
     """The Fork rule: whether their chain wins over ours.
 
-    diloco/sim/truth.py has it a second time, for the invariants; docs/how-it-works.md and security.md say what follows.
+    diloco/sim/truth.py has it a second time, for the invariants. Its consequences: docs/how-it-works.md, security.md.
     """
     num_ours = num_theirs = 0
     for member in fork.ancestor.plan.roster:
@@ -237,17 +237,17 @@ def adoptable_prefix(
 ) -> tuple[Certificate, ...]:
     """The longest prefix of `fork.theirs` that this peer may adopt.
 
-    Each certificate must follow the one before it by the rules, whoever signed it (`is_sound`), and a majority of the
-    roster that the one before it names must have signed it or a certificate that follows it. A minority of that roster
-    is enough if
+    Each certificate must follow its parent by the rules, whoever signed it (`is_sound`), and a majority of the parent's
+    roster must have signed it or a certificate that follows it. A minority of that roster is enough if
 
-    - no more members object than have signed: members that have not signed, are live and still on the head before it
-      or on another chain from there (`may_object`), and this peer, if it is such a member and has a worker;
-    - this peer has signed it, or its signers have been off the head before it for so long (`is_off_head`) that this
-      peer could have committed without them;
-    - at least one member has signed it or, after others had made it, one that follows it: the Fork rule counts that
-      member, too. None is needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers
-      outside the roster may continue from its state.
+    - no more members object than have signed it: members that have not signed, are neither gone nor left out, and are
+      still at the parent or on another chain from there (`may_object`), and this peer, if it is such a member and has a
+      worker;
+    - this peer has signed it, or its signers have been off the parent's head for so long (`is_off_head`) that this peer
+      could have committed without them;
+    - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
+      needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers outside the roster may
+      continue from its state.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
@@ -263,8 +263,8 @@ def adoptable_prefix(
         is_majority = 2 * len(supporters) > len(roster)
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
-        # If this peer continued from that state too (`ours`), the roster counts as gone once nobody of it objects: one
-        # of the two continuations has to give way.
+        # If this peer continued from that state too (`ours`), the roster counts as gone once none of its members
+        # objects: one of the two continuations has to give way.
         is_roster_gone = all(map(is_gone, roster)) or (bool(fork.ours) and not objectors)
         is_succession = before is fork.ancestor and me not in roster and is_roster_gone
         is_minority_enough = len(signers) >= len(objectors) and is_due and (supporters or is_succession)
@@ -281,7 +281,7 @@ def last_signed_at(path: Sequence[Certificate]) -> dict[str, int]:
 
 
 def num_shared(path: Sequence[Certificate], other: Sequence[Certificate]) -> int:
-    """How many certificates both begin with."""
+    """How many certificates the two paths have in common at their beginning."""
     pairs = zip(path, other, strict=False)
     return next((n for n, (one, two) in enumerate(pairs) if one.head != two.head), min(len(path), len(other)))
 

@@ -24,7 +24,7 @@ _DECAYS_IN_STEPS = 30
 _OUTER_MOMENTUM = 0.9
 _SPARSE, _MUON = "topk", "muon"
 SHARE_OF_EPOCH = 0.05
-"""The share of an epoch that a round which training waits for may take."""
+"""The largest share of an epoch that a round may take while training waits for it."""
 
 
 def outer_lr_for(
@@ -55,7 +55,7 @@ def outer_lr_for(
     built on it (Covenant, H = 30) is reported to have begun with 1 and ended with 0.65.
 
     Muon: MuLoCo, arXiv 2505.23725, tuned at H = 30 from 150M to 3.1B parameters: 0.7 for one peer, 1 for sixteen.
-    Between them it is interpolated, in log2(peers) by us. It says nothing of another H; its streaming takes the same.
+    Between them it is interpolated in log2(peers), our choice. The paper tried no other H; its streaming has the same.
     """
     if num_peers < 1 or local_steps < 1 or num_fragments < 1:
         raise ValueError(
@@ -74,7 +74,7 @@ def outer_lr_for(
 def outer_momentum_for(compression: str, num_peers: int = 1, *, optimizer: str = "adamw") -> float:
     """Momentum of the outer SGD: 0.9 with Nesterov (arXiv 2311.08105 section 3, and every later paper of that line).
 
-    Muon: MuLoCo, arXiv 2505.23725: 0.6 for one peer, 0.9 for sixteen, between them as outer_lr_for.
+    Muon: MuLoCo, arXiv 2505.23725: 0.6 for one peer, 0.9 for sixteen, interpolated between them as in outer_lr_for.
 
     None for top-k: in SparseLoCo (arXiv 2508.15706) each peer keeps and decays what it did not send, and that
     does the momentum's work.
@@ -103,8 +103,8 @@ def lighter_compression(codec: str, factor: float) -> str | None:
 
     What they cost: int8 was enough for a 10B run over the internet (INTELLECT-1, arXiv 2412.01152, section 2); 4-bit
     outer gradients cost nothing measurable from 35M to 4B parameters (Streaming DiLoCo, arXiv 2501.18512, section 4);
-    2 bits by statistical quantization little (MuLoCo, arXiv 2505.23725, with error feedback). 1bit and top-k cost some
-    per cent in benchmarks/convergence; top-k also changes the outer optimizer, so it comes last.
+    2 bits by statistical quantization cost little (MuLoCo, arXiv 2505.23725, with error feedback). 1bit and top-k cost
+    some per cent in benchmarks/convergence; top-k also changes the outer optimizer, so it comes last.
     """
     most = BITS_BY_CODEC.get(codec, 0.0)
     lighter = [name for name, bits in BITS_BY_CODEC.items() if bits < most]
@@ -113,7 +113,7 @@ def lighter_compression(codec: str, factor: float) -> str | None:
 
 
 def _by_peers(table: tuple[tuple[int, float], ...], num_peers: int) -> float:
-    """Interpolates between the table's numbers of peers in their logarithm; beyond them the nearest entry holds."""
+    """Interpolates the table in the logarithm of the number of peers; beyond its ends the nearest entry holds."""
     for (fewer, low), (more, high) in pairwise(table):
         if fewer <= num_peers <= more:
             return low + (high - low) * math.log2(num_peers / fewer) / math.log2(more / fewer)

@@ -42,7 +42,7 @@ class Pledge:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Reduce the work in hand with the members of this plan. A reduction that still runs ends.
+    """Reduce the work in hand with the members of this plan. Ends a reduction that is still running.
 
     Answered by Reduced or ReduceFailed, within `timeout_s`.
     """
@@ -67,11 +67,11 @@ class Apply:
 class Fetch:
     """Get the state of `path[-1]` from any of the donors: whole, or by replaying the commits of `path`.
 
-    Answered by Fetched or FetchFailed, within `timeout_s`. A fetch that still runs ends.
+    Answered by Fetched or FetchFailed, within `timeout_s`. Ends a fetch that is still running.
     """
 
     path: tuple[Certificate, ...]
-    """Linked. The first one follows this peer's state, if that link is known."""
+    """Each follows the one before it; the first follows this peer's state, if that link is known."""
     donors: tuple[str, ...]
     timeout_s: float
 
@@ -88,7 +88,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Rebase:
-    """Make the work in hand work on top of this peer's state: anchor + (local - the anchor it was trained on)."""
+    """Rebase the work in hand onto this peer's state: anchor + (local - the anchor it was trained on)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Answer:
 @dataclass(frozen=True)
 class GoAhead:
     """Let the worker train on in the next epoch while the work it handed over waits for its commit. An Answer still
-    follows; what was trained meanwhile is put on top of it."""
+    follows; the worker puts what it trained meanwhile on top of the weights that it then gets."""
 
     epoch: int
     data_base: int

@@ -1,7 +1,7 @@
 """How long an epoch may last where peers train at different speeds (--hv.local-time auto), so that none waits for the
 slowest: each trains for this time, and is weighted by its tokens.
 
-Every peer works it out from the speeds that all announce. They need not agree exactly: the grace covers the rest.
+Every peer computes it from the speeds that all announce. The results may differ a little: the grace covers that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Collection
 
 FASTEST = 8.0
-"""A peer counts as at most this many times as fast as the median, the lower one of two: one that claims more would make
-epochs as short as it likes."""
+"""A peer counts as at most this many times as fast as the median step time (of two, the shorter): otherwise one false
+claim could make epochs as short as it likes."""
 
 
 def best_epoch_s(
@@ -25,10 +25,10 @@ def best_epoch_s(
     *,
     hides_rounds: bool = False,
 ) -> float:
-    """The length of an epoch in which peers that need so many seconds for a step train most steps per second.
+    """The epoch length in seconds at which peers with these step times train the most steps per second.
 
     Nobody trains more than `local_steps`, and a round of `round_s` follows, or takes place during the next epoch if
-    `hides_rounds`. A shorter epoch lets fast peers wait less, and spends more of the time on rounds. Whatever others
+    `hides_rounds`. In a shorter epoch fast peers wait less, and rounds take a larger share of the time. Whatever others
     claim, there is time for one step of this peer.
     """
     claimed = [own_step_s, *others_step_s]
@@ -50,6 +50,6 @@ def best_epoch_s(
 
 
 def nominal_step_s(step_s: float, local_steps: int, epoch_s: float) -> float:
-    """The time in which the nominal local step of a peer advances by one that needs `step_s` for a step; `epoch_s`: how
-    long its epoch may last, 0 if as long as its steps take."""
+    """Seconds in which a peer's nominal local step advances by one. `step_s`: how long its steps take; `epoch_s`: how
+    long its epoch may last, 0: as long as its steps take."""
     return min(step_s, epoch_s / local_steps) if epoch_s else step_s

@@ -25,7 +25,7 @@ class StatusesReceived:
 
 @dataclass(frozen=True)
 class StillHere:
-    """The mesh, in which each of many peers has channels with a few, has lost none of these."""
+    """The mesh, in which each of many peers has channels to a few others, still hears of these peers."""
 
     peer_ids: frozenset[str]
 

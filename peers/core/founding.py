@@ -26,7 +26,7 @@ NO_HEAD = ""
 
 @dataclass
 class Founding:
-    """This peer's part in it. Founders are live peers that offer a state and have no head yet."""
+    """This peer's part in founding a run. Founders are live peers that offer a state and have no head yet."""
 
     keys: Keys
     verify: Verify
@@ -46,7 +46,7 @@ class Founding:
     _signatures: dict[str, Signature] = field(default_factory=dict)
     """The signatures under `_body` so far, by founder."""
     _followed_at: float = -math.inf
-    """When this peer last went on to the attempt of most founders."""
+    """When this peer last skipped to the attempt that most founders have reached."""
     _attempt_since: float | None = None
     """Since when the founders have been complete and this attempt has run; starts its timeout."""
     _unwilling: set[str] = field(default_factory=set)
@@ -59,12 +59,12 @@ class Founding:
 
     @property
     def heard_by(self) -> float:
-        """By then peers that connect have to have sent a status: strangers could come without end."""
+        """Until then founding waits for first statuses of connected peers, no longer: strangers may keep coming."""
         return self.began_at + self.timing.last_resort_s
 
     def heard_of_a_run(self, now: float) -> None:
-        """A peer announces a head. Has an effect once only, so that announcing runs which do not exist cannot delay the
-        founding for ever."""
+        """A peer announces a head: delay the founding. Only once, so that peers which announce runs that do not exist
+        cannot delay it for ever."""
         if math.isinf(self.not_before):
             self.not_before = now + 4 * self.timing.reaction_s
 
@@ -84,7 +84,7 @@ class Founding:
         )
 
     def advance(self, turn: Turn, world_rank: int, offer: Offer) -> bool:
-        """True if anything was due."""
+        """Do what is due; True if anything was."""
         founders = self.founders(world_rank, offer)
         if not self.is_complete(turn, len(founders)):
             self._attempt_since = None
@@ -129,7 +129,7 @@ class Founding:
         self.attempt, self._attempt_since, self._body = min(attempt, MAX_ATTEMPT), turn.now, None
 
     def _chosen(self, turn: Turn, founders: Mapping[str, tuple[int, Offer]]) -> dict[str, tuple[int, Offer]]:
-        """The founders to propose: without the unwilling ones, if the others are complete."""
+        """The founders to propose: without the unwilling ones, if the others are enough (`is_complete`)."""
         willing = {p: founder for p, founder in founders.items() if p not in self._unwilling}
         return willing if self.is_complete(turn, len(willing)) else dict(founders)
 
@@ -202,8 +202,8 @@ def _leader(manifest: str, founders: Iterable[str], attempt: int) -> str:
 
 
 def genesis_of(settings: Settings, founders: Mapping[str, tuple[int, Offer]], attempt: int) -> Body:
-    """The genesis of these founders. Of the states that they offer it takes one that was trained over one that was not,
-    then the one that most founders offer or have signed, then the later epoch, then the smaller digest."""
+    """The genesis of these founders. Of the states that they offer it takes a trained one before an untrained one, then
+    the one that most founders offer or have signed, then the later epoch, then the smaller digest."""
     offers = {offer for _, offer in founders.values()}
 
     def rank(offer: Offer) -> tuple[bool, int, int, str, str]:

@@ -62,8 +62,8 @@ class Group:
         self._swarm, self._chain, self._settings = context.swarm, context.chain, context.settings
         goes_on_as_minority = self._me in parent.plan.signer_set and not self.is_quorum(parent.plan.signers)
         self._heads_due_at = now + (0.0 if goes_on_as_minority else context.timing.last_resort_s)
-        """Until then a minority waits for what those announce that may be further (`_may_be_further`): not again if it
-        made the last commit, too."""
+        """Until then a minority waits for peers that may be further (`_may_be_further`). If it made the last commit as
+        a minority, it has waited already, and does not wait again."""
 
     @property
     def roster(self) -> frozenset[str]:
@@ -81,10 +81,10 @@ class Group:
     ) -> tuple[set[str], set[str]]:
         """The peers that are ready to commit on this head, and those to wait for. `entry`: this peer's own work.
 
-        Peers that made attempts fail are excluded from both if the rest is enough (`is_enough`). This tries to exclude,
-        in this order: peers left out for strikes, all `suspects` of attempts on this head, and after the first attempt
-        newcomers, since any stranger can claim to be ready; all but newcomers, where a robust rule needs their number;
-        all but suspects; only the suspects of the last attempt; nobody.
+        Peers that made attempts fail are excluded from both if the rest is enough (`is_enough`). The first of these
+        exclusions that leaves enough applies: peers left out for strikes, all `suspects` of attempts on this head and,
+        after the first attempt, newcomers, since any stranger can claim to be ready; left out and suspects, since a
+        robust rule may need the newcomers; left out and newcomers; only the suspects of the last attempt; nobody.
         """
         here, epoch = self._swarm.live_at(self._parent.head), self._parent.plan.epoch
         expected = {peer_id for peer_id, status in here.items() if status.phase in _TAKING_PART}
@@ -115,8 +115,8 @@ class Group:
 
     def relies_on(self, peer_id: str) -> bool:
         """Whether a commit waits more than the least grace for `peer_id`: it contributed to one of the last commits, or
-        has come since. A peer that only claims to train is not relied on for long. About members all peers agree,
-        because the certificates say it."""
+        has come since. A peer that only claims to train is not relied on for long. All peers agree which members are
+        relied on, because certificates say who contributed."""
         is_member = peer_id in self.roster
         num_missed = self._absent.get(peer_id, 0) if is_member else self._swarm.num_missed(peer_id)
         return num_missed < ABSENT_COMMITS
@@ -134,7 +134,7 @@ class Group:
         return is_quorum(present, self._parent, self._settings.quorum)
 
     def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
-        """Whether each of them is gone, or has not been seen on this head for a while and is not further."""
+        """Whether each of these peers is gone, or is off this head and not further."""
         return all(
             self._swarm.is_gone(peer_id)
             or (self._swarm.is_off_head(peer_id, turn) and not self._may_be_further(turn, peer_id))
@@ -142,8 +142,8 @@ class Group:
         )
 
     def _may_be_further(self, turn: Turn, peer_id: str) -> bool:
-        """Whether it is at a later head of this chain, or at one whose certificate has yet to arrive. Counts for a
-        while only: the certificate or the state may never arrive."""
+        """Whether `peer_id` is at a later head of this chain, or at one whose certificate has yet to arrive. False
+        after `_heads_due_at`: the certificate or the state may never arrive."""
         status = self._swarm.status(peer_id)
         if status is None or not status.head or turn.passed(self._heads_due_at):
             return False
@@ -183,14 +183,14 @@ class Group:
         )
 
     def removed_by(self, plan: Plan) -> frozenset[str]:
-        """Members that the plan removes though they did not say in it that they leave, and that were absent from few
-        commits. That they left, or are gone, may reach others at different times: a disagreement about it is nobody's
-        fault, unless it lasts."""
+        """Members that the plan removes, that do not contribute to it, and that were absent from few commits. Peers
+        learn at different times that a member has left or is gone: a disagreement about that is nobody's fault, unless
+        it lasts."""
         removed = self.roster - plan.roster_set - plan.signer_set
         return frozenset(p for p in removed if self._absent.get(p, 0) < 2 * ABSENT_COMMITS)
 
     def would_remove(self, removed: Collection[str], contributors: Collection[str]) -> bool:
-        """Whether this peer would remove them, too."""
+        """Whether this peer would remove all of `removed`, too."""
         return self._off(contributors).issuperset(removed)
 
     def _off(self, contributors: Collection[str]) -> set[str]:
@@ -203,9 +203,9 @@ class Group:
         }
 
     def data_width(self, entries: Mapping[str, Entry]) -> int:
-        """How many data blocks the epoch hands out: one per rank of the roster and per newcomer that trains here or has
-        an entry, up to the highest claimed by an entry. An honest newcomer claims the next free one, so workers that go
-        ahead expect the same width before its entry as the plan with it has."""
+        """How many data blocks the epoch hands out: one per rank up to the roster's highest and per newcomer that is
+        here or has an entry, and no fewer than the highest claimed rank needs. An honest newcomer claims the next free
+        rank, so the width that workers who go ahead expect stays the same when its entry arrives."""
         highest = max(member.world_rank for member in self._parent.plan.roster)
         here = self._swarm.live_at(self._parent.head).keys() | {self._me}
         newcomers = (here | entries.keys()) - self.roster

@@ -3,7 +3,7 @@ evidence only.
 
 A peer is *live* while it is heard, *lost* once its channel breaks or it misses heartbeats for `silence_s`, and *gone*
 once it has left or been lost for `regain_s` (timing.py). It is *left out* of groups for some epochs after `STRIKES`;
-so long its objections to other chains do not count either (catch_up.py).
+for as long, its objections to other chains do not count either (catch_up.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FIRST_TERM_EPOCHS = 4
 MAX_OUT_EPOCHS = 256
 """Each term of being left out is twice as long as the last, up to this."""
 LEFT_TO_NEXT_TERM = 0.5
-"""Strikes that a peer still lacks, after a term, until it is left out again."""
+"""After a term, so many more strikes leave a peer out again."""
 MAX_PEERS_HEARD = 4096
 FOUNDERS = 64
-"""Before there is a roster, heartbeats are slowed down for at most this many peers, so that strangers cannot do it."""
+"""Before there is a roster, timeouts count at most this many peers, so that strangers cannot slow heartbeats down."""
 
 
 _UNHEARD = Status(incarnation=0, sequence=0, world_rank=-1, phase="waiting")
@@ -51,7 +51,7 @@ class Health:
     at_head_at: float = 0.0
     """When it last stopped training on this peer's head; reset when this peer's head moves (`head_moved`)."""
     missed: int = 0
-    """Commits in a row that it did not contribute to, since it came (back)."""
+    """Commits in a row that it did not contribute to, since it came or came back."""
     round_trip_s: float = 0.0
     """0: not measured."""
     strikes: float = 0.0
@@ -67,7 +67,7 @@ class Health:
         return self.lost_at == math.inf and self.status.phase != "leaving"
 
     def trains_at(self, head: str) -> bool:
-        """While it is live; by its last status."""
+        """Whether it is live and trains on this head, by its last status."""
         return self.is_live and self.status.head == head and self.status.phase in ("training", "ready")
 
 
@@ -79,18 +79,18 @@ class Swarm:
         self._peers: dict[str, Health] = {}
         self._live: dict[str, Status] = {}
         self._live_at: dict[str, dict[str, Status]] = {}
-        """The same by head."""
+        """`_live` by head."""
         self._struck: set[str] = set()
-        """Those that have been left out at some time."""
+        """Peers that have been left out at some time."""
         self._head = ""
-        """This peer's own."""
+        """This peer's own head."""
         self._roster: frozenset[str] = frozenset()
         self._look_at = -math.inf
         """No peer becomes lost or gone before then."""
 
     @property
     def roster(self) -> frozenset[str]:
-        """Heartbeats and timeouts scale with its size and round trips; while it is empty, with those of all peers."""
+        """Timeouts scale with its size and the round trips to its members; while it is empty, all live peers count."""
         return self._roster
 
     @roster.setter
@@ -98,7 +98,7 @@ class Swarm:
         self._roster, self._look_at = roster, -math.inf
 
     def _changed(self, peer_id: str, health: Health, now: float) -> None:
-        """Update what is kept of live peers after a change of this one."""
+        """Update the indexes of live peers after this peer's record has changed."""
         old = self._live.get(peer_id)
         new = health.status if health.is_live else None
         if old is not None and old.head == self._head and old.phase in ("training", "ready"):
@@ -116,7 +116,7 @@ class Swarm:
             self._look_at = -math.inf
 
     def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
-        """A message came from `peer_id`. False if its status is older than the one held."""
+        """A message came from `peer_id`. False if its status is not newer than the one held, or none has come yet."""
         health = self._peers.get(peer_id)
         if health is None:
             if status is None or not self._make_room():
@@ -124,7 +124,7 @@ class Swarm:
             self._add(peer_id, status, now)
             return True
         if status is None and health.status is _UNHEARD:
-            # Whatever else it sends: without a status it is no member, and nobody waits for it for long.
+            # Other messages of a peer that has sent no status do not count: nobody waits for it for long.
             return False
         if health.is_gone:
             health.missed = 0
@@ -138,7 +138,7 @@ class Swarm:
         return status is None or is_newer
 
     def heard_again(self, peer_id: str, status: Status, now: float) -> bool:
-        """Record a status that differs from the last one in progress alone, and return True. Else do nothing."""
+        """Record a status that differs from the last one in progress alone, and return True; else only return False."""
         health = self._peers.get(peer_id)
         if health is None or math.isfinite(health.lost_at):
             return False
@@ -154,7 +154,7 @@ class Swarm:
         return True
 
     def still_here(self, peer_ids: Collection[str], now: float) -> None:
-        """The mesh hears these peers, or neighbours of them that do: they are not silent."""
+        """The mesh hears these peers, itself or through their neighbours: they are not silent."""
         for peer_id in self._live.keys() & peer_ids:
             if self._live[peer_id] is not _UNHEARD:
                 self._peers[peer_id].heard_at = now
@@ -238,7 +238,7 @@ class Swarm:
                 look_at = min(look_at, silent_at)
                 if not roster or peer_id in roster:
                     num_live += 1
-                    # Among many, only those to a peer's neighbours are known.
+                    # Among many peers, only the round trips to this peer's neighbours are known.
                     round_trips += [health.round_trip_s] if health.round_trip_s else []
             elif not health.is_gone:
                 health.is_gone = now >= health.lost_at + regain_s
@@ -247,17 +247,17 @@ class Swarm:
         round_trip_s = statistics.median_low(round_trips) if round_trips else 0.0
         is_same = (num_peers, round_trip_s) == (self._timing.num_peers, self._timing.round_trip_s)
         self._timing.num_peers, self._timing.round_trip_s = num_peers, round_trip_s
-        # With other timeouts, more of them may be over.
+        # If timeouts changed, look again: other peers may be lost or gone by the new ones.
         self._look_at = look_at if is_same else -math.inf
 
     def head_moved(self, now: float, head: str, signers: Collection[str], *, is_first: bool) -> None:
-        """This peer has moved to a new head by commits of these signers; `is_first`: it had none before. `roster` is
+        """This peer has moved to a new head by commits of these signers. `is_first`: it had no head before. `roster` is
         the new head's already.
 
-        Peers that were not off the old head (`is_off_head`) get the same time again to reach the new one. So do those
-        whose last status was at the new head already, even if they are lost: they may come back. And so do the signers
-        if they are a majority of the roster: they may have moved on by a commit whose certificate has yet to arrive.
-        Not the signers of a minority's commits: this peer follows those only once they are off its head.
+        The time after which a peer counts as off the head (`is_off_head`) begins anew for peers that were not off the
+        old head; for peers whose last status was at the new head, even if they are lost: they may come back; and for
+        the signers if they are a majority of the roster: they may have moved on by a commit whose certificate has yet
+        to arrive. A minority's signers get no new time: this peer follows them only once they are off its head.
         """
         off_head_s = self._timing.silence_s + self._timing.regain_s
         is_majority = 2 * len(self.roster.intersection(signers)) > len(self.roster)
@@ -288,7 +288,7 @@ class Swarm:
 
     @property
     def heads(self) -> Collection[str]:
-        """That live peers announce; among them the empty one if a peer has no head."""
+        """The heads that live peers announce, among them the empty string if a live peer has no head."""
         return self._live_at.keys()
 
     def is_live(self, peer_id: str) -> bool:
@@ -300,8 +300,8 @@ class Swarm:
         return health is not None and (health.is_gone or health.status.phase == "leaving")
 
     def is_off_head(self, peer_id: str, turn: Turn) -> bool:
-        """Whether `peer_id` has not been seen training on this peer's head for a while: it is elsewhere, or dead. A
-        commit may do without it."""
+        """Whether `peer_id` was not seen training on this peer's head for `silence_s` + `regain_s`: it is elsewhere or
+        dead, and a commit may do without it."""
         health = self._peers.get(peer_id)
         if health is None or health.trains_at(self._head):
             return False
@@ -335,7 +335,7 @@ class Swarm:
         health.term = min(MAX_OUT_EPOCHS, 2 * health.term or FIRST_TERM_EPOCHS)
         health.out_until = health.fades_from = epoch + health.term
         self._struck.add(peer_id)
-        # Another half a strike soon after its return leaves it out again.
+        # Half a strike more, soon after the term, leaves the peer out again.
         health.strikes = STRIKES - LEFT_TO_NEXT_TERM
         return True
 
@@ -349,7 +349,6 @@ class Swarm:
         return health is not None and epoch < health.out_until
 
     def left_out(self, epoch: int) -> set[str]:
-        """All peers that are left out."""
         return {peer_id for peer_id in self._struck if epoch < self._peers[peer_id].out_until}
 
 

@@ -29,7 +29,7 @@ MAX_OUTER_REAL = 1000.0
 MAX_LOCAL_TIME_S = 1e9
 _MAX_MEMBERS = 4
 _AUTO = {"hv.local_time": 0, "hv.overlap_steps": AS_LONG_AS_THE_ROUND}
-"""What a manifest has for `auto`."""
+"""The values that stand for `auto` in a manifest."""
 
 _OuterReal = Annotated[float, Meta(ge=0, le=MAX_OUTER_REAL)]
 

@@ -6,7 +6,7 @@ trained (`based_on`). Where the others would not wait for one more step, it hand
 
 Going ahead: while faults happen, no worker waits for the commit of its work, but trains on in the next epoch at once.
 The work it has handed over stays unchanged; what it trains meanwhile is put on top of the result. Without faults a
-worker waits for as long as usual first, so that a run can be repeated bit for bit; with --hv.overlap-steps auto never.
+worker first waits as long as usual, so that a run repeats bit for bit; with --hv.overlap-steps auto it never waits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LateWork:
             return False
         target = self.catch_up.target
         if target is not None and not self.catch_up.is_checking:
-            # What this peer has voted for may have been committed, and then contains the work.
+            # A commit that this peer voted for may have been made, and would contain the work.
             may_be_committed = bool(worker.voted_heads)
             if worker.epoch >= target.plan.epoch or may_be_committed:
                 return False
@@ -91,7 +91,7 @@ class LateWork:
         if self.settings.epoch_s != 0.0:
             return self.settings.epoch_s or 0.0
         own, steps, roster = self.worker.step_s, self.settings.steps_per_epoch, self.swarm.roster
-        # Only members: whoever likes can come and claim to be fast.
+        # Only members count: any stranger can come and claim to be fast.
         others = [s.step_s for peer_id, s in self.swarm.live() if peer_id in roster and s.step_s > 0]
         if not own or not others:
             return 0.0
@@ -141,9 +141,9 @@ class LateWork:
         if worker.has_lost_work:
             turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
         if round_ is not None:
-            # If a certificate of that vote still arrived, the same work would be answered twice.
+            # Forget the vote: if its certificate still arrived, the same work would be answered twice.
             round_.voted_result = None
-        # A worker that needs longer for a step than the others for an epoch would be late each time.
+        # With `least_left` 1, a worker whose step takes longer than the others' epoch would be late each time.
         step = self.entry_step(turn, towards.head, least_left=0 if how == "rebase" else 1)
         worker.resume(towards.plan.epoch, step)
         turn.do(Answer(how, towards, step, self.epoch_s()))

@@ -1,8 +1,8 @@
-"""Which head a newcomer goes to, which has no chain of its own to compare others with.
+"""Which head a newcomer goes to. It has no chain of its own to compare others with.
 
 It goes to the run that most live peers are in. Where chains of that run part, to the side that a majority has signed,
-else to the one that the Fork rule prefers. Of heads that follow each other, to the last that is backed (`num_backed`):
-a member that made commits with strangers leads nobody there.
+else to the one that the Fork rule prefers. Of heads that follow each other, to the last that is backed (`num_backed`),
+so that a member that made commits with strangers alone cannot lead newcomers to them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Heads = dict[str, list[str]]
 class Best(NamedTuple):
     certificate: Certificate
     supporters: set[str]
-    """Those who stand at its head, or at one after it."""
+    """The peers at its head, or at a head that follows it."""
 
 
 def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | None) -> Best | None:
-    """Of the announced heads whose certificates have arrived. `fetched`: that of the state that is being fetched."""
+    """The best announced head whose certificates have arrived. `fetched`: certificate of the state being fetched."""
     paths = {head: chain.path_back(head) for head in heads}
-    # Paths that share a certificate go back to the same one. While a state is fetched, heads of which nothing is known
-    # yet are taken for later ones of its run: else of two runs now the one would seem larger, now the other.
+    # Paths that share a certificate begin with the same one. While a state is fetched, heads without known certificates
+    # count for its run: otherwise two runs that commit in turn would take turns in seeming larger.
     fetched_run = next(iter(chain.path_back(fetched.head)), fetched).head if fetched is not None else ""
     runs: dict[str, list[str]] = {}
     for head, path in paths.items():
@@ -54,8 +54,8 @@ def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | Non
 
 
 def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) -> Sequence[Certificate]:
-    """Of two paths that begin alike: the longer one if it continues the other, else the one of which a majority of the
-    roster before it has signed its side, else the one that the Fork rule prefers."""
+    """The better of two paths that begin alike: the longer one if it continues the other, else the one whose side a
+    majority of the last common roster has signed, else the one that the Fork rule prefers."""
     shared = num_shared(path, other)
     ours, theirs = tuple(path[shared:]), tuple(other[shared:])
     if not ours or not theirs:
@@ -68,7 +68,7 @@ def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) ->
 
 
 def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:
-    """Whether a majority of the ancestor's roster has signed on this path that follows it."""
+    """Whether a majority of the ancestor's roster has signed on this path, which follows the ancestor."""
     roster = ancestor.plan.roster_set
     return 2 * len(roster.intersection(last_signed_at(path))) > len(roster)
 
@@ -76,10 +76,10 @@ def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:
 def num_backed(
     path: Sequence[Certificate], start: int, holders: Mapping[str, Collection[str]], me: str
 ) -> int:
-    """How many certificates of `path` are backed: those up to and with the one at `start`, and each after it as long as
-    a majority of the roster that the one before it names has signed it or one that follows it, or at least as many of
-    that roster as there are members, former ones too, at a head before it. `holders`: by head, who stands there. This
-    peer counts as standing before it if it is on that roster and has not signed.
+    """How many certificates of `path` are backed: all up to place `start`, then each one as long as enough members of
+    its parent's roster have signed it or one that follows it. Enough is a majority, or at least as many as the members,
+    former ones too, that are at a head before it. This peer counts among the latter if it is on that roster and has not
+    signed. `holders`: by head, the peers that are there.
     """
     last_signed, members, behind = last_signed_at(path), set[str](), set[str]()
     for place, (before, _) in enumerate(pairwise(path), start=1):
@@ -87,7 +87,7 @@ def num_backed(
         members |= roster
         behind.update(holders.get(before.head, ()))
         supporters = {peer_id for peer_id in roster if last_signed.get(peer_id, -1) >= place}
-        # After the whole roster has gone nobody of it has signed: then former members do not count either.
+        # If no member of the roster has signed, the whole roster may be gone: then former members do not count either.
         stayed = (members if supporters else roster).intersection(behind) | (roster & {me} - supporters)
         if place > start and 2 * len(supporters) <= len(roster) and len(supporters) < len(stayed):
             return place

@@ -56,14 +56,14 @@ from peers.protocol.messages import (
 )
 
 MAX_PLEDGES = 2 * MAX_OWN
-"""Enough for every head that it may roll back to."""
+"""Pledges that are remembered: enough for every head that this peer may roll back to."""
 _MAX_RULES = 10_000
 """Rules applied after one event: more is a bug."""
 
 
 class Peer:
-    """`world_rank`: -1 if none was given. `pledges`: by head, the last attempt that an effect Pledge has stored, from
-    before this peer restarted."""
+    """`world_rank`: -1 if none was given. `pledges`: by head, the last attempt that this peer signed before it
+    restarted (effect Pledge)."""
 
     def __init__(
         self,
@@ -191,8 +191,8 @@ class Peer:
                     del self._pledges[next(iter(self._pledges))]
 
     def _is_routine(self, event: Event | None, now: float) -> bool:
-        """Record a heartbeat or a worker's progress, on which nothing is decided, and return True. The deadline stays:
-        it may fire early, never late."""
+        """Record an event on which no decision depends (a heartbeat, a worker's progress) and return True; else False.
+        The deadline is kept: it may fire too early, never too late."""
         match event:
             case events.Received(peer_id, Status() as status):
                 return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)
@@ -231,7 +231,7 @@ class Peer:
             case events.Connected(peer_id):
                 self.swarm.connected(peer_id, turn.now)
                 if self._last_status is not None:
-                    # Do not wait for the next heartbeat: it may be about to found a run of its own.
+                    # Do not wait for the next heartbeat: the other peer may be about to found a run of its own.
                     turn.do(Send(peer_id, replace(self._last_status, sequence=self._sequence)))
             case events.Disconnected(peer_id):
                 self.swarm.disconnected(peer_id, turn.now)
@@ -277,7 +277,7 @@ class Peer:
             case Ask():
                 self.catch_up.on_ask(turn, peer_id, message)
             case Found() if (genesis := self.chain.genesis_of(peer_id)) is not None:
-                # A founder that restarted, and does not know that its run exists.
+                # The sender is a founder that restarted, and does not know that its run exists.
                 turn.do(Send(peer_id, Certificates(head=genesis.head, certificates=(genesis,))))
             case Found(body) if not self.head:
                 self._founding.on_found(peer_id, body)
@@ -303,7 +303,7 @@ class Peer:
             self._founding.heard_of_a_run(turn.now)
 
     def _take_certificates(self, sender: str, message: Certificates) -> None:
-        """Add those that were asked for or that concern this peer, up to the first invalid one."""
+        """Add certificates that were asked for or that concern this peer; stop at any other or invalid one."""
         if not message.certificates:
             self.catch_up.on_unknown(sender, message.head)
         elif not message.is_path:
@@ -328,7 +328,7 @@ class Peer:
             self.swarm.certificate_arrived(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
-        """Whether this commit names this peer as a signer, or follows its head and names a majority of its roster."""
+        """Whether this peer is among the signers, or the plan follows its head and names a majority of that roster."""
         if self.me in plan.signer_set:
             return True
         return (
@@ -411,7 +411,7 @@ class Peer:
         return not has_commits and self.catch_up.target is None and self._begin_from(turn, genesis)
 
     def _forget_unreachable(self, turn: Turn, genesis: Certificate) -> bool:
-        """Forget this genesis if no peer has announced a head for long: nobody can provide its state. True if so."""
+        """Forget this genesis if no live peer announces any head for long: nobody can provide its state. True if so."""
         if any(self.swarm.heads):
             self._genesis_heard_at = turn.now
         if not turn.passed(self._genesis_heard_at + self.timing.last_resort_s):
@@ -484,7 +484,7 @@ class Peer:
             self._is_leaving = True
 
     def _recheck_own_state(self, turn: Turn) -> bool:
-        """Fetch the state of this peer's head from others if its digests differed from theirs."""
+        """Fetch the state of this peer's own head from others if this peer's digests differed from the majority's."""
         round_ = self.round
         if round_ is None or not round_.is_outlier or self.catch_up.target is not None:
             return False

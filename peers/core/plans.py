@@ -1,7 +1,7 @@
 """What the plan of a commit must be. The leader makes it; every member recomputes it and compares.
 
 Roster: contributors that are not on it are added, with the world rank that they claim if that is free, else the lowest
-free one. Members are removed if this is their last commit, if they left, or if they were absent for `ABSENT_COMMITS`.
+free one. Members are removed with their last commit, if they left, or if they are gone and missed `ABSENT_COMMITS`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def fault_in(
 ) -> str:
     """Why a member declines this plan; empty: it is acceptable.
 
-    `off_allowed`: the members that it would remove itself. `data_width`: the blocks that it would hand out itself. A
+    `off_allowed`: the members that this peer would remove itself. `data_width`: the blocks that it would hand out. A
     newcomer's world rank may be any free one: a newcomer can claim a different rank towards each member.
     """
     before = parent.plan.roster_set

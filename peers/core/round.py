@@ -50,7 +50,7 @@ class Gathering(NamedTuple):
     last_s: float
     """From quorum until its last member was ready."""
     is_complete: bool
-    """No member that we still rely on was excluded."""
+    """No member that is relied on (`Group.relies_on`) was excluded."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Round:
         self.certificate: Certificate | None = None
         """Set when an attempt that this peer led has succeeded; the peer takes it from here."""
         self.voted_result: Body | None = None
-        """What this peer voted for last, and still has the result of; None from the next reduction on."""
+        """What this peer last voted for; None once another reduction begins, which overwrites the result."""
         self.is_outlier = False
         """This peer's digests differed from the majority's: its state may be damaged."""
         self.failures: list[str] = []
@@ -114,11 +114,11 @@ class Round:
         self._deadline = 0.0
         """When the attempt in which this peer takes part times out."""
         self._leader_failed = ""
-        """Why this peer's part in the reduction failed, if by its leader, as it seems; empty: it has not."""
+        """Why this peer's reduction failed, if the leader seems to be the cause; empty: it has not failed."""
         self._not_before = 0.0
-        """This peer proposes nothing earlier: the pause after a failure."""
+        """This peer proposes nothing before this time: the pause after a failure."""
         self._skipped_at = -math.inf
-        """When this peer last skipped to the attempt of the others."""
+        """When this peer last skipped to the median attempt."""
         self._quorum_at: float | None = None
         """Since when enough peers have been ready; starts the grace."""
         self._num_ready, self._last_ready_at = 0, now
@@ -133,8 +133,8 @@ class Round:
 
     @property
     def voting_on(self) -> int:
-        """The last attempt that this peer has signed, as long as its leader may have made the commit: it is not gone,
-        and has not been seen at a later attempt or elsewhere since; -1: none."""
+        """The last attempt that this peer has signed, as long as its leader may have made the commit: the leader is not
+        gone, and its last status shows neither a later attempt nor an unrelated head. -1: none."""
         if self.stage is Stage.VOTE:
             return self.attempt
         if self.voted_result is None or (leader := self.leader_of(self._signed)) == self._me:
@@ -214,13 +214,13 @@ class Round:
     def _time_out_leader(self, turn: Turn, leader: str, entry: Entry | None) -> bool:
         """Fail this attempt if its leader could have proposed and has not. True if it failed."""
         if entry is None or self._me not in self._order:
-            # The leader may be waiting for this peer; and a newcomer does not see what the members see.
+            # The leader may be waiting for this peer's work; and a newcomer does not see what members see.
             self._leader_could_propose_at = None
             return False
         if self._leader_could_propose_at is None:
             self._leader_could_propose_at = max(turn.now, self._not_before)
         if self.attempt > self._median_attempt():
-            # The others have yet to come to this attempt.
+            # Most members have yet to reach this attempt.
             return False
         # After a failure the leader pauses too, at most for the silence timeout (Timing.pause_s).
         pause_s = self._timing.silence_s if self.attempt > 0 else 0.0
@@ -230,7 +230,7 @@ class Round:
         return True
 
     def _grace_s(self, late: set[str]) -> float:
-        """How long a quorum that is ready waits for these peers."""
+        """How long a ready quorum waits for these peers."""
         assert self._quorum_at is not None
         epoch_s = self._quorum_at - self._began_at
         relied_on = set(filter(self._group.relies_on, late))
@@ -239,7 +239,7 @@ class Round:
         return self._timing.newcomers_grace_s(epoch_s) if relied_on else self._timing.least_grace_s
 
     def _note_group(self, turn: Turn, late: Collection[str]) -> None:
-        """Note how long the group took that is formed now, without the peers that are `late`."""
+        """Record how long it took to form this group, which excludes the peers that are `late`."""
         assert self._quorum_at is not None
         # Newcomers are not counted: waiting for one in vain says nothing about how long members take.
         is_complete = not any(map(self._group.relies_on, self._group.roster.intersection(late)))
@@ -300,8 +300,8 @@ class Round:
             signatures = tuple(lead.votes[peer_id].signature for peer_id in lead.plan.signers)
             self.certificate = Certificate(body=body, signatures=signatures)
             self._lead = None
-            # A leader that did not contribute has no result to apply and must fetch the new state; it proposes nothing
-            # more on this head until that has had time.
+            # A leader that did not contribute has no result to apply and must fetch the new state; until it has had
+            # time for that, it proposes nothing more on this head.
             self._not_before = turn.now + self._timing.silence_s + self._timing.regain_s
             return
         votes = tuple(
@@ -441,7 +441,7 @@ class Round:
             return
         leader = self.leader_of(plan.attempt)
         if failed.suspects == {leader} and not failed.offenders | failed.told_by and self._can_lead(leader):
-            # It may have ended its reduction because of another member: its Abort, which says so, is on the way.
+            # The leader may have failed because of another member: then its Abort, which names that one, is on the way.
             self._decline(turn, leader, self.attempt, failed.reason, failed.suspects)
             self._leader_failed = failed.reason
             self._deadline = min(self._deadline, turn.now + self._timing.reaction_s)
@@ -568,7 +568,7 @@ class Round:
 
     def _skip_to_median_attempt(self, turn: Turn) -> bool:
         """Skip to the median attempt if that is later: half of the members do not take part in this one any more."""
-        # Bounded steps: peers that announce huge attempts cannot use up all attempts of this one.
+        # Bounded steps: peers that announce huge attempts cannot use up all of this peer's attempts.
         next_attempt = min(self._median_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
         if next_attempt <= self.attempt or not turn.passed(self._skipped_at + self._timing.reaction_s):
             return False

@@ -8,14 +8,13 @@ With overlap the weights of the fragment are handed over `overlap_steps` before 
 merged at its end; the round takes place during those steps. At most one round runs at a time. An overlap of all but one
 step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer continues from its own fresh
 progress, and the other peers' progress reaches it one epoch late. With --hv.overlap-steps auto weights are handed over
-at the epoch's end, training goes on at once for up to an epoch, and the average is merged when it is there.
+at the epoch's end, training goes on at once for up to an epoch, and the average is merged when it arrives.
 
 With a time budget (--hv.local-time) an epoch ends when its steps are done or its time is up, so that nobody waits for a
 slow peer. A peer's position in the epoch is then its nominal local step: after each step one more or, if that is more,
 the elapsed share of the time times the steps of the epoch. So it never stands still. Learning rates and overlap follow
-that position. While the commit before is still awaited, steps alone count: nothing could be handed over, so peers that
-have steps left train on.
-How long the next epoch may last is said by each peer's core (epoch_time.py).
+that position. While the previous commit is still awaited, only steps count: no work can be handed over yet, so peers
+with steps left train on. Each peer's core says how long the next epoch may last (epoch_time.py).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Schedule:
     mixing: float | None = None
     """Weight of the local weights when an overlapped average is merged (alpha); None: keep all local progress."""
     local_time_s: float | None = None
-    """Seconds after which the local steps count as done, however many were done; 0: as many as are best for peers of
-    these speeds; None: no time budget."""
+    """Seconds after which the local steps count as done, however many were done; 0: learned from the peers' speeds;
+    None: no time budget."""
 
     def __post_init__(self) -> None:
         if self.local_steps < 1 or self.num_fragments < 1 or self.local_steps % self.num_fragments:
@@ -83,11 +82,11 @@ class Schedule:
         return None if self.local_time_s is None else self.local_time_s / self.num_fragments
 
     def local_step_after(self, local_step: int, elapsed_s: float, epoch_s: float, *, step_s: float) -> int:
-        """The nominal local step of a peer that stands at `local_step` by its last step alone, `elapsed_s` after an
-        epoch began that may last `epoch_s`; 0: as long as its steps take.
+        """The nominal local step of a peer that its last step alone brought to `local_step`, `elapsed_s` after the
+        epoch began. `epoch_s`: how long the epoch may last; 0: as long as its steps take.
 
-        The epoch ends with the step that ends nearest to its time, by steps of `step_s`. Not to be asked while the
-        commit before is awaited.
+        The epoch ends with the step that ends nearest to `epoch_s`, if steps take `step_s`. Must not be called while
+        the previous commit is awaited.
         """
         if not epoch_s:
             return local_step

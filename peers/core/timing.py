@@ -27,13 +27,13 @@ LEAST_GRACE_SHARE = 0.1
 """The least grace as a share of an epoch: training steps vary by that much."""
 PATIENCE, PATIENCE_BEATS = 1.25, 1.0
 """Without faults lately, a commit is late after this many usual waits and this many heartbeats more: a busy machine
-alone delays one by less, and a run without faults is to be the same, bit for bit, each time."""
+alone delays a commit by less, and a run without faults must be repeatable bit for bit."""
 DEVIATIONS = 6.0
 """The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4
 """Rounds to have seen before waiting times are learned from them."""
 LATER = 1.5
-"""A waiting time after which a peer was still missing counts this many times: a longer grace might have sufficed."""
+"""A waiting time that ended with a peer still missing is multiplied by this: a longer grace might have sufficed."""
 SLOWEST_PEER = 8.0
 """The grace is at most this many epochs: slower peers are never waited for."""
 SLOWEST_LINK = 1e6
@@ -120,12 +120,12 @@ class Timing:
 
     @property
     def connect_s(self) -> float:
-        """For all streams of an attempt to open; longer in large groups."""
+        """How long all streams of an attempt may take to open; longer in large groups."""
         return STREAMS_S * self.status_s / BEAT_S
 
     @property
     def prompt_s(self) -> float:
-        """For a member to begin to send, once a stream with it is open."""
+        """How long a member may take to begin to send, once a stream with it is open."""
         if not self._rounds:
             return self.connect_s
         return min(self.connect_s, self.reaction_s + min(self.silence_s, self.usual_round_s))

@@ -30,7 +30,7 @@ class Aggregation:
     max_tokens_per_epoch: int = 0
     """The tokens that one peer can train in one epoch by the manifest; 0: the manifest does not say."""
     trim: float = DEFAULT_TRIM
-    """Under trimmed-mean, the share of the members that is left out at either end."""
+    """Under trimmed-mean, the share of the members that is dropped at either end."""
     staleness_discount: float = 1.0
     """A contribution's weight is multiplied by this for each commit that it missed (cf. arXiv 2401.09135)."""
 
@@ -41,7 +41,7 @@ class Aggregation:
         samples, length = manifest.get("total_batch_size"), manifest.get("seq_length")
         steps, fragments = manifest.get("hv.local_steps"), manifest.get("hv.num_fragments")
         tokens = int(samples or 0) * int(length or 0) * int(steps or 0) // int(fragments or 1)
-        # How long completions are, the manifest of --mode grpo does not say.
+        # The manifest of --mode grpo does not say how long completions are.
         tokens = tokens if manifest.get("mode") == "pretrain" else 0
         return cls(
             rule=next((known for known in RULES if known == rule), cls.rule),

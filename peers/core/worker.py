@@ -18,7 +18,7 @@ from peers.protocol.messages import Status
 class Worker:
     """The state machine of one peer's worker, over restarts of the worker process.
 
-    none: there is no worker. waits: it asked where to begin. trains. ready: it has handed over its work.
+    States: none (no worker), waits (it has asked where to begin), trains, ready (it has handed over its work).
     """
 
     state: Literal["none", "waits", "trains", "ready"] = "none"
@@ -35,15 +35,15 @@ class Worker:
     is_ahead: bool = False
     """It trains in the next epoch while its work waits for a commit."""
     voted_heads: set[str] = field(default_factory=set)
-    """Heads of the commits with the work in hand that this peer has voted for."""
+    """Heads of the commits that contain the work in hand and that this peer has voted for."""
     _is_gone: bool = False
     """The process that handed over the work has ended."""
     _next_waits: bool = False
-    """`_is_gone`, and its successor has asked where to begin."""
+    """The process that handed over the work has ended, and its successor has asked where to begin."""
     _began: int = 0
     """The epoch in which it began from an anchor."""
     _based_on: dict[int, int] = field(default_factory=dict)
-    """By fragment, the epoch of the last commit that contains its work on it."""
+    """By fragment, the epoch of the last commit that contains this worker's work on that fragment."""
 
     @property
     def is_training(self) -> bool:
@@ -101,7 +101,7 @@ class Other(NamedTuple):
 
     status: Status
     age_s: float
-    """Of its status."""
+    """How old its status is."""
     step_s: float
     """The time of one nominal local step; 0: not known."""
 
@@ -110,7 +110,7 @@ def entry_step(others: Iterable[Other], steps_per_epoch: int, own_step_s: float,
     """The local step at which a peer that joins late enters the others' epoch, so that it finishes with them.
 
     `own_step_s`: the time in which its nominal local step advances by one; 0: not known. `least_left`: the steps that
-    it trains at least; with 0, one that cannot finish another step in time hands over what it has.
+    it trains at least; with 0, a peer that cannot finish another step in time hands over what it has.
     """
     steps: list[float] = []
     paces: list[float] = []

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = PROBE_S
 MAX_FAILURES = 3
-"""A peer that announces a manifest, and fails to send it so many times, is not asked again."""
+"""A peer that announces a manifest and fails to send it this many times is not asked again."""
 _THEY_TRAIN_THEIR_OWN = (
     "The swarm trains with a program of its own, this peer with diloco's trainer, and their tensors differ: give the "
     "--worker that the other peers have, or begin another run with --run-id."
@@ -42,7 +42,7 @@ class Agreement:
         self.manifest: dict[str, Scalar] = {}
         self.digest = ""
         self.is_own = False
-        """Whether it is what this peer has proposed: nobody was there who had one."""
+        """Whether the manifest is this peer's own proposal: no other peer had one."""
 
     async def reach(
         self, proposal: Mapping[str, Scalar], named: Collection[str], *, deadline: float
@@ -73,8 +73,8 @@ class Agreement:
                     self._failures[source.peer_id], theirs = MAX_FAILURES, None
             else:
                 await presence.wait_for_change()
-        # By the manifest, which most of the swarm has, and not by what a donor says of its state: one peer that lies
-        # could end the others.
+        # Compare with the manifest, which most of the swarm has, not with what one donor says of its state: a donor
+        # that lies could stop all other peers.
         here, there = proposal.get(WORKER), theirs.get(WORKER)
         if None not in (here, there) and here != there:
             raise UserError(_THEY_TRAIN_THEIR_OWN if there == OWN_WORKER else _WE_TRAIN_OUR_OWN)
@@ -98,7 +98,7 @@ class Agreement:
             awaited.set_result(message.fields)
 
     async def _fetch(self, peer: Announcement) -> dict[str, Scalar] | None:
-        """Ask the peer that announces it. None where it does not arrive in time."""
+        """Ask this peer for the manifest that it announces. None if it does not arrive in time."""
         awaited = self._awaited[peer.manifest_digest] = asyncio.get_running_loop().create_future()
         self._presence.mesh.send_to(peer.peer_id, WantManifest())
         try:

@@ -63,7 +63,7 @@ class WorkInHand:
         """The fragment's *in*: an attempt writes the average to it, a commit the new anchor."""
         self.answer: asyncio.Future[EpochOutcome] = asyncio.get_running_loop().create_future()
         self.ahead: asyncio.Future[Ahead] = asyncio.get_running_loop().create_future()
-        """Gets its result where the worker is to continue training while the commit takes long."""
+        """Set if the worker is to train on while its commit is awaited."""
         self.plan: ReducePlan | None = None
         """The plan of the attempt whose average is in *in*."""
         self.previewed: StateHeader | None = None
@@ -81,7 +81,7 @@ class WorkInHand:
         self._has_shifted = False
 
     def begin_attempt(self, recording: Recording | None) -> None:
-        """Forget what the attempt before has measured and previewed."""
+        """Forget what the previous attempt has measured and previewed."""
         self.previewed, self.recording = None, recording
         self.parts, self._lap_at = dict.fromkeys(_PARTS, 0.0), time.monotonic()
         self.grouped_at = self.grouped_at or self._lap_at
@@ -171,7 +171,7 @@ class Averaging:
         self.pool, self._forwarded_bytes = pool, forwarded_bytes
         self._residual_decay = residual_decay_for(self._codec, schedule.local_steps)
         self.cancelled = threading.Event()
-        """Set from any thread, it ends a running reduction soon, with RoundFailed."""
+        """Setting it, from any thread, soon ends a running reduction with RoundFailed."""
         self.bandwidth = Bandwidth()
         self.residuals: list[Residuals] = []
         """By fragment, what a lossy codec has kept back."""
@@ -291,7 +291,7 @@ class Averaging:
         work.lap("apply_s")
 
     def forget_residuals_of(self, missed: Sequence[Certificate]) -> None:
-        """These commits have been fetched: what was kept back for those that contain this peer's work was in it."""
+        """These commits have been fetched: the ones with this peer's work also contain what was kept back before."""
         sent = {commit.plan.fragment for commit in missed if self._me in commit.plan.signer_set}
         self.residuals = [
             Residuals(kept.numel) if fragment in sent else kept
@@ -299,8 +299,8 @@ class Averaging:
         ]
 
     def expect(self, bandwidths: Mapping[str, float]) -> None:
-        """These peers, in order of world rank, will likely be in the next round: open the streams that it will use.
-        Opening takes round trips, for which it would wait.
+        """These peers, in order of world rank, will likely be in the next round: open its streams, so that it need not
+        wait for the round trips of opening.
         """
         for peer_id in likely_neighbours(self._me, bandwidths, self._aggregation.rule):
             self.pool.open_ahead(peer_id)

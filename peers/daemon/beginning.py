@@ -22,13 +22,13 @@ def offered_state(
 ) -> tuple[OuterState, list[Residuals] | None]:
     """The state from which the run could begin, of a worker whose initial weights are in `out`.
 
-    With it the residuals of the checkpoint `resume`, unless `codec` is lossless: a contribution under that has none.
-    Raises UserError where the checkpoint `resume` is not one of this model, or not proved to be one of a run.
+    Also the residuals of the checkpoint `resume`, unless `codec` is lossless and so has none. Raises UserError if the
+    checkpoint is not one of this model, or not proved to be one of a run.
     """
     if not resume:
         return OuterState.initial([weights.clone() for weights in out]), None
     state = state_files.load(Path(resume))
-    # That the values match the header has been checked; here, that the members of a commit have signed the header.
+    # `load` has checked that the values match the header; this checks that the members of a commit have signed it.
     certificate = state.header.certificate
     if certificate is None:
         raise UserError(

@@ -96,7 +96,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
 
 
 def admission_settings(config: CoordinatorConfig) -> AdmissionSettings:
-    """Those of a swarm with an admission key, created if it is asked for and missing, or of an open swarm.
+    """The settings of an open swarm, or of one with an admission key, which is created if asked for and missing.
 
     Raises UserError.
     """

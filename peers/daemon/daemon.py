@@ -131,7 +131,7 @@ class Daemon:
     ) -> int:
         """Live as a peer, between joining the DHT and leaving it. Returns the exit code.
 
-        Raises the error of any part of the daemon that ends before the training does; as a UserError before it begins.
+        Raises the error of any part of the daemon that ends before the training; as a UserError before training begins.
         """
         if on_phase is not None:
             self._spawn(self._tell_phases(on_phase))
@@ -141,7 +141,7 @@ class Daemon:
         try:
             runtime = await self._until_done(self._join())
         except PeersError as error:
-            # Nothing has been trained yet: whatever it is, the worker tells its user.
+            # Nothing has been trained yet: the worker reports any error to its user.
             told = UserError(str(error))
             await self._host.refuse(told, wait=worker is None)
             raise told from error
@@ -188,7 +188,7 @@ class Daemon:
         await self._pool.start()
 
     async def _until_done(self, stage: Coroutine[Any, Any, T]) -> T:
-        """Wait for this. Raises the error of any part of the daemon that ends before."""
+        """Wait for this stage. Raises the error of any part of the daemon that ends before it."""
         done = asyncio.create_task(stage)
         try:
             await asyncio.wait({done, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -215,7 +215,7 @@ class Daemon:
         if worker is None:
             await self._host.finished.wait()
             return 0
-        # It may read all of a model's weights.
+        # In a thread: `worker` may read all of a model's weights.
         command = await asyncio.to_thread(
             worker, self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path
         )
@@ -363,7 +363,7 @@ class Daemon:
         self._reports.changed()
 
     def _post(self, event: events.Event) -> None:
-        """What the mesh hears, for the core, if there is one yet."""
+        """Pass an event of the mesh to the core, if there is one yet."""
         if isinstance(event, events.Disconnected):
             self._pool.drop(event.peer_id)
         if self._runtime is not None:

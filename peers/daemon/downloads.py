@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Fetch = Callable[
     [Sequence[Certificate], Sequence[str], Sequence[int], OuterState | None, float], Awaitable[OuterState]
 ]
-"""`fetch_state` with its keywords given."""
+"""`fetch_state` with its keyword arguments bound."""
 
 
 async def fetch_state(
@@ -41,8 +41,8 @@ async def fetch_state(
 ) -> OuterState:
     """The state at the end of this path; `sizes` are those of its fragments, `have` is this peer's own state.
 
-    Repeats the commits that are missing, where donors still have their averages; else transfers the state itself.
-    `on_received` is called with the bytes that are here and those of the whole state; at the end, with None.
+    Repeats the missing commits if donors still have their averages; else transfers the state itself.
+    `on_received` is called with the bytes received and those of the whole state; at the end, with None.
     Raises StateUnavailable, PeerUnreachable or ProtocolError.
     """
     until = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""The daemon's side of the process that generates rollouts. It is the link's client, as a trainer is (link.py):
+"""The daemon's side of the process that generates rollouts, which is a client of the link like a trainer (link.py):
 
     generator                                daemon of a rollout peer
     generates {num_examples, ...}       ->
@@ -36,7 +36,7 @@ class Generator:
             asyncio.get_running_loop().create_future()
         )
         self.held = ""
-        """Digest of the weights that it has."""
+        """Digest of the weights that the generator has."""
         self._turn = asyncio.Lock()
 
     async def serve(self, accept: Accept) -> None:
@@ -55,7 +55,7 @@ class Generator:
             self._ready.set_result((connection, hello))
 
     async def limits(self) -> tuple[int, int, int]:
-        """How many examples there are, prompts it takes at once, and bytes weights may have. Waits until it is here."""
+        """The generator's number of examples, prompts at once and most bytes of weights. Waits until it is here."""
         _, hello = await asyncio.shield(self._ready)
         return int(hello["num_examples"]), int(hello["at_once"]), int(hello["most_bytes"])
 
@@ -67,7 +67,7 @@ class Generator:
         await self._undisturbed(self._load(paths, digest))
 
     async def generate(self, examples: Sequence[int], chat_template: str) -> list[tuple[Completion, ...]]:
-        """The judged completions of each example, asked for by this template."""
+        """The judged completions of each example, prompted with this chat template."""
         fields = {"examples": list(examples), "chat_template": chat_template}
         answer = await self._undisturbed(self._ask("generate", "generated", **fields))
         try:

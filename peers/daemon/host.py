@@ -1,7 +1,7 @@
 """What the daemon does for its worker, over the link: its memories, its start, and an answer to every `ready`.
 
-A worker may die at any moment. What it had handed over is still averaged, in memories that its next life does not get:
-that one starts from the state that the daemon holds by then.
+A worker may die at any moment. What it had handed over is still averaged, in memories that its next life does not get.
+The next life starts from the state that the daemon holds by then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 _NEWS = ("doing", "evaluated", "trouble")
 _REFUSAL_TIMEOUT_S = START_S
-"""How long a worker may take to connect that has to be told why this peer cannot join."""
+"""How long to wait for a worker to connect, in order to tell it why this peer cannot join."""
 
 
 class WorkerHost:
@@ -56,17 +56,17 @@ class WorkerHost:
         self._ready: asyncio.Future[Runtime] = asyncio.get_running_loop().create_future()
         self._layout: Layout | None = None
         self._memories: list[LinkMemory] = []
-        """Of this life of the worker, as are the next four."""
+        """Of this life of the worker, like the next four attributes."""
         self._descriptors: list[int] = []
         self._work: WorkInHand | None = None
         self._averaging: asyncio.Future[EpochOutcome] | None = None
-        """What will become of the work in hand."""
+        """The outcome of the work in hand, to come."""
         self._started: DaemonConnection | None = None
         """The connection of rank 0, once it has asked where to start."""
 
     @property
     def runtime(self) -> Runtime:
-        """Once this peer may train; every worker that has been admitted finds it."""
+        """Set once this peer may train; workers are welcomed only then."""
         return self._ready.result()
 
     def may_train(self, runtime: Runtime) -> None:
@@ -75,7 +75,7 @@ class WorkerHost:
         self._ready.set_result(runtime)
 
     async def refuse(self, error: UserError, *, wait: bool) -> None:
-        """Tell the workers that wait why this peer cannot join, unless it has; `wait` until one has been told."""
+        """Tell waiting workers why this peer cannot join, unless it has joined. `wait`: until one has been told."""
         if self._ready.done():
             return
         self._ready.set_exception(error)
@@ -85,7 +85,7 @@ class WorkerHost:
             await is_set_within(self._refused, _REFUSAL_TIMEOUT_S)
 
     async def serve(self, accept: Accept) -> None:
-        """Serve workers for ever: a connection while none is open begins the worker's next life."""
+        """Serve workers for ever. A connection that opens while no other is open begins the worker's next life."""
         serving: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -99,7 +99,7 @@ class WorkerHost:
             self._forget_life()
 
     def _forget_life(self) -> None:
-        """Close the descriptors. Memory that is still averaged from stays mapped until that ends."""
+        """Close the descriptors. Memory that a reduction still reads stays mapped until the reduction ends."""
         for fd in self._descriptors:
             os.close(fd)
         self._memories, self._descriptors = [], []
@@ -108,7 +108,7 @@ class WorkerHost:
     async def _serve(self, connection: DaemonConnection) -> None:
         """Serve one local rank until it hangs up. The worker has ended when rank 0 hangs up."""
         try:
-            # However long a trainer loads its model before it speaks: its end closes the connection.
+            # Without a timeout: a trainer may load its model for long, and its end closes the connection.
             hello = await connection.receive()
             if hello["kind"] == "adopt":
                 runtime = await self._answer(connection, asyncio.shield(self._ready))
@@ -138,7 +138,7 @@ class WorkerHost:
         except (TimeoutError, ProtocolError) as error:
             log.error("hung up on a worker: %s", str(error) or "it took too long")
         except PeersError as error:
-            # The worker's work cannot be averaged. It tells its user; its next life may succeed.
+            # The worker's work cannot be averaged. The worker tells its user; its next life may succeed.
             log.error("hung up on a worker: %s", error)
             self._monitor.is_in_trouble("worker", str(error))
             with contextlib.suppress(LinkLost):
@@ -226,7 +226,7 @@ class WorkerHost:
                 await self._collect(connection, message)
             case "progress":
                 since_commit = self._monitor.progressed(message)
-                # A worker that continues during its round is still in the epoch before.
+                # With overlap, the worker may still be in the epoch that the last commit ended.
                 if since_commit >= 0:
                     self.runtime.post(events.WorkerTrains(since_commit, self._monitor.step_s))
             case "checkpoint" | "snapshot":
@@ -286,7 +286,7 @@ class WorkerHost:
             await connection.send("pending")
 
     async def _save(self, connection: DaemonConnection, directory: Path, *, waits: bool) -> None:
-        """Begin to write the outer state, and answer the worker then or, if it waits, when it is written."""
+        """Begin to write the outer state. Answer the worker at once or, if `waits`, when the state is written."""
         try:
             state = self.runtime.state
             if state is None:
@@ -317,7 +317,7 @@ class WorkerHost:
         """Await the work, and send `waiting` meanwhile. Raises LinkLost as soon as the worker is gone.
 
         Without delay: otherwise the worker's next life would count as this one, and write into memories that are still
-        averaged from.
+        being averaged.
         """
         task, gone = asyncio.ensure_future(work), asyncio.ensure_future(connection.hung_up())
         try:
@@ -332,5 +332,5 @@ class WorkerHost:
                 await connection.send("waiting", reason=in_words(self._monitor.phase))
         finally:
             task.cancel()
-            # It watches the socket until it has ended, and the next receive needs the socket.
+            # `gone` watches the socket until it has ended, and the next receive needs the socket.
             await cancelled([gone])

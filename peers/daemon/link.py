@@ -36,8 +36,8 @@ After `committed`, *in* holds the weights from which the worker continues: the n
 commit contains it. `committed` also lists the other fragments whose anchor has moved, because this peer had missed
 commits: their *in* holds what to add to the weights.
 
-While a worker waits, the daemon sends `waiting {reason}` once a second with what it does, so silence means that it is
-dead. `refused {message}` may answer any message, and says what the user must correct. So may `failed_for_good
+While a worker waits, the daemon sends `waiting {reason}` once a second with what it is doing, so silence means that the
+daemon is dead. `refused {message}` may answer any message, and says what the user must correct. So may `failed_for_good
 {message}`, which says why this life of the worker is over. Frames are msgpack behind a 4-byte length.
 """
 
@@ -71,7 +71,7 @@ SILENCE_TIMEOUT_S = COMMIT_S
 WAITING_INTERVAL_S = OFTEN_S
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 30
-"""Both ends are of one user. The rollouts of a large generation take hundreds of megabytes."""
+"""Large, since both ends belong to one user and the rollouts of a large generation take hundreds of megabytes."""
 _PIECE_BYTES = 1 << 20
 # The kernel passes at most 253 descriptors in one message.
 _MAX_DESCRIPTORS = 250
@@ -169,7 +169,7 @@ class WorkerLink:
         """The next message that is not `waiting`; it must be of one of these kinds.
 
         Raises UserError for `refused`, PeersError for `failed_for_good`, LinkLost when the daemon closes or is
-        silent for SILENCE_TIMEOUT_S.
+        silent for too long (`connect`).
         """
         while True:
             message = self._receive([])
@@ -230,7 +230,7 @@ class DaemonConnection:
             raise LinkLost(f"the worker is gone: {error}") from error
 
     async def hung_up(self) -> None:
-        """Returns when the worker is gone. Only for while it waits for an answer, and so sends nothing."""
+        """Return when the worker is gone. Only for use while the worker waits for an answer, and so sends nothing."""
         readable = asyncio.Event()
         self._loop.add_reader(self._sock, readable.set)
         try:

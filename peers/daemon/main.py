@@ -1,4 +1,4 @@
-"""Runs one peer of the swarm, from its identity to its leaving; `python -m peers.daemon.main` has a process of its own.
+"""Runs one peer of the swarm; `python -m peers.daemon.main` runs it in a process of its own.
 
 The order of its life:
 
@@ -52,7 +52,7 @@ async def run_daemon(
         try:
             if on_phase is not None:
                 on_phase(Phase(name="starting", detail="joining the network"))
-            # Reports errors in these files before the peer connects to anything.
+            # Errors in these files are reported before the peer connects to anything.
             config.secret()
             identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
             stack.callback(identity.release)

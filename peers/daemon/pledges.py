@@ -11,11 +11,11 @@ from peers.errors import UserError
 from peers.state.whole_files import write_bytes
 
 NUM_PLACES = 1024
-"""How many signatures are remembered. A peer never returns to a head after which it has signed so many others."""
+"""Signatures that are remembered. A peer never returns to a head after it has signed this many others."""
 _PLEDGE = struct.Struct("<Q32sQ")
 """The number of the signature, from 1 on; the head, zeros for none; the attempt."""
 _CHECK = struct.Struct("<I")
-"""CRC-32 of the pledge before it. Where writing was interrupted, no signature was given, and the pledge is ignored."""
+"""CRC-32 of the pledge before it. If it is wrong, writing was interrupted: nothing was signed, ignore the pledge."""
 _PLACE_BYTES = _PLEDGE.size + _CHECK.size
 FILE_BYTES = NUM_PLACES * _PLACE_BYTES
 
@@ -38,7 +38,7 @@ class Pledges:
         pledges = sorted(filter(None, map(self._read, range(NUM_PLACES))))
         self._num_signed = pledges[-1][0] if pledges else 0
         self.attempts = {head.hex() if any(head) else "": attempt for _, head, attempt in pledges}
-        """Those of this peer's earlier lives."""
+        """By head, the last attempt that this peer had signed before it was started."""
 
     def add(self, head: str, attempt: int) -> None:
         """Write a pledge; it is on the disk when this returns. `head` has 64 hexadecimal digits, or none."""

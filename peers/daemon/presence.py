@@ -43,7 +43,7 @@ LEAVE_TIMEOUT_S = 2 * OFTEN_S
 COORDINATOR_TIMEOUT_S = ANSWER_S
 """How long a peer looks for a coordinator if it needs a rank from it."""
 COORDINATOR_GLANCE_S = 2 * OFTEN_S
-"""How long a peer looks for it that has a rank already, which the ledger should contain, but need not."""
+"""How long a peer that already has a rank looks for a coordinator. Its ledger should contain the rank, but need not."""
 
 
 class Presence:
@@ -108,14 +108,14 @@ class Presence:
                 f"world rank {self.world_rank} is taken by the live peer {other.peer_id}. Choose another "
                 "--world-rank, or leave it out"
             )
-        # The coordinator's word stands against that of a peer, which may be false. The roster will decide.
+        # The coordinator gave this peer the rank, and another peer claims it, perhaps falsely. The roster will decide.
         self.world_rank = NO_RANK
 
     async def _meet(self, records: Mapping[str, Announcement]) -> None:
         """Connect to all peers that are announced. Raises UserError.
 
-        Looks again while none is reached and one may still answer: a peer that merely has not heard of the others would
-        begin a run of its own.
+        Looks again while no peer is reached and one may still answer: otherwise a peer that has not yet found the
+        others would begin a run of its own.
         """
         deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
         while True:
@@ -147,8 +147,8 @@ class Presence:
             )
 
     async def _reach(self, others: Sequence[Announcement]) -> dict[str, Reached]:
-        """What comes of calling them, by peer id: of many only the neighbours, who pass on what the others say, and all
-        if none of those is here: anybody can put records into the DHT of peers that do not exist."""
+        """Call these peers; by peer id, what came of it. Of many only the neighbours are called, who pass on what all
+        say; the rest if no neighbour is here, as anybody can put records of peers that do not exist into the DHT."""
         near = self.mesh.neighbours_among([record.peer_id for record in others])
         reached: dict[str, Reached] = {}
         for is_near in (True, False):
@@ -240,9 +240,9 @@ class Presence:
 
 
 def _identity_in(status: Announcement) -> tuple[object, ...]:
-    """The part of an announcement that other peers decide by, and observers: only a peer that has trained can be lost.
+    """The part of an announcement by which other peers and observers decide: only a peer that has trained can be lost.
 
-    Progress is not in it, since the cores tell it to one another.
+    Progress is not in it, since the cores send it to one another.
     """
     return status.world_rank, status.manifest_digest, status.state in TRAINING_STATES
 
@@ -257,11 +257,11 @@ def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
 
 
 def look_interval_s(num_peers: int) -> float:
-    """The time between two look-ups of all announcements. It grows with the number of peers without the bound of
-    `announce_interval_s`: who comes is heard of from those who pass it on, and look-ups join what has come apart."""
+    """The time between two look-ups of all announcements. Its bound is higher than that of `announce_interval_s`: peers
+    tell one another of newcomers, and look-ups only rejoin parts of a swarm that have lost each other."""
     return min(ANNOUNCE_INTERVAL_S * max(1.0, num_peers / _MANY_PEERS), 3 * RECORD_TTL_S)
 
 
 def rest_s(num_peers: int) -> float:
-    """How long even news waits after an announcement: the mesh has told it to the other peers already."""
+    """How long after an announcement the next one waits even with news: the mesh has told it to the others already."""
     return 0.0 if num_peers <= _MANY_PEERS else announce_interval_s(num_peers, is_early=True)

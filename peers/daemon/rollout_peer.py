@@ -1,8 +1,8 @@
-"""Runs one rollout peer, from its identity to its end. The order of its life:
+"""Runs one rollout peer. The order of its life:
 
 identity -> DHT -> learner -> manifest -> generator -> policy -> rollouts
 
-It works for one learner at a time (peers/protocol/rollouts.py says for which), and moves on when that one goes.
+It works for one learner at a time (peers/protocol/rollouts.py says which), and takes another when that one goes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from peers.timing import LOOK_S, OFTEN_S
 WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
 """(manifest, link socket) -> the command that generates."""
 SLOT_PREFIX = "rollout-"
-"""Of its keys' names: a trainer that is started here later is to find its own."""
+"""Prefix of the names of its keys, so that a trainer that is started here later finds its own."""
 AGAIN_S = 2 * LOOK_S
-"""After which a learner is asked again that had no policy, or was lost."""
+"""After this long, a learner that had no policy or was lost is asked again."""
 TOLD_S = 2 * LOOK_S
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, direc
     async with contextlib.AsyncExitStack() as stack:
         link_path = stack.enter_context(SocketDirectory()).path / "link.sock"
         accept = await stack.enter_async_context(listen(link_path))
-        # It calls the learners, and nobody calls it: it issues no tokens, whatever key it is given.
+        # Nobody calls a rollout peer, so it issues no tokens, whatever admission key it is given.
         settings = AdmissionSettings(swarm_secret_file=config.swarm_secret_file)
-        # Reports errors in this file before the peer connects to anything.
+        # Errors in this file are reported before the peer connects to anything.
         settings.secret()
         identity = claim_slot(Path(config.state_dir), config.run_id, None, prefix=SLOT_PREFIX)
         stack.callback(identity.release)
@@ -86,13 +86,14 @@ class RolloutPeer:
         self._agreed = asyncio.Event()
         """Set once there is a manifest."""
         self._seen_at = time.monotonic()
-        """When a learner was last there that wants this peer's rollouts."""
+        """When a learner that wants this peer's rollouts was last there."""
         self._refusals: dict[str, str] = {}
-        """Why learners do not want them, and what to do about it, by peer id."""
+        """By a learner's peer id: why it does not want this peer's rollouts, and what to do about it."""
         self._failed_at: dict[str, float] = {}
         self._fetched: list[Path] = []
-        """Files that the generator has not loaded yet, and the digest of the weights that they lead to."""
+        """Files that the generator has not loaded yet."""
         self._fetched_digest = ""
+        """Digest of the weights that they lead to."""
         self._policy = asyncio.Event()
         self._step = 0
         self._num_generated = self._num_dropped = 0
@@ -104,7 +105,7 @@ class RolloutPeer:
 
         async def generate() -> int:
             await self._agreed.wait()
-            # It may read all of a model's weights.
+            # In a thread: `worker` may read all of a model's weights.
             command = await asyncio.to_thread(worker, self._manifest, link_path)
             return await Supervisor(command).run_to_its_end()
 
@@ -115,7 +116,7 @@ class RolloutPeer:
     async def _work(self) -> int:
         """Work for one learner after the other, until none has been there for long.
 
-        Raises UserError if there was never one, and if each refuses this peer: at once if it has never been of use.
+        Raises UserError if there was no learner, or if all refuse this peer: at once if it has generated nothing yet.
         """
         patience_s = self._config.timeout_waiting_for_peers
         while True:
@@ -123,7 +124,7 @@ class RolloutPeer:
             if (learner := self._chosen(there)) is None:
                 is_over = time.monotonic() - self._seen_at > patience_s
                 is_refused = bool(there) and there.keys() <= self._refusals.keys()
-                # One that has been of use is wanted again if a learner starts anew.
+                # A learner that starts anew may want a peer again that has generated before.
                 if is_refused and (is_over or not self._num_generated):
                     raise UserError(list(self._refusals.values())[-1])
                 if is_over:
@@ -167,7 +168,7 @@ class RolloutPeer:
         }
 
     def _chosen(self, learners: Mapping[str, Announcement]) -> Announcement | None:
-        """The one of them that this peer is to work for now."""
+        """The learner that this peer is to work for now."""
         now = time.monotonic()
         usable = {
             peer_id for peer_id in learners if now - self._failed_at.get(peer_id, float("-inf")) > AGAIN_S
@@ -176,7 +177,7 @@ class RolloutPeer:
         return learners[chosen] if chosen is not None else None
 
     async def _work_for(self, learner: Announcement) -> None:
-        """Until the learner is lost, or another one is chosen. Raises PeerUnreachable, ProtocolError, UserError."""
+        """Work until this learner is lost, or another is chosen. Raises PeerUnreachable, ProtocolError, UserError."""
         with await self._open(learner) as policies, await self._open(learner) as rollouts:
             self._agree(rollouts.welcome.manifest.fields)
             self._forget_fetched()
@@ -195,7 +196,8 @@ class RolloutPeer:
             self._seen_at = time.monotonic()
 
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
-        """Take over the run's settings. Raises UserError where they contradict the user, ProtocolError for others."""
+        """Take over the run's settings. Raises UserError if they contradict the user, ProtocolError if they are invalid
+        or differ from those of earlier learners."""
         proposal, theirs = self._config.manifest, dict(manifest)
         try:
             joining.check_manifest(theirs)
@@ -219,7 +221,7 @@ class RolloutPeer:
             if learner is None or learner.peer_id == peer_id:
                 continue
             try:
-                # It may take no rollouts, while the one that this peer works for does.
+                # Check first: the other learner may take no rollouts, while the present one does.
                 with await self._open(learner) as stream:
                     self._agree(stream.welcome.manifest.fields)
             except (PeerUnreachable, ProtocolError) as error:
@@ -252,7 +254,7 @@ class RolloutPeer:
         for name in policy.blobs:
             path = await stream.download(name, self._directory)
             if path is None:
-                # The learner is further: ask anew. A file that is left is written over, or goes with the directory.
+                # The learner has newer weights: ask again. Files left here are overwritten, or go with the directory.
                 return
             paths.append(path)
         self._fetched += paths
@@ -260,7 +262,7 @@ class RolloutPeer:
         self._policy.set()
 
     async def _generate(self, learner: str, stream: LearnerStream) -> None:
-        """Generate, and hand over what was generated before meanwhile."""
+        """Generate, and meanwhile hand over the rollouts generated before."""
         number, handing = stream.welcome.next_number, None
         try:
             while True:
@@ -303,7 +305,7 @@ class RolloutPeer:
             raise
 
     def _forget_fetched(self) -> None:
-        """What was fetched leads to nothing any more: ask anew, for what the generator has."""
+        """Remove the fetched files, which are of no use now: ask again, from the weights that the generator has."""
         self._policy.clear()
         self._fetched_digest = ""
         for path in self._fetched:

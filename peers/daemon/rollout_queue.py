@@ -1,4 +1,4 @@
-"""What a learner takes of rollouts: which it keeps, in which order they are trained on, and which are too old. Pure."""
+"""Which rollouts a learner keeps, in which order it trains on them, and which are too old. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Terms:
     num_generations: int
     max_tokens: int
     reward_weights: Sequence[float]
-    """Of a completion's scores; their sum is its reward."""
+    """Of a completion's scores; the weighted sum is its reward."""
     num_examples: int
-    """Among which a rollout's prompt is chosen."""
+    """Examples among which a rollout's prompt is chosen."""
     max_staleness: int
     """Optimizer steps that may lie between the policy of a rollout and the step that trains on it."""
     num_kept: int
-    """Rollouts that wait at most; the oldest make room. As many of uniform reward."""
+    """The most rollouts that wait, and the most of uniform reward; the oldest make room."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Taken:
     rollouts: Sequence[Waiting] = ()
     """To train on."""
     uniform: Sequence[Waiting] = ()
-    """Whose completions all earn the same. They teach nothing, but they are to be checked as well."""
+    """Rollouts whose completions all earn the same. They teach nothing, but must be checked as well."""
 
 
 class RolloutQueue:
@@ -88,18 +88,18 @@ class RolloutQueue:
     """
 
     def __init__(self, run_id: str, me: str, *, first_number: int) -> None:
-        """`first_number` of every sender: differs between lives of a learner, so that each gives other prompts."""
+        """`first_number`: of every sender; differs between lives of a learner, so that each gives other prompts."""
         self._run_id, self._me, self._first_number = run_id, me, first_number
         self.terms: Terms | None = None
         self.step = 0
         self.senders: dict[str, Sender] = {}
         self.left_out: dict[str, str] = {}
-        """Who has cheated, and how, as the learner's trainer found out."""
+        """By peer id of each rollout peer that has cheated: how, as the learner's trainer found out."""
         self._steps: dict[str, int] = {}
-        """The step of each policy that rollouts may be of, by its digest."""
+        """By digest of each policy that rollouts may come from: its step."""
         self._waiting: deque[tuple[str, Rollout]] = deque()
         self._uniform: deque[tuple[str, Rollout]] = deque()
-        """Those that have come since rollouts were taken."""
+        """Rollouts of uniform reward that have come since the last `take`."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -143,9 +143,9 @@ class RolloutQueue:
         self._drop("left out", lambda sender, _: sender == peer_id)
 
     def take(self, count: int) -> Taken | None:
-        """So many rollouts, the oldest first, if so many wait that are not too old.
+        """The oldest `count` rollouts that are not too old; None if fewer wait.
 
-        Where as many of uniform reward wait as are kept, the newest of them make up what is missing.
+        If `num_kept` rollouts of uniform reward wait, the newest of them make up what is missing.
         """
         self._drop(STALE, lambda _, rollout: rollout.policy not in self._steps)
         missing = max(count - len(self._waiting), 0)

@@ -47,27 +47,27 @@ from peers.tasks import is_set_within
 from peers.timing import ANSWER_S, FORGET_S, PROBE_S, STALL_S
 
 MAX_STREAMS = 128
-"""Of all rollout peers together: each of them has two."""
+"""Streams of all rollout peers together; each of them has two."""
 _HELLO: Decoder[Hello] = Decoder(Hello)
 _ASKED: Decoder[Asked] = Decoder(Asked)
 _PIECE_BYTES = 1 << 20
 _SILENCE_S = FORGET_S
-"""On all streams of a rollout peer."""
+"""A rollout peer that is silent on all of its streams for this long has gone."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFile:
-    """A file that the trainer has written: all weights, or what has changed since others."""
+    """A file that the trainer has written: all weights, or the changes since earlier ones."""
 
     path: str
     sha256: str
     num_bytes: int
     leads_to: str
-    """Digest of the weights that are there after it."""
+    """Digest of the weights that result from this file."""
     base: str = ""
-    """Digest of the weights that it changes; empty: it holds all of them."""
+    """Digest of the weights that this file changes; empty: it holds all weights."""
 
 
 class RolloutService:
@@ -94,7 +94,7 @@ class RolloutService:
         return frozenset(self._streams.values())
 
     def senders_shown(self) -> tuple[RolloutSender, ...]:
-        """For those who look on."""
+        """Figures of the newest rollout peers, for observers."""
         newest = list(self.queue.senders.items())[-MAX_ROLLOUT_PEERS:]
         present, now = self.present, time.monotonic()
         return tuple(
@@ -110,7 +110,7 @@ class RolloutService:
         message: dict[str, Any],
         answer: Callable[[Awaitable[Taken]], Awaitable[Taken]],
     ) -> None:
-        """Serve the connection of a trainer until it hangs up; `answer` keeps it waiting. Raises LinkLost."""
+        """Serve a trainer until it hangs up; `answer` awaits a result and keeps it waiting. Raises LinkLost."""
         while True:
             match message["kind"]:
                 case "policy":
@@ -137,7 +137,7 @@ class RolloutService:
         self.queue.published(digest, step, terms)
 
     async def _take(self, count: int, timeout_s: float) -> Taken:
-        """Wait for so many rollouts; none if none has come for `timeout_s`, counted from here or the last one."""
+        """Wait for `count` rollouts. Returns none if `timeout_s` pass after this call or the last arrival."""
         began = time.monotonic()
         while (taken := self.queue.take(count)) is None:
             left_s = max(self._arrived_at, began) + timeout_s - time.monotonic()
@@ -216,7 +216,7 @@ class RolloutService:
             try:
                 asked = await channel.read(_ASKED, _SILENCE_S)
             except PeerSilent:
-                # A slow one asks for policies on one stream, and generates for the other.
+                # A slow rollout peer is silent on one stream while it generates, and asks for policies on the other.
                 if time.monotonic() - self._heard_at[peer_id] >= _SILENCE_S:
                     raise
             else:
@@ -234,7 +234,7 @@ class RolloutService:
     async def _send_blob(self, digest: str, channel: Channel) -> None:
         file = next((file for file in self._files if file.sha256 == digest), None)
         if file is not None:
-            # The trainer may have written newer ones meanwhile, and removed this one.
+            # The trainer may have written newer files meanwhile, and removed this one.
             with contextlib.suppress(FileNotFoundError), Path(file.path).open("rb") as content:
                 await channel.send(Blob(), ANSWER_S)
                 left = file.num_bytes
@@ -249,7 +249,7 @@ class RolloutService:
 
 
 def way_to(newest: str, held: str, files: Sequence[WeightsFile]) -> list[WeightsFile] | None:
-    """The files to apply one after the other, of the fewest bytes together; None if nothing leads there."""
+    """The files that lead from the weights `held` to `newest`, in order, by the fewest bytes; None: no files do."""
     wholes = {file.leads_to: file for file in files if not file.base}
     patches = {file.leads_to: file for file in files if file.base}
     ways: list[list[WeightsFile]] = []

@@ -1,8 +1,7 @@
 """Carries out the core's effects on asyncio, and reports back what came of them. It decides nothing.
 
-One task hands the core its events, one after the other, and carries out the effects of each in their order before the
-next, so that the state, the round and the messages do not change under one another. Only reductions and downloads run
-in the background.
+One task hands events to the core one at a time, and carries out all effects of an event, in order, before the next
+event: nothing else changes the state, the round or the messages. Only reductions and downloads run in the background.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ class Runtime:
         self.state: OuterState | None = None
         """This peer's outer state, once it has one of the run. Only this class sets it."""
         self.status: Status | None = None
-        """What the core last said of itself."""
+        """The last status that the core broadcast."""
         self._offered: OuterState | None = None
-        """The state from which the run could begin, by this peer's first worker; None once this peer has a state."""
+        """The state that this peer's first worker offers for the run to begin from; None once this peer has a state."""
         self._fetched: tuple[OuterState, Sequence[Certificate]] | None = None
-        """A state that was fetched, and the certificates that it was fetched by."""
+        """A fetched state, and the certificates that lead to it."""
         self._base: list[Tensor] | None = None
-        """The anchor on which the worker's weights are based, where the state has moved on without it."""
+        """The anchor on which the worker's weights are based, if another state was adopted since; else None."""
         self._work: WorkInHand | None = None
         self._beginning: tuple[Sequence[Tensor], asyncio.Task[None], asyncio.Future[Start]] | None = None
         """The *in* memories of a worker that waits to be told where it begins, and the answer to it."""
@@ -87,7 +86,7 @@ class Runtime:
                     await self._perform(effect)
                 self._expect_others()
                 self._on_change()
-                # Taking an event that is already there does not let any other task run.
+                # Taking an event that is already in the queue lets no other task run.
                 await asyncio.sleep(0)
         finally:
             await self._stop_reducing()
@@ -144,7 +143,7 @@ class Runtime:
         touched = asyncio.create_task(asyncio.to_thread(touch, inn))
 
         async def arrive() -> events.Event:
-            # Set in its turn: the worker before it may still be waiting for an answer.
+            # Set in its turn among the events: the previous worker may still be waiting for an answer.
             self._beginning = inn, touched, start
             if offered is not None and self.needs_offer:
                 self._offered = offered
@@ -226,11 +225,11 @@ class Runtime:
                 await self._answer(effect)
 
     def _expect_others(self) -> None:
-        """Tell `averaging` who will likely be in the next round, where that has changed."""
+        """Tell `averaging` who will likely be in the next round, if that has changed."""
         core = self.core
         if core.phase != "training":
             return
-        # Members follow one by one on each new head; that they are on the way is known before.
+        # Live members count before they reach a new head: they come one by one.
         here = core.swarm.live_at(core.head).keys() | {p for p in core.swarm.roster if core.swarm.is_live(p)}
         if (now := (core.head, frozenset(here))) == self._expected:
             return
@@ -276,7 +275,7 @@ class Runtime:
             event = events.FetchFailed(head, str(error)[:300], suspects)
 
         async def end() -> events.Event | None:
-            # Events before this one may have stopped this fetch. Its state is then for nobody.
+            # An earlier event may have stopped this fetch: then nobody wants its state.
             if self._fetching is not task:
                 return None
             self._fetched = fetched
@@ -298,7 +297,7 @@ class Runtime:
             if old is not None and old.head in (path[0].plan.parent, path[0].head):
                 self.averaging.forget_residuals_of([c for c in path if c.head != old.head])
             else:
-                # The codec's losses belong to the history of the other state.
+                # The residuals belong to the history of the old state.
                 self.averaging.residuals = no_residuals(self.state)
         else:
             assert self._offered is not None and old is None
@@ -369,7 +368,7 @@ class Runtime:
 
 
 def _reduce_failed(plan: Plan, error: PeersError | OSError) -> events.ReduceFailed:
-    """What the core is told: the peers by their ids, which a failed round names by world rank."""
+    """The event for the core, with the ids of the peers that the error names by world rank."""
     failure = error if isinstance(error, RoundFailed) else RoundFailed(str(error))
     names = {contributor.world_rank: contributor.peer_id for contributor in plan.contributors}
     suspects, told_by, offenders = (

@@ -30,7 +30,7 @@ from peers.timing import OFTEN_S, PROBE_S
 log = logging.getLogger(__name__)
 
 _MAX_SAID_BYTES = 1 << 16
-"""The end of a log in which the reason for the worker's end is looked for."""
+"""How much of a log's end is searched for the reason why the worker ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Supervisor:
         """`on_exit` is called whenever the worker has ended; `stop_timeout_s` lies between SIGTERM and SIGKILL."""
         self.command, self.on_exit, self._stop_timeout_s = command, on_exit, stop_timeout_s
         self.restarts = Restarts(max_deaths)
-        """To be told of the worker's progress."""
+        """Must be told of the worker's progress (`progressed`, `committed`)."""
         self._stopping = asyncio.Event()
         self._ranks: list[asyncio.subprocess.Process] = []
 
@@ -149,7 +149,7 @@ class Supervisor:
             await rank.wait()
 
     def _said(self, since: int) -> str:
-        """The end of what rank 0 has written to its log since it had this size."""
+        """The end of what rank 0 has written to its log since the log had this size."""
         with contextlib.suppress(FileNotFoundError), self.command.log_path.open("rb") as log:
             log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
             return log.read().decode("utf-8", errors="replace")

@@ -42,16 +42,16 @@ class WorkerMonitor:
         self.state: State = "joining"
         self.step = 0
         self.local_step = 0
-        """Nominal (core/schedule.py), in its epoch, when the worker last said so."""
+        """The worker's nominal local step (core/schedule.py), by its last report."""
         self.step_s = 0.0
         """Seconds per step; 0: not known."""
         self.tokens_per_s = 0.0
         self.has_worker = False
         self.journal = Journal()
         self.preparing = "joining the network"
-        """The step that is under way before there is a state to train from."""
+        """What this peer is doing before it has a state to train from."""
         self.told: Doing | None = None
-        """What keeps the worker from training steps, or how far it is in a long one, as it reports it."""
+        """What the worker reports that it does instead of steps, or how far it is in a long step."""
         self.received: tuple[int, int] | None = None
         """While a state is being downloaded: the bytes that are here, and those of the whole state."""
         self._clock = PhaseClock()
@@ -85,7 +85,7 @@ class WorkerMonitor:
         if told is not None and told.name != _TRAINING:
             return told
         left_s = training_left_s(self.journal.curve.points, self.step, end_step)
-        # What the worker tells of a step that takes long counts as getting further.
+        # What the worker reports within a long step counts as progress.
         detail = f"{told.done:.0f} of {told.total:.0f} {told.unit} of {told.detail}" if told else ""
         return Doing(_TRAINING, detail, self.step, end_step, "steps", left_s)
 
@@ -158,7 +158,7 @@ class WorkerMonitor:
     def progressed(self, progress: Mapping[str, Any]) -> int:
         """The worker reports its step and its loss; other peers see them with the next heartbeat.
 
-        Returns the steps since the last commit, negative for a worker that goes ahead of it.
+        Returns the steps since the last commit; negative while the worker is still in the epoch that this commit ended.
         """
         self.step = int(progress["step"])
         since_commit = self._steps_since_commit(self.step)
@@ -200,7 +200,7 @@ class WorkerMonitor:
         self.journal.happened(time.time(), "its worker ended")
 
     def _loss_in(self, message: Mapping[str, Any]) -> float | None:
-        """The loss of the worker's last step, by its report; where it is not a number, this peer is in trouble."""
+        """The loss of the worker's last step, by its report; if it is not finite, None, and this peer is in trouble."""
         loss = message.get("loss")
         is_finite = loss is not None and math.isfinite(loss)
         self.is_in_trouble("loss", _DIVERGED if loss is not None and not is_finite else "")
@@ -215,7 +215,7 @@ class WorkerMonitor:
         return step - self.runtime.core.epoch * self._schedule.steps_per_epoch
 
     def _epoch_in_words(self, outcome: EpochOutcome) -> str:
-        """For a program of the user's own, which may say nothing itself; diloco's trainer writes records."""
+        """For a training program of the user's own, which may log nothing itself; diloco's trainer writes records."""
         number = len(outcome.contributors)
         if outcome.world_rank not in outcome.contributors:
             return f"epoch {outcome.epoch} was averaged without this peer, whose work goes into the next"

@@ -1,6 +1,6 @@
-"""What people and programs are told: of this peer, and of the whole swarm.
+"""What people and programs are told about this peer, and about the whole swarm.
 
-Start with reporting.py, what a peer says of itself; observer.py is who asks all of them (`diloco status`, the
-dashboard), and summary.py what it makes of the answers. phases.py says what a peer is doing and when it will be done,
-verdict.py in one sentence whether all is well.
+Start with reporting.py: what a peer reports about itself. observer.py asks all peers (`diloco status`, the dashboard),
+and summary.py sums up their answers. phases.py says what a peer is doing and when it will be done, verdict.py in one
+sentence whether all is well.
 """

@@ -27,14 +27,14 @@ from peers.timing import OFTEN_S
 
 
 class Curve:
-    """A run of points, thinned as it grows: at most MAX_POINTS, evenly over the whole time."""
+    """A series of points, thinned as it grows: at most MAX_POINTS, evenly over the whole time."""
 
     def __init__(self, least_interval_s: float = OFTEN_S) -> None:
         self.points: list[Point] = []
         self._interval_s = least_interval_s
 
     def add(self, point: Point) -> None:
-        """One that comes too soon after the last is left out."""
+        """A point that comes too soon after the last one is dropped."""
         if self.points and point.time - self.points[-1].time < self._interval_s:
             return
         self.points.append(point)
@@ -49,8 +49,6 @@ class Curve:
 
 @dataclass
 class Journal:
-    """One peer's."""
-
     loss: float | None = None
     curve: Curve = field(default_factory=Curve)
     rounds: deque[RoundEntry] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))

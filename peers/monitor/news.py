@@ -11,26 +11,26 @@ from peers.timing import OFTEN_S, STALL_S
 LOST_AFTER_S = STALL_S
 """A peer whose announcement has not been renewed for so long counts as lost."""
 QUIET_AFTER_S = 7 * OFTEN_S
-"""A peer that has not announced itself for so long is forgotten; announcements are seconds apart."""
+"""A peer that has not announced itself for so long is not counted; announcements are seconds apart."""
 
 
 @dataclass
 class Watcher:
-    """Remembers who was there. The clock is an argument, in seconds from anywhere."""
+    """Remembers which peers were there. Times are arguments, in seconds of any one clock."""
 
     _present: dict[str, tuple[Announcement, float]] = field(default_factory=dict)
     _newest: dict[str, float] = field(default_factory=dict)
     _gone: dict[str, int] = field(default_factory=dict)
-    """The incarnation with which each peer that is gone has left."""
+    """By peer id: the incarnation in which the peer left."""
     _epoch: int = 0
     _reached_by: frozenset[tuple[str, int]] = frozenset()
-    """Peer ids and incarnations of those who were there when that epoch was reached."""
+    """Peer ids and incarnations of the peers that were there when `_epoch` was reached."""
 
     def update(self, announcements: Mapping[str, Announcement], now_s: float) -> list[str]:
         """One line for each peer that joined, left or was lost and for each epoch reached since the last call.
 
         A peer that is still joining is not reported, since it may be refused, nor is a record that is missing for a
-        moment. A record with unchanged content does not count as a sign of life.
+        moment. A record that is not newer than the last one is no sign of life.
         """
         renewed = []
         for peer_id, announcement in sorted(announcements.items(), key=lambda item: item[1].world_rank):
@@ -78,7 +78,7 @@ class Watcher:
         epoch = max((announcement.epoch for announcement, _ in self._present.values()), default=0)
         present = frozenset((peer_id, said.incarnation) for peer_id, (said, _) in self._present.items())
         if not present & self._reached_by:
-            # Nobody is left of the run that reached it, and whoever comes may begin anew.
+            # Nobody is left of the peers that reached `_epoch`, and new peers may begin the run anew.
             self._epoch = min(self._epoch, epoch)
         if epoch <= self._epoch:
             return []
@@ -87,7 +87,7 @@ class Watcher:
         return [f"epoch {epoch}: {self._count(now_s)}, {speed:,.0f} tokens/s"]
 
     def _heard(self, now_s: float) -> list[Announcement]:
-        """Of those present, whoever has been heard of lately."""
+        """The present peers that have announced themselves lately."""
         return [peer for peer, seen_s in self._present.values() if now_s - seen_s <= QUIET_AFTER_S]
 
     def _count(self, now_s: float) -> str:

@@ -1,9 +1,9 @@
 """What an observer makes of all it hears of a swarm: who is there, who is lost, and how everybody stands. Pure.
 
-It hears of a peer in three ways. Announcements in the DHT outlive their peer by up to twenty seconds. A peer that
-answers tells of itself every second, and when its stream breaks it is most likely gone. And whoever answers tells whom
-it has a live channel with: so a peer that only the observer cannot reach is not taken for dead, and one that nobody
-has any more is lost, a moment after its death. Times are of any one clock, except where Unix time is said.
+An observer hears of a peer in three ways. Announcements in the DHT outlive their peer by up to twenty seconds. A peer
+that answers sends a report every second, and when its stream breaks it is most likely dead. Each report lists the peers
+that its sender has live channels with: so a peer that only the observer cannot reach does not count as lost, and one
+that nobody has a channel with is lost a moment after its death. Times are by any one clock, unless called Unix time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peers.timing import FORGET_S, LOOK_S, OFTEN_S, RECORD_TTL_S, STALL_S
 QUIET_AFTER_S = 4 * OFTEN_S
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""
 COMING_BACK_S = STALL_S
-"""A restarted peer that nobody has a channel with yet is not called lost for so long."""
+"""For so long, a restarted peer that nobody has a channel with yet does not count as lost."""
 NEVER_MET_S = RECORD_TTL_S + LOOK_S
 """A peer that nobody has a channel with is shown for so long: the DHT may still have its announcement."""
 MAX_OBSERVATIONS = 1024
@@ -39,25 +39,25 @@ MAX_EVENTS = 100
 
 T = TypeVar("T", RoundEntry, Incident, Evaluation, Point)
 LOST, SILENT = "lost", "silent"
-"""What a peer's state is beside what it says itself. Lost: those who are there have no channel with it any more.
+"""States of a peer besides those that it announces. Lost: no peer that is there has a channel with it any more.
 Silent: it does not answer, and there is nobody else to ask."""
 
 
 @dataclass
 class Observation:
-    """One peer, as far as it has been heard of."""
+    """What is known of one peer."""
 
     announcement: Announcement
-    """The newest, by its own clock."""
+    """The newest, by the peer's own clock."""
     report: Report | None = None
     heard_at: float | None = None
     """When the last report came."""
     is_failing: bool = False
     """The last attempt to ask it failed, or the stream broke."""
     was_told_of: bool = False
-    """It, or another peer, has said that it is there."""
+    """The peer itself or another one has reported that it is there."""
     shown_state: str = ""
-    """Its state in the last event."""
+    """Its state at the last `note`."""
     lost_at: float | None = None
     clock_ahead_s: float = 0.0
     """How far its clock is ahead of this machine's."""
@@ -68,11 +68,11 @@ class Observation:
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
     evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     certificate: Certificate | None = None
-    """The newest that it has shown."""
+    """The newest that the peer has shown."""
 
     @property
     def certified_state(self) -> Certificate | None:
-        """Of the state that it says it has."""
+        """The certificate of the state that the peer announces, if it has shown that one."""
         said, shown = self.announcement, self.certificate
         is_its_own = shown is not None and (shown.head, shown.body.anchor) == (said.head, said.anchor_digest)
         return shown if is_its_own else None
@@ -87,7 +87,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that became of a peer while the observer looked. `time` is Unix time."""
+    """A change of a peer's state that the observer saw. `time` is Unix time."""
 
     time: float
     world_rank: int
@@ -95,14 +95,14 @@ class Event:
 
 
 class Observations:
-    """By peer id. One observer's, from one event loop."""
+    """All that one observer has heard, by peer id. Used from one event loop."""
 
     def __init__(self) -> None:
         self.peers: dict[str, Observation] = {}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     def announced(self, announcement: Announcement, now: float) -> None:
-        """A checked announcement, from the DHT or in a report. Older ones than the newest say nothing."""
+        """A checked announcement, from the DHT or in a report. Ignored if it is not newer than the one held."""
         known = self.peers.get(announcement.peer_id)
         if known is None:
             if len(self.peers) < MAX_OBSERVATIONS:
@@ -139,7 +139,7 @@ class Observations:
             known.is_failing = True
 
     def witnesses(self, now: float, *, besides: str = "") -> list[Observation]:
-        """Peers whose reports count for who is there."""
+        """Peers whose reports count as evidence of who is there."""
         return [
             peer
             for peer_id, peer in self.peers.items()
@@ -186,7 +186,7 @@ class Observations:
 
 
 def _new(told: Iterable[T], known: Sequence[T], latest: float) -> list[T]:
-    """What was told and is later than all that is known."""
+    """The reported entries that are later than all known ones, but not later than `latest`."""
     last = known[-1].time if known else 0.0
     return [entry for entry in told if last < entry.time <= latest]
 

@@ -44,13 +44,13 @@ DIAL_TIMEOUT_S = PROBE_S / 2
 SILENCE_S = 6 * OFTEN_S
 """A stream on which nothing comes for so long is given up."""
 AGAIN_S = (RETRY_S, PROBE_S)
-"""Before a peer is asked again: the first time, and at the longest."""
+"""The pause before a peer is asked again: the first one, and the longest."""
 SETTLE_S = 4 * OFTEN_S
-"""How long a single look waits for those who are slow to answer."""
+"""How long a single look waits for peers that are slow to answer."""
 ENOUGH_MISSES = 2
-"""Of a peer that is asked for the first time: one slow answer, on a busy machine or a long way, is no absence."""
+"""Failed attempts until a new peer counts as unreachable: one may be due to a busy machine or a slow link."""
 MAX_STREAMS = 256
-"""Peers that are asked; of a larger swarm, the others are shown as they announce themselves."""
+"""Peers that are asked at once; of a larger swarm, the others are shown as they announce themselves."""
 MAX_DIALLED = 32
 _FIRST: Decoder[Nonce | Report | reports.Busy] = Decoder(Nonce | Report | reports.Busy)
 _REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
@@ -62,13 +62,13 @@ log = logging.getLogger(__name__)
 async def observing(
     run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
 ) -> AsyncIterator[Observer]:
-    """An observer at work; with the swarm secret, of those only who were admitted.
+    """An observer at work; with the swarm secret, it observes only peers that were admitted.
 
     Raises UserError when nobody answers in time.
     """
     gate = Gate(Admission(run_id, secret.public_key if secret else None))
     async with contextlib.AsyncExitStack() as stack:
-        # Whoever only looks needs no identity that lasts.
+        # An observer needs no identity that lasts.
         directory = stack.enter_context(SocketDirectory())
         identity = load_or_create(directory.path / "observer.key")
         try:
@@ -113,8 +113,8 @@ class Observer:
         await cancelled(task for task in (self._looking, self._watching, *self._following.values()) if task)
 
     async def settled(self, timeout_s: float) -> None:
-        """Until every known peer has answered or proved unreachable. Peers that are there by then are not reported as
-        new.
+        """Wait until every known peer has answered or proved unreachable. No event is recorded for peers that are there
+        by then.
         """
         deadline = time.monotonic() + timeout_s
         while self._unasked and time.monotonic() < deadline:
@@ -122,20 +122,20 @@ class Observer:
         self._observations.note(time.monotonic(), time.time(), silently=True)
 
     async def changed(self, timeout_s: float) -> None:
-        """Until something has changed, at most so long. Raises PeersError if nothing can change any more."""
+        """Wait until something has changed, at most `timeout_s`. Raises PeersError if nothing can change any more."""
         if self._watching is not None and self._watching.done():
             self._watching.result()
         self._news.clear()
         await is_set_within(self._news, timeout_s)
 
     def swarm(self) -> dict[str, Any]:
-        """The current state."""
+        """The swarm's current state (`summary_of`)."""
         now, unix_now = time.monotonic(), time.time()
         self._observations.note(now, unix_now)
         return summary_of(self._run_id, self._observations, now=now, unix_now=unix_now)
 
     def curves(self) -> dict[int, list[tuple[float, int, float | None, float]]]:
-        """By world rank, how the peers' trainings went: (Unix time, step, loss, tokens/s)."""
+        """By world rank, each peer's training curve: (Unix time, step, loss, tokens/s)."""
         holders = holders_of(self._observations, now=time.monotonic())
         return {
             rank: [(point.time, point.step, point.loss, point.tokens_per_s) for point in peer.curve.points]
@@ -172,7 +172,7 @@ class Observer:
         self._news.set()
 
     def _is_reborn(self, record: Announcement) -> bool:
-        """Whether it was restarted: then what is known of its earlier stream is out of date."""
+        """Whether the peer was restarted: then what is known of its earlier stream is out of date."""
         known = self._observations.peers.get(record.peer_id)
         return (
             known is not None
@@ -202,10 +202,10 @@ class Observer:
             except (PeersError, OSError) as error:
                 log.debug("%s does not report: %s", peer_id, error)
             took_s = time.monotonic() - asked_at
-            # Its record may say that it has left or, if it is back, another address.
+            # A new record may say that the peer has left or, after a restart, has another address.
             await self._look_since(time.monotonic())
             if self._following.get(peer_id) is not asyncio.current_task():
-                # It was started again, and another task asks it.
+                # The peer was restarted, and another task asks it.
                 return
             self._observations.missed(peer_id)
             num_missed += 1
@@ -218,7 +218,7 @@ class Observer:
             await asyncio.sleep(rest_s)
 
     def _is_over(self, peer_id: str) -> bool:
-        """No other peer sees it either: it is asked again when it announces itself."""
+        """Whether to stop asking: it has left, or nobody else sees it either. A new announcement begins anew."""
         peer = self._observations.peers.get(peer_id)
         if peer is None or peer.announcement.state == "leaving":
             return True
@@ -226,7 +226,7 @@ class Observer:
         return is_lost and time.time() - peer.announcement.time > 2 * SILENCE_S
 
     async def _hear(self, peer_id: str) -> None:
-        """One stream, to its end. Raises PeersError, OSError."""
+        """Receive reports on one stream, to its end. Raises PeersError, OSError."""
         peer = self._observations.peers.get(peer_id)
         if peer is None:
             raise PeerUnreachable("it has been forgotten")
@@ -250,7 +250,7 @@ class Observer:
                 report = unless_refused(await channel.read(_REPORT, SILENCE_S))
 
     async def _admitted(self, peer_id: str, nonce: bytes, channel: Channel) -> Report:
-        """The first report, for the proof that this observer has the swarm secret."""
+        """Prove that this observer has the swarm secret, and return the first report."""
         if self._secret is None:
             raise ProtocolError("it answers only who has the swarm secret")
         proof = proof_of(self._secret, self._run_id, self._dht.peer_id, peer_id, nonce)
@@ -281,5 +281,5 @@ def check_certified(report: Report) -> None:
 
 @lru_cache(maxsize=64)
 def _is_signed(certificate: Certificate) -> bool:
-    """All peers show the same one; it is checked once."""
+    """All peers show the same certificate: it is checked once."""
     return certificate.is_signed(verify_signature)

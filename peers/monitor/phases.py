@@ -15,7 +15,7 @@ from peers.protocol.reports import MAX_PHASE_CHARACTERS, Phase, Point
 
 @dataclass(frozen=True)
 class Doing:
-    """What somebody is doing now. `total` 0: nobody knows; `left_s` where it is known better than by the pace."""
+    """What a peer is doing now. `total` 0: unknown. `left_s`: given if it is known better than by the pace so far."""
 
     name: str
     detail: str = ""
@@ -38,7 +38,7 @@ class Doing:
 
 @dataclass
 class PhaseClock:
-    """Times of what one peer does. `now` is of any one clock."""
+    """Measures the times of one peer's phases. `now` is of any one clock."""
 
     _doing: Doing | None = None
     _since: float = 0.0
@@ -79,7 +79,7 @@ def time_left_s(done: float, elapsed_s: float, left: float) -> float | None:
 
 
 def training_left_s(points: Sequence[Point], step: int, end_step: int) -> float | None:
-    """Until the run's end, by the last points of a peer's curve, in which its rounds are, too."""
+    """Until the run's end, by the last points of a peer's curve, whose times include its rounds."""
     lately = points[-64:]
     if len(lately) < 2 or end_step <= 0:
         return None
@@ -95,7 +95,7 @@ def furthest_training(phases: Iterable[Phase | None]) -> Phase | None:
 
 
 def in_words(phase: Phase) -> str:
-    """All of it: "evaluating, 34 of 120 windows, 12 s left"."""
+    """In full: "evaluating, 34 of 120 windows, 12 s left"."""
     parts = [f"{phase.name}: {phase.detail}" if phase.detail else phase.name]
     if phase.total or (phase.unit in ("bytes", "steps") and phase.done):
         parts.append(_progress(phase))

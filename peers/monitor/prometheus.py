@@ -1,7 +1,7 @@
 """Figures for Prometheus: of one daemon on loopback, or of a whole swarm as an observer sees it.
 
-Labels are bounded: a run's id, world ranks below MAX_RANK of at most MAX_PEERS peers at once, and words of ours. No
-peer id and no text of a peer's becomes a label.
+Labels are bounded: a run's id, world ranks below MAX_RANK of at most MAX_PEERS peers at once, and fixed words. No peer
+id and no text that a peer has sent becomes a label.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _RUN = ("run_id",)
 _RANK = ("run_id", "world_rank")
 
 Summary = Mapping[str, Any]
-"""Of a swarm, as `summary_of` (peers/monitor/summary.py) gives it."""
+"""A swarm's, as `summary_of` (peers/monitor/summary.py) gives it."""
 
 log = logging.getLogger(__name__)
 
 
 class Family(NamedTuple):
-    """One metric: its name and what it says, which the page of docs and the Grafana dashboard rely on."""
+    """One metric, with its name and description, on which the docs and the Grafana dashboard rely."""
 
     name: str
     says: str
     figure: str = ""
-    """The figure that it shows, in a peer's entry of peers/monitor/summary.py; empty: it is worked out."""
+    """The figure that it shows, in a peer's entry of peers/monitor/summary.py; empty: it is computed."""
     labels: tuple[str, ...] = _RANK
 
     @property
@@ -112,7 +112,7 @@ async def metrics_served(
 ) -> AsyncIterator[int]:
     """Serve the figures of the peer with this world rank on loopback while the context lasts.
 
-    Gives the port, which 0 leaves to the system. Raises UserError where it is taken.
+    Gives the port; `port` 0 takes any free one. Raises UserError if it is taken.
     """
     loop = asyncio.get_running_loop()
 
@@ -120,7 +120,7 @@ async def metrics_served(
         return summary(), rank()
 
     def collect() -> Iterator[Metric]:
-        # Whoever asks has a thread of its own, and what is told belongs to the loop's.
+        # Each request has a thread of its own, but the figures belong to the event loop's.
         try:
             swarm, only_rank = asyncio.run_coroutine_threadsafe(current(), loop).result(ANSWER_S)
         except TimeoutError:
@@ -146,7 +146,7 @@ async def metrics_served(
 
 
 class _Handler(WSGIRequestHandler):
-    """Waits for nobody for long, and logs nothing."""
+    """Limits how long a client may take, and logs nothing."""
 
     timeout = ANSWER_S
 
@@ -160,7 +160,7 @@ def swarm_metrics(swarm: Summary) -> bytes:
 
 
 def metrics_of(swarm: Summary, *, only_rank: int | None = None) -> Iterator[Metric]:
-    """Of all peers, or of one. What is not known is left out."""
+    """The metrics of all peers, or of one. Unknown figures are omitted."""
     run_id = str(swarm["run_id"])
     metrics = {family.name: family.empty() for family in FAMILIES}
 
@@ -195,7 +195,7 @@ def _registry(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:
         def collect(self) -> Iterator[Metric]:
             return collect()
 
-    # Not asked while it is registered: the loop that answers is the one that registers it.
+    # Must not collect while it is registered: the event loop that has to answer is busy registering it.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Figures())
     return registry

@@ -1,7 +1,7 @@
-"""A peer's answers to those who look on: one stream for each, on which it reports until they close it.
+"""A peer's answers to observers: one stream for each, on which the peer reports until the observer closes it.
 
-Open to everybody in an open swarm; elsewhere to whoever proves to have the swarm secret. At most MAX_OBSERVERS at
-once: they are strangers, and every one of them costs a message a second.
+Open to everybody in an open swarm; elsewhere to observers that prove to have the swarm secret. At most MAX_OBSERVERS at
+once: they are strangers, and each of them costs a message a second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def proof_of(secret: SwarmSecret, run_id: str, observer_id: str, peer_id: str, n
 
 
 class ReportService:
-    """Used from one event loop. `report(since)` gives what has come since that moment, in Unix seconds."""
+    """Used from one event loop. `report(since)` gives the entries after that moment, in Unix seconds."""
 
     def __init__(
         self,

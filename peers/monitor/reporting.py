@@ -1,4 +1,4 @@
-"""What a daemon tells those who look on: its journal, and where its parts stand."""
+"""What a daemon reports to observers: its journal, and the current state of its parts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ class Reporting:
         self._certified: Certified | None = None
 
     def figures(self) -> Figures:
-        """As they are now."""
         journal = self._journal
         return Figures(
             loss=journal.loss,
@@ -90,7 +89,7 @@ class Reporting:
         )
 
     def report(self, since: float) -> Report:
-        """With what has come after `since` (Unix time)."""
+        """A report, with the entries after `since` (Unix time)."""
         journal, certified = self._journal, self._newest_certified()
         return Report(
             status=self._describe().encode(self._identity),
@@ -116,7 +115,7 @@ class Reporting:
         return self._certified
 
     def as_swarm(self) -> dict[str, Any]:
-        """The swarm as this peer sees it, in the form of peers/monitor/summary.py; figures it has only of itself."""
+        """The swarm as this peer sees it, in the form of peers/monitor/summary.py, with figures of itself only."""
         observations, own, now = Observations(), self._describe(), time.monotonic()
         for peer in self._met():
             observations.announced(peer, now)

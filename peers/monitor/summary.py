@@ -25,10 +25,10 @@ def summary_of(
     now: float,
     unix_now: float,
 ) -> dict[str, Any]:
-    """The swarm by world rank; `epoch` is the highest of those that are there.
+    """The swarm by world rank; `epoch` is the highest of the peers that are there.
 
-    Contract: README.md names what stays. Everything in it that a peer has said is bounded and of the stated type, and
-    may still be a lie.
+    docs/api.md names the fields that users may rely on. Values from peers are bounded and of the stated type, but may
+    be lies.
     """
     shown = observations.shown()
     states = {peer_id: observations.state_of(peer_id, now) for peer_id in shown}
@@ -57,7 +57,7 @@ def summary_of(
 
 
 def holders_of(observations: Observations, *, now: float) -> dict[int, Observation]:
-    """By world rank; of several peers that claim one, one that is there."""
+    """The peer of each world rank; if several claim a rank, one that is there."""
     shown = observations.shown()
     states = {peer_id: observations.state_of(peer_id, now) for peer_id in shown}
     return {rank: shown[peer_id] for rank, peer_id in _holders(_in_order(shown, states), shown).items()}
@@ -77,7 +77,7 @@ def _progress(peers: Sequence[Observation]) -> dict[str, Any]:
 
 
 def _in_order(shown: Mapping[str, Observation], states: Mapping[str, str]) -> list[str]:
-    """Of world ranks, and of one rank those first who are there."""
+    """Peer ids by world rank; of several with one rank, those that are there come first."""
     return sorted(shown, key=lambda i: (shown[i].announcement.world_rank, states[i] in (LOST, SILENT), i))
 
 
@@ -138,7 +138,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
 
 
 def path_in_a_word(paths: Iterable[str]) -> str:
-    """One word where all of a peer's streams go the same way, else how many go which; nothing for none."""
+    """One word if all of a peer's streams take the same kind of path, else how many take which; empty without any."""
     numbers = Counter(paths)
     if len(numbers) == 1:
         return next(iter(numbers))
@@ -167,7 +167,7 @@ def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
 
 
 def _differs_at(peers: Iterable[Observation]) -> int | None:
-    """The first epoch since which those who tell of the same epoch differ; a fork that has healed is none."""
+    """The first epoch since which peers report different anchors of one epoch; None after a fork that has healed."""
     told: dict[int, list[str]] = {}
     for entry in (entry for peer in peers for entry in peer.rounds):
         told.setdefault(entry.epoch, []).append(entry.anchor_digest)
@@ -188,7 +188,7 @@ def _with_ranks(text: str, ranks: Mapping[str, int]) -> str:
 
 
 def _round(epoch: int, entries: Mapping[int, RoundEntry], ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The figures under "peers" are of those whose work was in it: who came too late took part in no round."""
+    """Under "peers" only contributors have figures, if any report: a peer that came too late took part in no round."""
     digests = {entry.anchor_digest for entry in entries.values()}
     inside = {rank: entry for rank, entry in entries.items() if rank in entry.contributors}
     return {
@@ -271,7 +271,7 @@ def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
 
 
 def share_of(seconds: Sequence[float], rounds: Sequence[RoundEntry]) -> float:
-    """Of the time between the first of these rounds' ends and the last one's; 0: too few to tell."""
+    """The share of these seconds in the time from the first round's end to the last one's; 0: too few to tell."""
     took_s = rounds[-1].time - rounds[0].time if len(rounds) > 2 else 0.0
     return min(1.0, sum(seconds[1:]) / took_s) if took_s > 0 else 0.0
 
@@ -292,7 +292,7 @@ def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -
         if report is None:
             continue
         standing = report.standing
-        # The lead rotates, also to peers that are late and so cannot report.
+        # If the leader itself is late, it does not report whom it waits for: then reports of other peers count.
         if standing.leader != teller and standing.leader not in standing.missing:
             continue
         for rank in standing.missing:

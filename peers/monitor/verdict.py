@@ -1,4 +1,4 @@
-"""Whether a run is well, in one sentence: else what is wrong, and what to do. A pure function of what peers report.
+"""One sentence on a run: that it is well, or what is wrong and what to do. A pure function of what peers report.
 
 It says nothing about a peer that is starting, nor about unknown figures.
 """
@@ -38,7 +38,7 @@ class PeerFacts:
 
     world_rank: int
     state: str = "training"
-    """As shown: `lost` and `silent` among them."""
+    """As shown, so also `lost` or `silent`."""
     doing: str = "training"
     """The name of its phase."""
     in_words: str = ""
@@ -48,12 +48,12 @@ class PeerFacts:
     for_s: float = 0.0
     """How long it has been in this phase."""
     idle_s: float = 0.0
-    """How long it has not got further."""
+    """How long it has made no progress."""
     step: int = 0
     step_s: float = 0.0
     losses: Sequence[tuple[int, float]] = ()
     rewards: Sequence[tuple[int, float]] = ()
-    """Of a training by rewards, whose loss says nothing."""
+    """(step, reward) of training by rewards, where the loss says nothing."""
     not_learning: Sequence[str] = ()
     """Why its last steps taught it nothing, and what to do."""
     round_share: float = 0.0
@@ -61,7 +61,7 @@ class PeerFacts:
     wait_share: float = 0.0
     """Share of its time spent waiting for other peers to come to a round."""
     num_rounds: int = _ENOUGH_ROUNDS
-    """Rounds since it came (back)."""
+    """Rounds since it was started."""
     bytes_per_s: float = 0.0
     """Its send rate in a round."""
     round_bytes: float = 0.0
@@ -70,7 +70,7 @@ class PeerFacts:
     overlaps: bool = False
     """Whether its rounds take place while training goes on, for as long as they take."""
     clock_ahead_s: float = 0.0
-    """The observer's."""
+    """How far its clock is ahead of the observer's."""
     troubles: Sequence[str] = ()
     num_failures: int = 0
     """Attempts that failed in its last rounds."""
@@ -263,13 +263,13 @@ Points = Sequence[tuple[int, float]]
 
 _ENOUGH_POINTS = 40
 _MANY_POINTS = 100
-"""A loss that does not fall says little before: it goes up and down for a while."""
+"""With fewer points, a loss that does not fall says little: it goes up and down at first."""
 _NO_FALL = 0.002
 _RISE = 1.2
 
 
 def judged_losses(found: Points) -> Iterator[str]:
-    """By their steps."""
+    """What is wrong with these losses, given in order of their steps."""
     window, means = _window_means(found)
     # Not every loss falls: GRPO's is around zero.
     if not means or min(means) <= 0:
@@ -293,7 +293,7 @@ def judged_losses(found: Points) -> Iterator[str]:
 
 
 def judged_rewards(found: Points) -> Iterator[str]:
-    """By their steps."""
+    """What is wrong with these rewards, given in order of their steps."""
     window, means = _window_means(found)
     if not means:
         return
@@ -311,7 +311,7 @@ def judged_rewards(found: Points) -> Iterator[str]:
 
 
 def _window_means(points: Points) -> tuple[int, list[float]]:
-    """Means over windows of a tenth of all points, and how many points that is; none of too few."""
+    """The number of points in a window, a tenth of all, and the means of all windows; no means of too few points."""
     window = len(points) // 10
     if len(points) < _ENOUGH_POINTS:
         return window, []
