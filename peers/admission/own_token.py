@@ -113,8 +113,8 @@ def _nobody(error: NoIssuer) -> str:
             "with --admission, or the peer without a secret"
         )
     return (
-        "nobody who issues tokens for the swarm secret answers. Is the coordinator running, and --run-id right? A peer "
-        "with --admission-key-file can stand in for it"
+        "no issuer of tokens for this swarm secret answers. Is the coordinator running, and --run-id right? A peer "
+        "with --admission-key-file can stand in for the coordinator"
     )
 
 

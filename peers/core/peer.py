@@ -513,7 +513,9 @@ class Peer:
         fork = self.chain.fork_to(path[-1].head) if old else None
         if fork is not None and fork.ours:
             lost = sum(self.me in certificate.plan.signers for certificate in fork.ours)
-            turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
+            turn.do(
+                Tell("fork", f"gave up {len(fork.ours)} commits of this side of a fork", {"commits": lost})
+            )
             worker.roll_back_to(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
         # Clamp `based_on` to the adopted epoch, also without a known common ancestor: plans with work based on a later

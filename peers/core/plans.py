@@ -134,13 +134,14 @@ def fault_in(
     remaining = set() if leaving and plan.roster_set == everybody else plan.roster_set
     off = everybody - remaining - leaving
     if not off <= set(off_allowed):
-        return f"takes {', '.join(sorted(off - set(off_allowed)))} off the roster, who are there"
+        return f"to remove members that are not gone: {', '.join(sorted(off - set(off_allowed)))}"
     width = plan.data_base - parent.plan.data_base
-    if width > 2 * data_width + SPARE_BLOCKS:
-        return f"hands out {width} blocks of data"
+    most = 2 * data_width + SPARE_BLOCKS
+    if width > most:
+        return f"to hand out {width} blocks of data, where at most {most} are allowed"
     wanted = plan_of(parent, plan.attempt, entries, off=off, data_width=width, settings=settings)
     if wanted != plan:
-        return "other weights, ranks, roster or counts than these contributions lead to"
+        return "weights, ranks, a roster or counts that do not follow from these contributions"
     return ""
 
 

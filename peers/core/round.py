@@ -388,8 +388,8 @@ class Round:
         leader = self.leader_of(plan.attempt)
         mine = next((c.work for c in plan.contributors if c.peer_id == self._me), None)
         if entry is None or mine != entry.work:
-            self._decline(turn, leader, plan.attempt, "was not ready with this work")
-            self._fail(turn, "the group was formed with other work than is here")
+            self._decline(turn, leader, plan.attempt, "it is not ready with the work that the plan names")
+            self._fail(turn, "the plan names other work than this peer has ready")
             return
         present = {contributor.peer_id for contributor in plan.contributors}
         others = self._group.roster - present
@@ -397,7 +397,7 @@ class Round:
             if self._group.would_remove(self._group.removed_by(plan), present):
                 self._strike(turn, leader, f"it proposes {fault}")
         elif not self._group.is_quorum(present) and not self._group.can_do_without(turn, others):
-            fault = f"a group of {len(present)} is no quorum, and others are there"
+            fault = f"a group of {len(present)}, which is no quorum, although others are live"
         if fault:
             self._decline(turn, leader, plan.attempt, fault)
             self._fail(turn, f"its leader {leader} proposes {fault}")
@@ -523,7 +523,7 @@ class Round:
         # A single outlier is at fault itself. Several outliers may have been sent wrong sums by one of them.
         weight = 1.0 if has_majority and len(outliers) == 1 else 0.5 / len(outliers)
         for peer_id in sorted(outliers - {self._me}):
-            self._strike(turn, peer_id, "its digests are not the others'", weight)
+            self._strike(turn, peer_id, "its digests differ from the others'", weight)
 
     def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
         epoch = self.parent.plan.epoch
@@ -533,8 +533,8 @@ class Round:
             turn.do(
                 Tell(
                     "left_out",
-                    f"peer {rank} ({peer_id}) is left out of the next {term} epochs, where there are enough without "
-                    f"it; the last time: {why}",
+                    f"peer {rank} ({peer_id}) is left out of the next {term} epochs, if the others are enough; its "
+                    f"last fault: {why}",
                 )
             )
 

@@ -73,7 +73,7 @@ class Generator:
         try:
             groups = msgspec.convert(answer["groups"], _GROUPS)
         except msgspec.ValidationError as error:
-            raise ProtocolError(f"the generator has made what no learner takes: {error}") from error
+            raise ProtocolError(f"the generator made completions that no learner accepts: {error}") from error
         return [tuple(group) for group in groups]
 
     def close(self) -> None:

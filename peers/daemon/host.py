@@ -136,10 +136,10 @@ class WorkerHost:
         except LinkLost:
             log.debug("local rank hung up")
         except (TimeoutError, ProtocolError) as error:
-            log.error("hung up on a worker: %s", str(error) or "it took too long")
+            log.error("closed the link to a worker: %s", str(error) or "it took too long")
         except PeersError as error:
             # The worker's work cannot be averaged. The worker tells its user; its next life may succeed.
-            log.error("hung up on a worker: %s", error)
+            log.error("closed the link to a worker: %s", error)
             self._monitor.is_in_trouble("worker", str(error))
             with contextlib.suppress(LinkLost):
                 await connection.send("failed_for_good", message=str(error))
@@ -201,7 +201,7 @@ class WorkerHost:
             raise UserError(
                 "the local ranks of this peer built different models; start them with the same flags"
                 if self._memories
-                else "the worker came back with another model than before; start the peer anew"
+                else "the restarted worker has another model than before; restart the whole peer"
             )
         self._layout = layout
         runtime.core.timing.set_sizes(
@@ -241,7 +241,7 @@ class WorkerHost:
 
     def _begin_averaging(self, ready: dict[str, Any]) -> None:
         if self._averaging is not None:
-            raise ProtocolError("ready again before it has collected what it was ready for")
+            raise ProtocolError("ready again before it has collected the average of its last work")
         self._work = WorkInHand(
             self._tensors(),
             int(ready["fragment"]),

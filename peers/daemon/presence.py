@@ -142,8 +142,8 @@ class Presence:
         if not self._dht.is_answered:
             names = ", ".join(sorted(self._dht.silent_initial_peers))
             raise UserError(
-                f"the initial peers {names} are connected, and did not say within {RECORD_TTL_S:g} s whom they know. "
-                "Are they running well? Otherwise give other --initial-peers"
+                f"the initial peers {names} are connected, but sent no list of peers within {RECORD_TTL_S:g} s. Are "
+                "they running well? Otherwise give other --initial-peers"
             )
 
     async def _reach(self, others: Sequence[Announcement]) -> dict[str, Reached]:
@@ -213,8 +213,8 @@ class Presence:
         # A user who has mistyped the run's name should not train alone.
         if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
             raise UserError(
-                f"no coordinator answers, and no peer of the run {self._run_id} is found: is that its name? Start a "
-                "coordinator with `diloco dht start` and give its address to --initial-peers, or begin the run with "
+                f"no coordinator answers, and no peer of the run {self._run_id} is found: is the --run-id right? Start "
+                "a coordinator with `diloco dht start` and give its address to --initial-peers, or begin the run with "
                 "--world-rank 0"
             )
         return NO_RANK if wanted is None else wanted

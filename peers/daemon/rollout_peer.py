@@ -145,7 +145,7 @@ class RolloutPeer:
 
     def _note_failure(self, learner: Announcement, error: PeersError) -> None:
         self._failed_at[learner.peer_id] = time.monotonic()
-        text = f"learner {learner.world_rank} is not there for rollouts: {error}"
+        text = f"cannot work for learner {learner.world_rank}: {error}"
         if isinstance(error, Refused):
             self._refusals[learner.peer_id] = error.why.advice(self._identity.peer_id)
         elif isinstance(error, NotWanted):
@@ -207,7 +207,7 @@ class RolloutPeer:
             raise ProtocolError(f"its manifest has other types: {', '.join(wrong)[:200]}")
         if self._manifest:
             if joining.manifest_digest(theirs) != joining.manifest_digest(self._manifest):
-                raise ProtocolError("its manifest is another than that of the learners before it")
+                raise ProtocolError("its manifest differs from that of the learners before it")
             return
         check_settings(proposal, theirs, self._config.named)
         self._manifest = theirs

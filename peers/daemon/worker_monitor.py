@@ -242,7 +242,7 @@ def standing_of(core: Peer) -> Standing:
     waits_for = _WAITS.get(round_.stage, "")
     if round_.stage is Stage.GATHER and core.num_lacking:
         more = "1 more peer" if core.num_lacking == 1 else f"{core.num_lacking} more peers"
-        waits_for = f"{more}, without which its rule averages nothing"
+        waits_for = f"{more}, the least that its aggregation rule needs"
     elif round_.stage is Stage.GATHER:
         peers = f"peer{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
         waits_for = peers if missing else "the next attempt"

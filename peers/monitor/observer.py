@@ -243,7 +243,7 @@ class Observer:
             await channel.send(reports.Hello(version=reports.VERSION), DIAL_TIMEOUT_S)
             said = await channel.read(_FIRST, DIAL_TIMEOUT_S)
             if isinstance(said, reports.Busy):
-                raise PeerUnreachable("it has as many observers as it answers")
+                raise PeerUnreachable("it already reports to as many observers as it can")
             report = await self._admitted(peer_id, said.nonce, channel) if isinstance(said, Nonce) else said
             while True:
                 self._heard(peer_id, report)
@@ -252,7 +252,7 @@ class Observer:
     async def _admitted(self, peer_id: str, nonce: bytes, channel: Channel) -> Report:
         """Prove that this observer has the swarm secret, and return the first report."""
         if self._secret is None:
-            raise ProtocolError("it answers only who has the swarm secret")
+            raise ProtocolError("it reports only to observers with the swarm secret, and this one has none")
         proof = proof_of(self._secret, self._run_id, self._dht.peer_id, peer_id, nonce)
         await channel.send(Proof(proof=proof), DIAL_TIMEOUT_S)
         return unless_refused(await channel.read(_REPORT, DIAL_TIMEOUT_S))
@@ -262,7 +262,7 @@ class Observer:
         check_certified(report)
         status = Announcement.decode(peer_id, report.status, run_id=self._run_id, now=time.time())
         if not self._gate.is_admitted(status):
-            raise ProtocolError("its token is not good any more")
+            raise ProtocolError("it is no longer admitted to the run")
         self._observations.reported(status, report, time.monotonic(), unix_now=time.time())
         self._unasked.discard(peer_id)
         self._news.set()

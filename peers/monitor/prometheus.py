@@ -64,22 +64,24 @@ FAMILIES = (
     ),
     Family("diloco_epoch", "Outer steps that the peer's anchor has.", "epoch"),
     Family("diloco_step", "Nominal inner step.", "step"),
-    Family("diloco_loss", "Loss of the last step that was told, in nats per token.", "loss"),
+    Family("diloco_loss", "Loss of the last reported step, in nats per token.", "loss"),
     Family("diloco_tokens_per_second", "Tokens trained per second, lately.", "tokens_per_s"),
     Family(
         "diloco_committed_tokens",
         "Tokens averaged into the anchor, over all epochs and peers.",
         "committed_tokens",
     ),
-    Family("diloco_last_seen_seconds", "Since the peer's newest word.", "last_seen_s"),
+    Family("diloco_last_seen_seconds", "Since the peer's newest report.", "last_seen_s"),
     Family("diloco_rounds_total", "Epochs that ended on the peer since it was started.", "num_rounds"),
     Family(
         "diloco_round_failures_total",
-        "Attempts at rounds that failed, as far as it was told.",
+        "Attempts at rounds that were reported as failed.",
         "num_failures",
     ),
     Family(
-        "diloco_worker_losses_total", "Ends of the peer's worker before the training's.", "num_worker_losses"
+        "diloco_worker_losses_total",
+        "Times that the peer's worker ended before the training did.",
+        "num_worker_losses",
     ),
     Family("diloco_sent_bytes_total", "Sent for reductions.", "sent_bytes"),
     Family("diloco_received_bytes_total", "Received for reductions.", "received_bytes"),

@@ -192,8 +192,8 @@ def _slow_peers(swarm: SwarmFacts) -> Iterator[str]:
         # The first steps of a peer, and what others wait for it then, say little of its speed.
         if times >= SLOW and peer.num_rounds >= _ENOUGH_ROUNDS:
             yield (
-                f"peer {peer.world_rank} trains at {_fraction(times)} of the others' speed, who wait for it "
-                f"{waited:.0%} of the time: begin the run with --hv.local-time auto, or leave it out"
+                f"peer {peer.world_rank} trains at {_fraction(times)} of the others' speed, so they wait for it "
+                f"{waited:.0%} of the time: begin the run with --hv.local-time auto, or leave this peer out"
             )
 
 

@@ -285,7 +285,7 @@ class Channels:
             size, read_bytes = channel.channel.received_bytes - read_bytes, channel.channel.received_bytes
             size += ANSWER_BYTES if isinstance(said, Ask | Known) else 0
             if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
-                raise ProtocolError("sends more messages than anybody has reason to")
+                raise ProtocolError("sends more messages than the protocol allows")
             if isinstance(said, Parting):
                 if self.open.get(peer_id) is channel:
                     del self.open[peer_id]

@@ -270,7 +270,7 @@ class Mesh:
             except (Refused, Untimely):
                 continue
             if spoken.version != version:
-                raise ProtocolError(f"passes on words of {one.peer_id} under a false number")
+                raise ProtocolError(f"forwards an announcement of {one.peer_id} under a wrong number")
             found.append((spoken, one.record))
         return found
 

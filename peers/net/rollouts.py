@@ -101,7 +101,7 @@ class LearnerStream:
                     await asyncio.to_thread(file.write, view)
                     left -= len(view)
             if digest.hexdigest() != name.digest:
-                raise ProtocolError(f"the bytes of the policy {name.digest[:12]} are others than announced")
+                raise ProtocolError(f"the bytes of the policy {name.digest[:12]} do not match its digest")
         except BaseException:
             path.unlink(missing_ok=True)
             raise

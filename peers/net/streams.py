@@ -239,7 +239,7 @@ class StreamPool:
                 if incoming[rank] in pending and self._idle.get(peer)
             }
             if tardy and len(tardy) < many and waited_s > prompt_s:
-                raise RoundFailed(f"{_named(tardy)} does not begin", tardy, silent=tardy)
+                raise RoundFailed(f"{_named(tardy)} has not begun the exchange", tardy, silent=tardy)
             if pending and waited_s > timeout_s:
                 raise RoundFailed(
                     f"no streams with {_named(missing)} in {timeout_s:g} s", missing, silent=silent

@@ -179,7 +179,7 @@ def verified(peer_id: str, message: Signed) -> Rollout:
             raise ProtocolError("a rollout with other numbers of tokens and log-probabilities")
         turns = completion.turns
         if turns and (len(turns) % 2 == 0 or sum(turns) != len(completion.tokens)):
-            raise ProtocolError("a rollout whose turns are not its tokens")
+            raise ProtocolError("a rollout whose turns do not add up to its tokens")
     return rollout
 
 

@@ -344,7 +344,7 @@ class _Reduction:
             position, is_result = taken[kind], kind == Kind.RESULT
             chunk = expected[kind][position]
             if is_result and is_mate and not self._progress.is_sum_encoded(other, position):
-                raise ProtocolError("sent an average without this peer's sum")
+                raise ProtocolError("sent an average before it had this peer's sum")
             bytes_of = arithmetic.result_bytes if is_result or is_mate else arithmetic.contribution_bytes
             size = bytes_of(chunk)
             if header != (kind, position, size):

@@ -148,9 +148,9 @@ class SshMachine:
             except asyncssh.HostKeyNotVerifiable as error:
                 raise HostKeyChanged(
                     f"{self.address} shows another host key than the pinned one; nothing was sent to it. Unless the "
-                    "machine was reinstalled, somebody may be intercepting the connection. If it was: a rented one is "
-                    "given back by `diloco pods down`; of one of yours, correct the host key, in the inventory's "
-                    "host_key or else in ~/.ssh/known_hosts."
+                    "machine was reinstalled, somebody may be intercepting the connection. If it was reinstalled: give "
+                    "a rented machine back by `diloco pods down`; for your own, correct host_key in the inventory, or "
+                    "the line in ~/.ssh/known_hosts."
                 ) from error
             except asyncssh.PermissionDenied as error:
                 raise MachineError(f"{self.address} does not accept the key {key}") from error

@@ -173,5 +173,5 @@ class HttpCloud(Cloud):
             return NoCapacity(said)
         if kind is NotFound and not message:
             # The answer may come from a gateway, while the pod exists.
-            return Unavailable(f"{said}, not answered by its API")
+            return Unavailable(f"{said}; the answer may not come from its API")
         return kind(f"{said} ({status})")

@@ -79,7 +79,7 @@ class Renters(dict[str, Renter]):
                 # In all other cases a pod or machine that does not answer does not hold up the others.
                 if provider in names and (provider == name or provider in in_doubt):
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
-                self.say(provider, f"cannot be asked for further pods: {name}: {error}")
+                self.say(provider, f"cannot be searched for pods that the state file lacks: {name}: {error}")
         return plan(specs, self.rows, await offers_of([renter.provider for renter in asked], self.say))
 
     async def apply(self, agreed: Plan, watch: Callable[[], None] = lambda: None) -> Failures:
@@ -165,7 +165,7 @@ class Renters(dict[str, Renter]):
         unseen = await each(self.values(), record_strays, name=lambda one: one.provider.name)
         # The pods of the ledger are given back anyway, by their ids.
         for name, error in (unseen | self.failures).items():
-            self.say(name, f"cannot be asked for further pods: {error}")
+            self.say(name, f"cannot be searched for pods that the state file lacks: {error}")
         rows = self.ledger.named(names)
         rows += [row for row in self.rows if row.label not in known and row not in rows]
         return await self.give_back(rows, discard_results=discard_results)
@@ -189,9 +189,9 @@ class Renters(dict[str, Renter]):
             failures = await settle(renter)
             if self.ledger.current(row) is not None:
                 raise failures.get(row.name) or ProviderError(
-                    f"NOBODY KNOWS YET WHETHER THE ORDER {row.label} MADE A POD AT {row.provider.upper()} THAT COSTS "
-                    "MONEY: its answer was lost, and no list has shown one. `diloco pods reconcile` looks again, and "
-                    "gives it back if it comes."
+                    f"IT IS NOT KNOWN YET WHETHER THE ORDER {row.label} MADE A POD AT {row.provider.upper()} THAT "
+                    "COSTS MONEY: its answer was lost, and no list has shown one. `diloco pods reconcile` looks again, "
+                    "and gives it back if it comes."
                 )
 
         return await each(rows, one, failed)
@@ -216,7 +216,7 @@ class Renters(dict[str, Renter]):
             if current and not current.is_in_doubt:
                 await self[current.provider].give_back(current)
             if len(tried) == _MAX_OFFERS:
-                raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one because {reason}")
+                raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one: {reason}")
             left = [
                 offer
                 for offer in candidates(spec, offers, without=tried)

@@ -290,9 +290,7 @@ class Keeper:
     async def _brought_up(self, found: Renters, wanted: Wanted) -> Failures:
         agreed = await found.plan(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
-            raise ProviderError(
-                "living pods would have to be given back; run `diloco provision`, which asks first"
-            )
+            raise ProviderError("this would give back living pods; run `diloco provision`, which asks first")
         failures = await found.set_up(wanted.setup, await found.apply(agreed))
         return failures or await Swarm(found, wanted.options, wanted.setup.pod_python).start()
 

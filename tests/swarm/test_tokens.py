@@ -178,7 +178,7 @@ async def test_with_a_secret_a_peer_joins_no_run_that_has_another_or_none(
     secret = {"swarm_secret_file": str(tmp_path / "secret")}
     with (
         monkeypatch.context() as impatient,
-        pytest.raises(UserError, match="nobody who issues tokens for the swarm secret answers"),
+        pytest.raises(UserError, match="no issuer of tokens for this swarm secret answers"),
     ):
         impatient.setattr(own_token, "CONNECT_S", 2.0)
         async with member("peer").admitted(**secret):

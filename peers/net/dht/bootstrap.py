@@ -55,7 +55,7 @@ def _is_slow(error: str) -> bool:
 def plain_reason(error: str) -> str:
     """What libp2p's error for a failed dial means, in words for people."""
     if "peer id mismatch" in error:
-        return "another peer answers there, the id at the end of the address is not its"
+        return "another peer answers there, not the one whose id ends the address"
     for text in _PLAIN_REASONS:
         if text in error:
             return text

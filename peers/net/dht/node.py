@@ -187,7 +187,7 @@ class Dht:
             await asyncio.wait({dead, *control}, return_when=asyncio.FIRST_COMPLETED)
             # The connection may end a little before the process does.
             await asyncio.wait({dead}, timeout=PROBE_S)
-            words = dead.result() if dead.done() else "or is not heard any more"
+            words = dead.result() if dead.done() else "or lost its connection to this process"
         finally:
             await cancelled([dead])
         raise PeersError(

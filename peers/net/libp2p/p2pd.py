@@ -79,7 +79,7 @@ class P2pd:
 
     @property
     def last_words(self) -> str:
-        return self._last_lines[-1] if self._last_lines else "(it said nothing)"
+        return self._last_lines[-1] if self._last_lines else "(no output)"
 
     async def wait_dead(self) -> str:
         """Wait until p2pd has ended, for whatever reason; returns its last line."""
@@ -106,7 +106,7 @@ class P2pd:
                 await asyncio.shield(self._ready)
         except TimeoutError as error:
             raise UserError(
-                f"p2pd did not start within {timeout_s:g} s; it last said: {self.last_words}"
+                f"p2pd did not start within {timeout_s:g} s; its last output: {self.last_words}"
             ) from error
 
     async def _read_output(self) -> None:

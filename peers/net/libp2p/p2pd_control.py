@@ -84,7 +84,7 @@ async def read_stream_info(sock: socket.socket) -> str:
         async with asyncio.timeout(CONNECT_S):
             info.ParseFromString(await _read_message(sock, _MAX_STREAM_INFO_BYTES))
     except (OSError, DecodeError, TimeoutError) as error:
-        raise ProtocolError(f"p2pd did not introduce a stream: {error!r}") from error
+        raise ProtocolError(f"p2pd did not say which peer opened a stream: {error!r}") from error
     return base58_encode(info.peer)
 
 

@@ -93,7 +93,7 @@ class Acceptor:
                     hello = await self._hello(sock)
                     self._check(hello.peer_id, expected, strangers)
                     if not self._greetings.take(source, time.monotonic()):
-                        raise ProtocolError("more greetings than anybody has reason to begin")
+                        raise ProtocolError("too many greetings from this address")
                     # By source too: a caller's certificate can be replayed by any peer that it has called.
                     with counted(self._of, f"{source} {hello.peer_id}", MAX_PER_PEER):
                         stream, protocol = await greeting.answer(

@@ -66,7 +66,7 @@ async def read_hello(sock: socket.socket) -> Hello:
     """Raises ProtocolError, OSError."""
     magic, flags, nonce, size = _HEAD.unpack(await receive_exactly(sock, _HEAD.size))
     if magic != _MAGIC or flags & ~_PLAIN or not 0 < size <= MAX_CERTIFICATE_BYTES:
-        raise ProtocolError("not a greeting of this program, or of another version of it")
+        raise ProtocolError("not a greeting of diloco, or one of another version")
     return Hello(bool(flags & _PLAIN), nonce, await receive_exactly(sock, size))
 
 
@@ -83,7 +83,7 @@ async def call(
         await send_all(sock, ours.encode())
         theirs = await read_hello(sock)
         if theirs.peer_id != peer_id:
-            raise ProtocolError(f"{theirs.peer_id} answers in the place of {peer_id}")
+            raise ProtocolError(f"{theirs.peer_id} answers in place of {peer_id}")
         unprotected = ours.plain and theirs.plain
         if not unprotected:
             stream = await handshake(sock, credentials, theirs.certificate, server=False)
@@ -92,7 +92,7 @@ async def call(
         verdict = await receive_exactly(stream, 1)
         signature = await _receive_sized(stream, _MAX_SIGNATURE_BYTES)
         if proof and not proof.is_signed(theirs, b"called", signature):
-            raise ProtocolError(f"somebody answers in the place of {peer_id}")
+            raise ProtocolError(f"the peer that answers does not prove to be {peer_id}")
         if verdict != _SERVED:
             raise PeerUnreachable(f"{peer_id} does not serve {protocol} here")
         return stream
@@ -126,7 +126,7 @@ async def answer(
         signature = await _receive_sized(stream, _MAX_SIGNATURE_BYTES)
         proof = _Proof(credentials, theirs, ours, protocol) if unprotected else None
         if proof and not proof.is_signed(theirs, b"caller", signature):
-            raise ProtocolError(f"somebody calls in the name of {theirs.peer_id}")
+            raise ProtocolError(f"the caller does not prove to be {theirs.peer_id}")
         verdict = _SERVED if serves(protocol) else _NOT_SERVED
         await send_all(stream, verdict + _sized(proof.sign(b"called") if proof else b""))
         if verdict != _SERVED:

@@ -227,7 +227,7 @@ class Reachability:
     async def _dial(self, peer_id: str, caller: Maddr | None, port: int) -> str:
         """Why no peer with the caller's key answers at that port; empty if one does."""
         if caller is None:
-            return "you come here through a third peer"
+            return "your connection comes through a third peer"
         endpoint = str(Maddr(caller.kind, caller.host, port, None))
         direct = Direct(self._acceptor, lambda _: (endpoint,))
         try:

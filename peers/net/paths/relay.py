@@ -130,7 +130,7 @@ class Relay:
                     return stream
                 except (PeersError, TimeoutError) as error:
                     self._blame(relay, peer_id)
-                    refusals[relay] = str(error) or "offers what it does not do"
+                    refusals[relay] = str(error) or "it offered to relay, but did not"
         finally:
             for offered in offers.values():
                 offered.close()
@@ -170,7 +170,7 @@ class Relay:
             await channel.send(Want(to=peer_id), PROBE_S)
             answer = await channel.read(_ANSWER, PROBE_S)
             if isinstance(answer, No):
-                raise PeerUnreachable(f"it says no: {answer.reason}")
+                raise PeerUnreachable(f"it declines: {answer.reason}")
             return _Offered(channel, answer)
 
     def _merit(self, relay: str, offer: Offer, peer_id: str) -> tuple[bool, float, int, str]:
@@ -216,7 +216,7 @@ class Relay:
     async def _why_not(self, caller: str, to: str) -> str:
         peers = self._peers()
         if caller not in peers or to not in peers or to == caller:
-            return "not both of you are peers of this run that I know"
+            return "I do not know both of you as peers of this run"
         if to not in await self._libp2p.connected_peers():
             return "I have no connection with it"
         of_caller = sum(number for (one, _), number in self._forwarded.items() if one == caller)

@@ -143,7 +143,7 @@ async def handshake(
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             raise ProtocolError(f"TLS failed: {error.reason or error}") from error
         if isinstance(error, OSError):
-            raise PeerUnreachable(f"the connection broke before TLS stood: {error}") from error
+            raise PeerUnreachable(f"the connection broke during the TLS handshake: {error}") from error
         raise
 
 

@@ -148,7 +148,7 @@ class _Download:
                     self.suspects.add(donor)
                     raise
         except PeersError as error:
-            log.info("the state does not come from %s: %s", donor, error)
+            log.info("could not fetch the state from %s: %s", donor, error)
             return str(error)
         return ""
 
@@ -255,7 +255,7 @@ class _Download:
                 if time.monotonic() - moved_at > STALL_S:
                     raise
             if done < len(view) and self._num_idle and time.monotonic() - begun > ANSWER_S:
-                raise PeerUnreachable("others may be quicker")
+                raise PeerUnreachable("it is slow, and other donors are idle")
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -279,7 +279,7 @@ def _digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:
 def _fault_of(part: _Part) -> str:
     """What is wrong with the values that have come; empty: nothing."""
     if hash_chunk(part.target) != part.digest:
-        return "has other bytes than announced"
+        return "does not match its digest"
     return "" if bool(torch.isfinite(part.target).all()) else "is not finite"
 
 

@@ -643,7 +643,7 @@ def test_who_has_left_may_be_heard_at_different_times_and_nobody_is_blamed():
     entries = {name: Entry(-1, work()) for name in others}
     plan = plan_of(a.peer.certificate, 0, entries, off={gone}, data_width=5, settings=SETTINGS)
     made = a.say(leader, Propose(plan=plan))
-    assert "off the roster" in a.of(Decline, made)[0].reason
+    assert "to remove members that are not gone" in a.of(Decline, made)[0].reason
     assert a.peer.swarm.strikes(leader) == 0
     # With the same excuse nothing else is wrong with impunity.
     b, leader = led_by_another()
@@ -672,7 +672,9 @@ def proposed_without_e() -> tuple[Driven, Plan]:
 def test_a_leader_that_takes_off_who_has_left_blames_nobody_who_has_not_heard_it():
     a, plan = proposed_without_e()
     assert "e" not in plan.roster_set
-    a.say("b", Decline(head=plan.parent, attempt=plan.attempt, reason="takes e off the roster, who is there"))
+    a.say(
+        "b", Decline(head=plan.parent, attempt=plan.attempt, reason="to remove members that are not gone: e")
+    )
     assert a.peer.round.attempt == plan.attempt + 1
     assert [a.peer.swarm.strikes(name) for name in "bcd"] == [0, 0, 0]
 

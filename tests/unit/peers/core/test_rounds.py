@@ -385,7 +385,9 @@ def test_under_a_robust_rule_two_of_three_wait_for_the_third(rule):
     swarm.run(60)
     assert swarm.epochs() == {epoch}
     assert {swarm[name].machine.num_lacking for name in "ab"} == {1}
-    assert standing_of(swarm["a"].machine).waits_for == "1 more peer, without which its rule averages nothing"
+    assert (
+        standing_of(swarm["a"].machine).waits_for == "1 more peer, the least that its aggregation rule needs"
+    )
     swarm.start("c")
     assert swarm.reach(epoch + 2, 60)
     assert {swarm[name].machine.num_lacking for name in "abc"} == {0}

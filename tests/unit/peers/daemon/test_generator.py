@@ -107,7 +107,7 @@ async def test_after_its_death_a_generator_begins_without_weights(tmp_path):
 async def test_what_no_learner_would_take_is_the_generators_fault(tmp_path):
     async with serving(tmp_path / "sock") as generator:
         generates(tmp_path / "sock", lambda _: ("generated", {"groups": [[{"tokens": []}]]}), 1)
-        with pytest.raises(ProtocolError, match="what no learner takes"):
+        with pytest.raises(ProtocolError, match="that no learner accepts"):
             await generator.generate([3], "T")
 
 

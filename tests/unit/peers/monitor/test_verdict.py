@@ -106,8 +106,8 @@ TABLE = {
     "a slow peer": (
         swarm({"wait_share": 0.6}, {"wait_share": 0.6}, {"step_s": 3.0}),
         "warning",
-        "peer 2 trains at a third of the others' speed, who wait for it 60% of the time: begin the run with "
-        "--hv.local-time auto, or leave it out",
+        "peer 2 trains at a third of the others' speed, so they wait for it 60% of the time: begin the run "
+        "with --hv.local-time auto, or leave this peer out",
     ),
     "a peer that has just come": (
         swarm({"wait_share": 0.6}, {"wait_share": 0.6}, {"step_s": 3.0, "num_rounds": 2}),

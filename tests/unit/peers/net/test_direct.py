@@ -85,7 +85,7 @@ async def test_another_peer_at_the_endpoint_is_not_taken_for_the_one_called(tmp_
     async with peers(tmp_path, plain=(plain, plain)) as (a, b):
         impostor = credentials(tmp_path, "c").peer_id
         a.known[impostor] = a.known[b.me.peer_id]
-        with pytest.raises(PeerUnreachable, match="in the place of"):
+        with pytest.raises(PeerUnreachable, match="in place of"):
             await a.direct.open(impostor, PROTOCOL, timeout_s=10)
         assert b.streams.empty()
 

@@ -167,7 +167,7 @@ async def test_a_header_of_another_state_is_refused_even_under_the_right_name(ne
 async def test_a_state_of_other_sizes_is_refused(network):
     state, other = committed_state((8,)), committed_state((9,))
     await serve(network, "a", other)
-    with pytest.raises(StateUnavailable, match="has other bytes than announced"):
+    with pytest.raises(StateUnavailable, match="does not match its digest"):
         await download(network, ["a"], state, certificate=other.header.certificate)
 
 

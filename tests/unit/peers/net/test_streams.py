@@ -150,7 +150,7 @@ async def test_who_does_not_come_counts_as_silent_unless_many_do_not(num_missing
 async def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_none_has_time():
     async with pools("a", "b", "c") as (_, (a, b, c)):
         await keep_streams(a, b)
-        with pytest.raises(RoundFailed, match="peer 1 does not begin") as failure:
+        with pytest.raises(RoundFailed, match="peer 1 has not begun the exchange") as failure:
             await a.connect(os.urandom(16), {1: "b", 2: "c"}, timeout_s=10, prompt_s=0.2)
         assert failure.value.suspects == failure.value.silent == {1}
         # Of streams that are yet to be opened nobody knows how long they take.

@@ -268,7 +268,7 @@ async def test_after_the_last_attempt_no_further_offer_is_announced_or_written_d
     both = Renters(one.ledger, lambda name, text: said.append(text), [one])
     offers = [replace(OFFERS[0], id=str(number)) for number in range(9)]
     failures = await both.apply(plan([PodSpec(name="pod-0", provider="list")], [], offers))
-    assert str(failures["pod-0"]) == "4 offers failed in turn, the last one because it is gone"
+    assert str(failures["pod-0"]) == "4 offers failed in turn, the last one: it is gone"
     assert len(provider.orders) == 4 and both.rows == []
     assert [text.partition(" for ")[0] for text in said] == [
         *(f"it is gone; the next offer is list/{number}" for number in (1, 2, 3)),
