@@ -247,7 +247,7 @@ class Invariants:
     def _who_takes_part(self, me: str, certificate: Certificate) -> list[str]:
         """Honest roster members that have not signed, and that this peer should have waited for.
 
-        Not members that were on another head, had no worker, or fetched a state for as long as they were heard.
+        Not members that were on another head, were fetching a state, or had no worker.
         """
         plan = certificate.plan
         formed_at = self._began_to_reduce[me]
@@ -260,12 +260,10 @@ class Invariants:
         ]
 
     def _was_seen_on_head(self, me: str, p: str, head: str, now: float) -> bool:
-        """Whether p was on this head in the last OFF_HEAD_S, and could tell this peer before an outage between them;
-        not if it was fetching a state all the while."""
+        """Whether p took part on this head in the last OFF_HEAD_S, and could tell this peer before an outage between
+        them."""
         told_by = min(now, self._truth.outages.since(me, p)) - TELL_S
-        began, ended = self._truth.fetches.get(p, (math.inf, math.inf))
-        has_only_fetched = began <= now - OFF_HEAD_S and ended >= told_by
-        return self._truth.was_on_head(p, head, now - OFF_HEAD_S, told_by) and not has_only_fetched
+        return self._truth.took_part(p, head, now - OFF_HEAD_S, told_by)
 
     def _reachable(self, me: str, certificate: Certificate) -> list[str]:
         """Honest roster members that have not signed, and that this peer could hear without a long outage."""

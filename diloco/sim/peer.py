@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,15 +115,12 @@ class VirtualPeer(Process):
 
     def fetched(self, state: State) -> None:
         self.fetched_state = state
-        self._fetch_ended(events.Fetched(state.head))
+        self.swarm.truth.takes_part(self.peer_id, self._clock.now)
+        self.post(events.Fetched(state.head))
 
     def fetch_failed(self, failed: events.FetchFailed) -> None:
-        self._fetch_ended(failed)
-
-    def _fetch_ended(self, event: Event) -> None:
-        began, _ = self.swarm.truth.fetches[self.peer_id]
-        self.swarm.truth.fetches[self.peer_id] = began, self._clock.now
-        self.post(event)
+        self.swarm.truth.takes_part(self.peer_id, self._clock.now)
+        self.post(failed)
 
     def state_of(self, head: str) -> State | None:
         """The state that it serves for this head."""
@@ -154,7 +150,7 @@ class VirtualPeer(Process):
     def fetch(self, fetch: effects.Fetch) -> None:
         follows = self.state is not None and fetch.path[0].plan.parent == self.state.head
         body, donors = fetch.path[-1].body, fetch.donors
-        self.swarm.truth.fetches[self.peer_id] = self._clock.now, math.inf
+        self.swarm.truth.pauses(self.peer_id, self._clock.now)
         self.swarm.downloads.begin(self, body, donors, fetch.timeout_s, follows=follows)
 
     def apply(self, certificate: Certificate) -> None:

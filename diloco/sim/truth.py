@@ -104,8 +104,8 @@ class Truth:
     """For peers that announced that they leave: when they came back; infinite: not yet."""
     idle_until: dict[str, float] = field(default_factory=dict)
     """For peers that lost their worker: when they got another; infinite: not yet."""
-    fetches: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By peer id: when it last began to fetch a state, and when that ended; infinite: not yet."""
+    _took_part: dict[Pair, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    """By (peer id, head): from when to when the peer was not fetching a state since it last came to this head."""
     contradictions: list[str] = field(default_factory=list)
     """Heads under which two peers have different values."""
     made_by_liars: set[int] = field(default_factory=set)
@@ -123,6 +123,8 @@ class Truth:
         self.drops(peer.peer_id, now)
         self.head_of[peer.peer_id] = state.head
         self._on_head[peer.peer_id, state.head] = (now, math.inf)
+        self._took_part[peer.peer_id, state.head] = []
+        self.takes_part(peer.peer_id, now)
         self.held_since[peer.peer_id] = now
         if peer.is_honest:
             self.held_by_honest.add(state.head)
@@ -130,9 +132,26 @@ class Truth:
 
     def drops(self, peer_id: str, now: float) -> None:
         """This peer does not hold its head any more: it has moved to another, or has died."""
+        self.pauses(peer_id, now)
         if (head := self.head_of.pop(peer_id, None)) is not None:
             began, _ = self._on_head[peer_id, head]
             self._on_head[peer_id, head] = (began, now)
+
+    def pauses(self, peer_id: str, now: float) -> None:
+        """This peer does not take part in rounds: it begins to fetch a state, or drops its head."""
+        spans = self._took_part[peer_id, self.head_of.get(peer_id, "")]
+        if spans and math.isinf(spans[-1][1]):
+            spans[-1] = (spans[-1][0], now)
+
+    def takes_part(self, peer_id: str, now: float) -> None:
+        """This peer takes part in rounds on its head: it has come to it, or its fetch has ended."""
+        self.pauses(peer_id, now)
+        if (head := self.head_of.get(peer_id)) is not None:
+            self._took_part[peer_id, head].append((now, math.inf))
+
+    def took_part(self, peer_id: str, head: str, since: float, until: float) -> bool:
+        """Whether this peer took part in rounds on this head from `until` or earlier, and still at `since`."""
+        return any(began <= until and ended >= since for began, ended in self._took_part[peer_id, head])
 
     def was_on_head(self, peer_id: str, head: str, since: float, until: float) -> bool:
         """Whether this peer reached this head by `until`, and did not leave it before `since`."""
