@@ -147,7 +147,7 @@ class DilocoCallback(TrainerCallback):
                 outer.checkpoint(directory)
                 on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
         except (DilocoError, OSError) as error:
-            log.error("the swarm's state was not saved to %s, which cannot be resumed: %s", directory, error)
+            log.error("the swarm's state was not saved, so %s cannot be resumed: %s", directory, error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -161,7 +161,7 @@ class DilocoCallback(TrainerCallback):
     def _joined(self) -> Diloco:
         if self.outer is None:
             raise UserError(
-                "DilocoCallback was added after training had begun; give it to the Trainer before"
+                "DilocoCallback was added after training had begun; pass it to the Trainer before train()"
             )
         return self.outer
 
@@ -187,7 +187,8 @@ class DilocoCallback(TrainerCallback):
         mark = on_rank_zero(lambda: checked_mark(directory))
         if mark.num_ranks != args.world_size:
             raise UserError(
-                f"{directory} was saved by {mark.num_ranks} ranks and this peer has {args.world_size}; start as many"
+                f"{directory} was saved by {mark.num_ranks} ranks, but this peer has {args.world_size}; "
+                f"start it with {mark.num_ranks}"
             )
         return Restored(position=mark.position, tokens=mark.tokens, directory=directory)
 
@@ -224,8 +225,8 @@ def shuffle_by_world_rank(dataloader: Any, args: TrainingArguments, world_rank: 
         sampler.generator = torch.Generator().manual_seed(own)
     elif sampler is None or isinstance(sampler, SequentialSampler):
         log.warning(
-            "the trainer reads its dataset in order, so all peers train on the same samples: give it a dataset that "
-            "is shuffled or split by the world rank, here %d",
+            "the trainer reads its dataset in order, so all peers train on the same samples; shuffle or "
+            "split the dataset by world rank (this peer's is %d)",
             world_rank,
         )
 
@@ -241,8 +242,8 @@ def check_divides(args: TrainingArguments, *, steps_per_epoch: int) -> None:
     period = generation_period(args)
     if steps_per_epoch % period:
         raise UserError(
-            f"an outer step every {steps_per_epoch} inner steps would meet rollouts of which some are still to be "
-            f"trained on, with log-probabilities of the weights before it: one generation serves {period} inner steps "
+            f"an outer step every {steps_per_epoch} inner steps would change the weights before all rollouts "
+            f"of a generation have been trained on: one generation serves {period} inner steps "
             f"(steps_per_generation x num_iterations = {_batches_per_generation(args)} batches, "
             f"gradient_accumulation_steps {args.gradient_accumulation_steps}). Make --hv.local-steps divided by "
             f"--hv.num-fragments a multiple of {period}, say {-(-steps_per_epoch // period) * period}"

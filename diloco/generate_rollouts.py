@@ -101,7 +101,7 @@ def _unloaded(generator: Generator, paths: Sequence[str], digest: str) -> str:
             generator.load(Path(path).read_bytes())
         if generator.digest == digest:
             return ""
-        reason = "they lead to other weights than announced"
+        reason = "they do not produce the announced weights"
     except (BadBlob, OSError) as error:
         reason = str(error)
     generator.forget()

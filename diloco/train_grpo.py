@@ -375,13 +375,13 @@ class Training:
         hv = self.config.hv
         if self.period > 1 and (hv.local_time is not None or hv.overlap_steps == AS_LONG_AS_THE_ROUND):
             why = (
-                "--hv.local-time ends epochs when the time is up"
+                "--hv.local-time may end an epoch after any inner step"
                 if hv.local_time is not None
-                else "--hv.overlap-steps auto merges averages when they are there"
+                else "--hv.overlap-steps auto may merge an average after any inner step"
             )
             raise UserError(
-                f"{why}, in the middle of rollouts that serve {self.period} inner steps; leave it out, or leave out "
-                "--grpo.steps-per-generation and --grpo.num-iterations"
+                f"{why}, but one generation of rollouts serves {self.period} of them; leave it out, or leave "
+                "out --grpo.steps-per-generation and --grpo.num-iterations"
             )
         for problem in self.skipped:
             self.metrics.write("event", **skipped_event(problem))

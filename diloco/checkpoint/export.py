@@ -45,13 +45,13 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
             raise UserError(f"{checkpoint} cannot be read: {error}") from error
         if (source / "adapter_config.json").is_file():
             raise UserError(
-                f"{store.name_of(found.name, found.part)} holds adapters without the weights beside which they were "
-                "trained; the model that the run wrote at its end (--run-dir, model/) has both merged"
+                f"{store.name_of(found.name, found.part)} holds adapters without their base weights; use the "
+                "merged model that the run wrote at its end (model/ in --run-dir)"
             )
         is_of_trainer = (source / "config.json").is_file()
         model = source if is_of_trainer else source / "model"
         if not (model / "config.json").is_file():
-            raise UserError(f"{store.name_of(found.name, found.part)} holds no configuration of a model")
+            raise UserError(f"{store.name_of(found.name, found.part)} has no model configuration")
         is_agreed = weights == "agreed" and found.mark.head != "" and not is_of_trainer
         if is_of_trainer:
             state = _trainers_weights(source)
@@ -137,7 +137,7 @@ def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
     state = state_files.load(source)
     layout = layout_of(outline(load_model_config(str(model))), len(state.sizes))
     if layout.sizes != state.sizes:
-        raise UserError(f"the outer state in {source} is not of the model in its configuration")
+        raise UserError(f"the outer state in {source} does not fit the model configuration beside it")
     return {
         slot.name: anchor[slot.offset : slot.offset + slot.numel].view(slot.shape)
         for fragment, anchor in zip(layout.fragments, state.anchor, strict=True)

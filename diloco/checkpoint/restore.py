@@ -161,7 +161,7 @@ def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) 
     def check() -> None:
         if step == 0 and skipped:
             raise UserError(
-                f"no checkpoint in {config.path} that this peer could go on from is whole: {'; '.join(skipped[:3])}. "
+                f"no checkpoint in {config.path} can be resumed by this peer: {'; '.join(skipped[:3])}. "
                 "Leave out --ckpt.resume to begin anew"
             )
 

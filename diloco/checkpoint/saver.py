@@ -52,8 +52,8 @@ def check_saved(event: Mapping[str, Any], *, is_required: bool) -> None:
     """
     if is_required and event["event"] == "checkpoint_failed":
         raise DilocoError(
-            f"{GAVE_UP}: the checkpoint of step {event['step']} was not saved ({event['reason']}), and --ckpt.required "
-            "ends the training then; make room, or name another place with --ckpt.path"
+            f"{GAVE_UP}: the checkpoint of step {event['step']} was not saved ({event['reason']}), and with "
+            "--ckpt.required that ends the training; free some space, or name another place with --ckpt.path"
         )
 
 

@@ -127,7 +127,7 @@ def read(directory: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Tensor
     except (CheckpointException, SafetensorError, *_MALFORMED) as error:
         reason = _first_failure(error) if isinstance(error, CheckpointException) else error
         raise UserError(
-            f"{directory} holds another model than this one, or of an earlier version: {reason!r:.200}"
+            f"{directory} holds another model, or was saved by an earlier version: {reason!r:.200}"
         ) from reason
     return state
 

@@ -50,7 +50,7 @@ def open_store(path: str, scratch: Path) -> Store:
         extra = "pip install 'diloco[s3]'" if path.startswith("s3") else "install the package that it names"
         raise UserError(f"{path} needs a package that is not here ({error}): {extra}") from error
     except (ValueError, OSError) as error:
-        raise UserError(f"{path} is no place for checkpoints: {error}") from error
+        raise UserError(f"checkpoints cannot be kept in {path}: {error}") from error
     return RemoteStore(path, filesystem, root, scratch)
 
 

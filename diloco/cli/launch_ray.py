@@ -81,7 +81,8 @@ def print_cluster_yaml(
                 users[where.user, where.key_path] = row.name
             if len(users) > 1:
                 raise UserError(
-                    f"`ray up` has one user and one key for all machines, and {', '.join(users.values())} have others."
+                    f"`ray up` uses one user and one key for all machines; "
+                    f"those of {', '.join(users.values())} differ."
                 )
             ((user, key),) = users
             python = _python(ledger, found[rows[0].provider])
@@ -106,8 +107,8 @@ def _python(ledger: Ledger, renter: Renter) -> str:
 def check_reachable(row: Row, pod: Pod, *, num_nodes: int) -> None:
     if num_nodes > 1 and any(inside != outside for inside, outside in pod.ports):
         raise UserError(
-            f"{row.name} maps its ports to others outside, and Ray's nodes have to reach each other on all ports; use "
-            "machines of one network (--provider ssh)."
+            f"{row.name} is behind a port mapping, but Ray's nodes have to reach each other on all ports; "
+            "use machines on one network (--provider ssh)."
         )
 
 
@@ -120,7 +121,7 @@ def ray_job(job: LaunchJob, storage: str | None, rows: Sequence[Row], ledger: Le
     on_gpus = [row.offer.gpu_count for row in rows if not row.offer.is_cpu]
     if on_gpus and (len(on_gpus) < len(rows) or len(set(on_gpus)) > 1):
         counts = ", ".join(f"{row.name} {0 if row.offer.is_cpu else row.offer.gpu_count}" for row in rows)
-        raise UserError(f"All nodes of one training need as many GPUs as the others; they have: {counts}.")
+        raise UserError(f"All nodes of one training need the same number of GPUs; they have: {counts}.")
     named = [job.config_flag, _CONFIG] if job.config_flag else []
     return RayJob(
         num_nodes=job.num_nodes,
@@ -137,7 +138,7 @@ def _rows(ledger: Ledger, num_nodes: int) -> list[Row]:
     rows = [row for row in ledger.rows() if row.state in (State.SYNCED, State.RUNNING)]
     if len(rows) < num_nodes:
         raise UserError(
-            f"{num_nodes} nodes are wanted and {len(rows)} pods of {ledger.path} are set up; "
-            f"`diloco provision --pods {num_nodes} --deploy-only` makes them."
+            f"{num_nodes} nodes are needed, but only {len(rows)} pods in {ledger.path} are set up; "
+            f"`diloco provision --pods {num_nodes} --deploy-only` sets them up."
         )
     return rows[:num_nodes]

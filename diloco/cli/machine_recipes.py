@@ -144,7 +144,9 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
         return Choice(config=config)
     if recipe is None:
         is_preset = any(one.values["path_model"] == config.path_model for one in RECIPES)
-        why = "with --total-batch-size no size is chosen for it: give --seq-length and --total-steps, too"
+        why = (
+            "with --total-batch-size, no other size is chosen for it: give --seq-length and --total-steps too"
+        )
         return Choice(config=config, why=why if is_preset else "")
     why = f"chosen for {machine.in_words()} (--path-model names another model)"
     if "path_model" in named:

@@ -82,7 +82,8 @@ def new_secret(*, key: Annotated[KeyFlags, Parameter(name="*")] = KeyFlags()) ->
     secret_path = key.path.with_suffix(".swarm-secret")
     replace_secret(key.path, secret_path)
     print(
-        f"the new swarm secret is in {secret_path}; peers need it when half the validity of their tokens has passed"
+        f"the new swarm secret is in {secret_path}; peers need it before half of the validity "
+        "of their tokens has passed"
     )
     return 0
 

@@ -50,13 +50,13 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
         seen = await overview(ledger, access(inventory))
         found = seen.pods
         for name, why in seen.silent.items():
-            print(f"!!! {name} does not say what is there: {why}", file=sys.stderr, flush=True)
+            print(f"!!! {name} did not list its pods: {why}", file=sys.stderr, flush=True)
         if as_json:
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
         print_status(seen)
         if found and (kept := ledger.recall(LAST_ACTION)):
-            print(f"last done by itself: {kept}", flush=True)
+            print(f"last automatic action: {kept}", flush=True)
         return 0
 
     code = run_interruptible(look())
@@ -193,10 +193,10 @@ def extend(
     ledger = opened_existing(state_file)
     rows = ledger.named(names)
     endless = [row.name for row in rows if row.ends_at is None]
-    said = f"no end to extend: {', '.join(endless)}"
+    said = f"no end time to extend: {', '.join(endless)}"
     if endless and (names or len(endless) == len(rows)):
         give_back = typed(f"diloco pods down {' '.join(endless)}", ledger)
-        raise UserError(f"There is {said}. What has no end stays until `{give_back}`.")
+        raise UserError(f"There is {said}. Pods without an end time stay until `{give_back}`.")
     if endless:
         say("–", said)
 

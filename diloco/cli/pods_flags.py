@@ -176,8 +176,8 @@ def ensure_watcher(ledger: Ledger) -> None:
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
         say(
             "–",
-            "a process in the background gives back pods whose time is over, whose orders were in doubt or whose "
-            "deletion failed, and keeps the swarm as it was asked for",
+            "a background process gives back pods whose time is over, whose order had an unknown outcome or "
+            "whose deletion failed, and keeps the swarm as requested",
         )
 
 
@@ -186,7 +186,9 @@ async def confirmed(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UserError("Nothing was changed: nobody is there to be asked. Give --yes to go on.")
+        raise UserError(
+            "Nothing was changed: there is no terminal to ask for confirmation. Give --yes to go on."
+        )
     if not await says_yes(question):
         raise UserError("Nothing was changed.")
 
@@ -218,7 +220,7 @@ def interruption_told(ledger: Ledger, give_back: str, also: str = "") -> Iterato
         rate = sum(row.offer.price_per_hour for row in rows)
         if rows:
             print(
-                f"Interrupted: {len(rows)} pods stay, {rate:.2f} $/h. The same command goes on from here; "
+                f"Interrupted: {len(rows)} pods stay, {rate:.2f} $/h. Repeat the command to continue; "
                 f"`{give_back}` gives them back.{also}",
                 file=sys.stderr,
                 flush=True,

@@ -122,8 +122,8 @@ class PodFlags:
 
         if self.file is not None:
             raise UserError(
-                f"--offers goes by flags: in place of --file {self.file}, give --provider, --gpu-type and the like; "
-                "--plan shows which offers the pods of a file would take."
+                f"--offers works with flags only: in place of --file {self.file}, give --provider, "
+                "--gpu-type and the like; --plan shows which offers the pods of a file would take."
             )
         common = {**self._common(), "name": "any", "spot": True}
         return [PodSpec(gpu_type=gpu_type, **common) for gpu_type in self.gpu_types or (None,)]
@@ -222,7 +222,7 @@ def provision(
             failures = await found.apply(agreed, lambda: ensure_watcher(ledger))
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:
-                raise NoCapacity(f"{', '.join(lacking)} cannot be had now")
+                raise NoCapacity(f"no capacity for {', '.join(lacking)} at the moment")
             failures = await found.set_up(setup, failures)
             if not deploy_only and not failures:
                 failures = await Swarm(found, options, setup.pod_python).start()
@@ -242,7 +242,7 @@ def provision(
                 except (NoOffer, NoCapacity) as error:
                     if not care.retry_until_up or plan:
                         raise
-                    say("–", f"{error} Asking again in {_RETRY_S:g} s")
+                    say("–", f"{str(error).rstrip('.')}; asking again in {_RETRY_S:g} s")
                 await asyncio.sleep(_RETRY_S)
 
     return locked(ledger, bring_up)
@@ -320,7 +320,7 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_js
         return 0
     also = _NOT_REPLACED if care.replace else ""
     print(
-        f"The same command goes on from here; `{typed('diloco pods down', ledger)}` gives everything back.{also}",
+        f"Repeat the command to continue; `{typed('diloco pods down', ledger)}` gives everything back.{also}",
         file=sys.stderr,
         flush=True,
     )

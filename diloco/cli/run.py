@@ -118,8 +118,8 @@ def _check_enough_gpus(train: TrainConfig, num_gpus: int, num_peers: int) -> Non
     if needs_two_gpus(train) and 0 < num_gpus < 2 * num_peers:
         raise UserError(
             f"{num_peers} peers with a vLLM server each need {2 * num_peers} GPUs, two each, but this machine has "
-            f"{num_gpus}; use fewer --peers, name the servers' GPU by --grpo.vllm-gpu, or do without them by "
-            "--rollout hf"
+            f"{num_gpus}; use fewer --peers, name the servers' GPU with --grpo.vllm-gpu, or use --rollout "
+            "hf, which needs no servers"
         )
 
 

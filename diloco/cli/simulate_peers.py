@@ -90,7 +90,7 @@ def _from_table(where: str, table: Mapping[str, Any], usual: Pods) -> list[Pods]
         raise UserError(f"{where}: count is a number from 1 to {MAX_PEERS}, not {copies!r}")
     values = {name: value for name, value in table.items() if name != "count"}
     if of_all := values.keys() & _OF_ALL:
-        raise UserError(f"{where}: {min(of_all)} is of all peers; give it as a flag")
+        raise UserError(f"{where}: {min(of_all)} applies to all peers; give it as a flag")
     source = ValueSource(values, "the table")
     app = App(config=[source], help_flags=(), version_flags=())
     app.default(_pods)
@@ -117,7 +117,7 @@ def peak_of(peer: Pods) -> float:
     each = peak_flops(peer.gpu)
     if each is None:
         known = ", ".join(PEAK_FLOPS)
-        raise UserError(f"how fast a {peer.gpu} is, is not known here; say --flops, or one of {known}")
+        raise UserError(f"the speed of {peer.gpu} is not known; give --flops, or one of {known}")
     return each * peer.gpus
 
 

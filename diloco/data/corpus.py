@@ -166,7 +166,7 @@ def _text_pieces(path: Path) -> Iterator[bytes]:
                 piece = b"".join(lines)
                 if b"\0" in piece:
                     raise UserError(
-                        f"{path} holds zero bytes, so it is not text; name text, JSONL or Parquet files"
+                        f"{path} holds NUL bytes, so it is not text; name text, JSONL or Parquet files"
                     )
                 yield piece
     except OSError as error:

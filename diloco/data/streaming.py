@@ -241,7 +241,8 @@ class HubDataset:
         """
         if lane >= NUM_LANES:
             raise UserError(
-                f"{self.name} is streamed to {NUM_LANES} world ranks at most; {lane} is one too high"
+                f"{self.name} can be streamed to at most {NUM_LANES} world ranks; "
+                f"world rank {lane} is too high"
             )
         files = np.arange(self.num_files, dtype=np.uint64)
         files = permuted(files, size=len(files), seed=self._seed, passes=np.full_like(files, cycle))

@@ -189,7 +189,7 @@ def _without_issuer(error: NoIssuer, kept: bytes, problem: Why | None, peer_id: 
         return failed("admission", problem.advice(peer_id), start), b""
     if error.others:
         return failed("admission", Why.WRONG_SECRET.advice(peer_id), _GIVE_SECRET), b""
-    return failed("admission", "no issuer of tokens for the given secret answers", start), b""
+    return failed("admission", "no member that issues tokens for the given secret answers", start), b""
 
 
 async def _is_closed(dht: Dht, run_id: str) -> bool:

@@ -118,8 +118,9 @@ def adopt_manifest(
     config = with_shared(config, shared, named=named, num_ranks=num_ranks)
     if config.grpo.dataset != own_dataset and is_own_code(config.grpo.dataset):
         raise UserError(
-            f"The run's environment is code: {config.grpo.dataset!r}. Whoever began the run chose it, and it would run "
-            "on this machine. If you trust it and have it here, name it yourself with --dataset, exactly so."
+            f"The run's environment is code: {config.grpo.dataset!r}, chosen by the peer that began the "
+            "run. It would be executed on this machine. If you trust it and have a copy here, give --dataset "
+            "exactly that value."
         )
     if manifest.get(_MODEL) is None:
         return config
@@ -155,8 +156,8 @@ def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
     """
     if manifest.get(_WEIGHTS):
         raise UserError(
-            "The run trains adapters beside weights that this machine does not have. Copy the model's directory here "
-            "from a peer that has it, and name it with --path-model."
+            "The run trains adapters on base weights that this machine does not have. Copy the model's "
+            "directory here from a peer that has it, and name it with --path-model."
         )
     byte_level = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}
     if manifest.get(_TOKENIZER, "") not in byte_level:

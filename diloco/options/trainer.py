@@ -91,7 +91,7 @@ def with_fitting_batch_size(
     Schedule.of(shared_values(config))
     total, device = config.total_batch_size, config.per_device_train_batch_size
     if total % num_ranks:
-        raise UserError(f"--total-batch-size {total} does not divide by the {num_ranks} ranks of this peer.")
+        raise UserError(f"--total-batch-size {total} is not a multiple of this peer's {num_ranks} ranks.")
     per_rank = total // num_ranks
     fitting = next(size for size in range(min(device, per_rank), 0, -1) if per_rank % size == 0)
     if fitting != device and "per_device_train_batch_size" in named:
@@ -111,7 +111,7 @@ def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[s
         ("num_workers", True, "has no effect: one background thread reads the data"),
         ("hv.skip_load_from_peers", True, "has no effect: a peer always loads the swarm's state"),
         ("ckpt.delta_interval", config.mode != "grpo", "has no effect without --mode grpo"),
-        ("hv.mixing", hv.overlap_steps < 1, "has no effect without a number of --hv.overlap-steps"),
+        ("hv.mixing", hv.overlap_steps < 1, "has no effect unless --hv.overlap-steps is 1 or more"),
         ("hv.data_port", hv.transport == "libp2p", f"has no effect {without_streams}"),
         ("hv.announce_data_maddrs", hv.transport == "libp2p", f"has no effect {without_streams}"),
         (

@@ -271,7 +271,7 @@ class Diloco:
     def _scheduled(self) -> Schedule:
         if self._schedule is None:
             raise DilocoError(
-                "nobody said how many local steps an epoch has; construct Diloco with local_steps"
+                "the number of local steps per epoch is not known; construct Diloco with local_steps"
             )
         return self._schedule
 

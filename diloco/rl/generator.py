@@ -146,6 +146,6 @@ def prompts_at_once(config: TrainConfig) -> int:
 
 def _numbers(logprobs: Sequence[float | None]) -> list[float]:
     if None in logprobs:
-        raise DilocoError("the server left out a token's log-probability, so nobody could train on it")
+        raise DilocoError("the server left out a token's log-probability, which training needs")
     # Rounding may leave a log-probability a little above 0.
     return [min(float(value or 0.0), 0.0) for value in logprobs]

@@ -81,8 +81,8 @@ def _loaded(path: str, configuration: str | None, kind: str) -> Any:
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"--dataset {kind}: {path} is not to be had ({reason}); name a directory with its train and test files, "
-            f"--dataset {kind}=path/to/it"
+            f"--dataset {kind}: {path} cannot be loaded ({reason}); name a directory with its train and test "
+            f"files, --dataset {kind}=path/to/it"
         ) from error
 
 
@@ -208,7 +208,7 @@ def open_generator(name: str, *, seed: int) -> Task:
             for start, size in ((seed, _NUM_EXAMPLES), (seed + _HELD_OUT_SEED, _NUM_HELD_OUT))
         ]
     except (ValueError, TypeError, AssertionError, KeyError) as error:
-        raise UserError(f"--dataset {name}: reasoning-gym cannot make that: {error}") from error
+        raise UserError(f"--dataset {name}: reasoning-gym cannot create this dataset: {error}") from error
 
     is_guarded = evaluates_answers(trained)
 

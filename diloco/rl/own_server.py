@@ -64,7 +64,7 @@ class OwnServer:
         except ServerLost as error:
             self.stop()
             raise UserError(
-                f"the vLLM server does not serve: {error}. The end of {self.command.log_path}:\n"
+                f"the vLLM server did not start: {error}. The end of {self.command.log_path}:\n"
                 f"{last_words(self.command.log_path)}"
             ) from error
 
@@ -124,8 +124,8 @@ class OwnServer:
         names = client.model_names()
         if self.command.model_name not in names:
             raise ServerLost(
-                f"another server has taken port {self.command.port}, which was free, and serves {', '.join(names)}; "
-                "the same command again takes another port"
+                f"another server has taken port {self.command.port} in the meantime and serves "
+                f"{', '.join(names)}; run the same command again, which picks another port"
             )
         client.try_out(self.command.model_name, timeout_s=max(deadline - time.monotonic(), 1.0))
 

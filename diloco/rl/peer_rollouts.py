@@ -103,8 +103,8 @@ class PeerRollouts:
         self.senders = answer["senders"]
         if self._waits and not groups:
             log.warning(
-                "no rollout has come for %g s: this learner generates its own until rollout peers are there; start "
-                "some by `diloco peer --role rollout`",
+                "no rollouts received for %g s: this learner generates its own until rollout peers join; "
+                "start them with `diloco peer --role rollout`",
                 self._patience_s,
             )
         self._waits = bool(groups)
@@ -126,7 +126,7 @@ class PeerRollouts:
                 self._checks.generated(peer_id, difference)
         self._differences.clear()
         for peer_id, reason in self._checks.cheats().items():
-            log.warning("left rollout peer %s out: %s", peer_id, reason)
+            log.warning("rollouts of peer %s are no longer used: %s", peer_id, reason)
             self._on_event(event="rollout_peer_left_out", peer_id=peer_id, reason=reason)
             self._link.send("leave out", peer_id=peer_id, reason=reason)
             self._checks.forget(peer_id)

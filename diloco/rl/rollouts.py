@@ -119,8 +119,8 @@ class Rollouts:
                 return action()
             except RequestRefused as error:
                 raise UserError(
-                    f"the vLLM server refuses what it is asked for: {error}. A prompt and "
-                    "--grpo.max-completion-length have to fit into the model's context together"
+                    f"the vLLM server refused the request: {error}. The prompt plus "
+                    "--grpo.max-completion-length have to fit into the model's context"
                 ) from error
             except ServerLost as error:
                 log.warning("the vLLM server was lost: %s", error)

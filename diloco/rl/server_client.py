@@ -120,7 +120,7 @@ class ServerClient:
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list) or not results or not all(map(_is_verdict, results)):
             raise ServerLost(
-                f"{self.url} has no worker extension of diloco, or it failed: {str(answer)[:MAX_QUOTED]}"
+                f"diloco's worker extension is missing from {self.url}, or failed: {str(answer)[:MAX_QUOTED]}"
             )
         refused = [result for result in results if not result["ok"]]
         chosen: dict[str, Any] = (refused or results)[0]

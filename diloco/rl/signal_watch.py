@@ -36,13 +36,13 @@ def problems(figures: Mapping[str, float | None]) -> dict[str, str]:
     cut_off, reward, same = (figures.get(name) for name in ("cut_off", "reward", "same_reward"))
     if cut_off is not None and cut_off >= _CUT_OFF_SHARE:
         found["cut_off"] = (
-            f"{cut_off:.0%} of the completions were cut off before their end, where no answer is: raise "
+            f"{cut_off:.0%} of the completions were cut off before they gave an answer: raise "
             "--grpo.max-completion-length"
         )
     if same == 1.0 and reward == 0.0:
         found["no_reward"] = (
             "all rewards are zero, so nothing is learned: take an easier --dataset, a model that solves some of it, or "
-            "a --grpo.reward that pays for parts"
+            "a --grpo.reward that gives partial credit"
         )
     elif same == 1.0:
         found["same_reward"] = (

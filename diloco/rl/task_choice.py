@@ -33,8 +33,8 @@ def check_task_name(name: str) -> None:
     if is_own_code(name) and ":" not in named_of(name):
         raise UserError(
             f"--dataset {name} is no task; name {PREFIX}:<generator> (chain_sum, countdown, ...), "
-            f"{', '.join(HUB_TASKS)}, one of those from a directory, as in gsm8k=path/to/it, or file.py:Class, an "
-            "environment of yours"
+            f"{', '.join(HUB_TASKS)}, one of these read from a directory (gsm8k=path/to/it), or your own "
+            "environment (file.py:Class)"
         )
 
 

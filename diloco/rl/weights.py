@@ -127,7 +127,7 @@ def unpacked(blob: bytes, most_values: int = 1 << 40) -> tuple[Label, State]:
     ) as error:
         if isinstance(error, BadBlob):
             raise
-        raise BadBlob(f"it is no blob of weights: {error}") from error
+        raise BadBlob(f"it does not hold weights in the expected format: {error}") from error
 
 
 def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
@@ -138,7 +138,7 @@ def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
         raise BadBlob("the patch's indices and values do not belong together")
     for name in names:
         if name not in old:
-            raise BadBlob(f"the patch changes {name}, which there is not")
+            raise BadBlob(f"the patch changes {name}, which does not exist")
         at, differences = changes[name + _AT].long(), changes[name + _BY]
         bits = _bits(old[name])
         if at.shape != differences.shape or at.ndim != 1 or differences.dtype != bits.dtype:

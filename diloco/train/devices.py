@@ -153,8 +153,8 @@ def split_gpus(
         return tuple(others[:num_ranks]), server
     if len(gpus) <= num_ranks:
         raise UserError(
-            f"the vLLM server needs a GPU beside the {num_ranks} that train on, and {len(gpus)} are here; let them "
-            f"share by --grpo.vllm-gpu {gpus[-1]} --grpo.vllm-args --gpu-memory-utilization 0.4, or take --rollout "
-            "peers and start peers with --role rollout elsewhere"
+            f"the vLLM server needs a GPU besides the {num_ranks} used for training, but this machine has "
+            f"{len(gpus)}; share one with --grpo.vllm-gpu {gpus[-1]} --grpo.vllm-args --gpu-memory-utilization 0.4, "
+            "or use --rollout peers and start peers with --role rollout on other machines"
         )
     return tuple(gpus[:num_ranks]), gpus[-1]

@@ -83,7 +83,7 @@ class Metrics:
             # Fails for a pipe or device, which has nothing to cut off.
             os.truncate(file.fileno(), size)
         if not self._is_failing:
-            text = f"cannot write to {file.name} ({reason}): its records are lost until that is mended"
+            text = f"cannot write to {file.name} ({reason}): its records are lost until this is fixed"
             log.warning("%s", text)
             self._on_trouble("metrics", text)
         self._is_failing = True

@@ -89,7 +89,7 @@ def _build(config: PretrainedConfig, attn_implementation: str) -> PreTrainedMode
         )
     except (ValueError, ImportError) as error:
         raise UserError(
-            f"no causal language model comes of this config.json: {_first_line(error)}"
+            f"no causal language model can be built from this config.json: {_first_line(error)}"
         ) from error
     return model
 

@@ -142,7 +142,7 @@ def test_a_server_is_not_taken_for_another_one_at_its_port(directory, tmp_path):
 def test_a_server_that_is_healthy_and_dies_of_its_first_request_is_an_error_that_says_so(directory, tmp_path):
     with (
         OwnServer(command(directory, tmp_path, "--sick")) as server,
-        pytest.raises(UserError, match="does not serve"),
+        pytest.raises(UserError, match="did not start"),
     ):
         server.start()
     assert processes_of(server.command.port) == []

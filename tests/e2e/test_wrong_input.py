@@ -138,7 +138,7 @@ WRONG = {
     "broken JSONL": ("run --dataset-name-or-path BROKEN_JSONL", "broken.jsonl, line 3 is not JSON"),
     "JSONL that is not UTF-8": ("run --dataset-name-or-path LATIN", "latin.jsonl, line 2 is not UTF-8"),
     "broken Parquet": ("run --dataset-name-or-path PARQUET", "is not a readable Parquet file"),
-    "binary file": ("run --dataset-name-or-path BINARY", "holds zero bytes, so it is not text"),
+    "binary file": ("run --dataset-name-or-path BINARY", "holds NUL bytes, so it is not text"),
     "unknown task": ("run --mode grpo --dataset sums", "--dataset sums is no task"),
     "checkpoint that is not there": ("run --ckpt.resume /nowhere", "there is no such directory"),
     "checkpoint to export that is not there": (

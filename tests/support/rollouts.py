@@ -53,7 +53,7 @@ def refused_blobs(state: Mapping[str, Tensor], publisher: str, served: int) -> l
     other = {name: tensor + 1 for name, tensor in state.items()}
     contiguous = {name: tensor.contiguous() for name, tensor in turned.items()}
     return [
-        (packed(state, label)[:-4], "it is no blob of weights"),
+        (packed(state, label)[:-4], "it does not hold weights in the expected format"),
         (packed(contiguous, label), r"layers\.1\.mlp\.up_proj\.weight has the shape"),
         (packed(without_k, label), r"k_proj\.weight is missing"),
         (packed(spoilt, label), "values that are not finite"),

@@ -98,9 +98,10 @@ def check_sandbox() -> None:
     if trial.returncode:
         reason = complaint.decode(errors="replace").strip().rpartition("\n")[2]
         raise UserError(
-            f"bubblewrap is installed, and cannot isolate a process here: {reason}. It needs namespaces: let users "
-            "have them (sysctl kernel.unprivileged_userns_clone=1, or an AppArmor profile for bwrap), or start the "
-            "container with --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+            f"bubblewrap is installed, but cannot isolate a process here: {reason}. It needs user "
+            "namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, or an AppArmor profile for "
+            "bwrap), or start the container with --cap-add SYS_ADMIN --security-opt seccomp=unconfined "
+            "--security-opt apparmor=unconfined"
         )
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ASSUMPTIONS = (
-    "Links are full duplex, join peers to a core that is never the limit, and carry their rate all the time; "
-    "TCP fills them to 95 %, loses nothing, and connections that stay open need no slow start.",
-    "All peers reach each other directly; nobody forwards for others.",
+    "Links are full duplex, connect peers to a core that is never the bottleneck, and always run at full "
+    "rate; TCP fills them to 95 %, loses nothing, and connections that stay open need no slow start.",
+    "All peers reach each other directly, without relays.",
     "The CPU time of a part of a round does not depend on other load: training is not slowed by a round.",
     "All streams of a reduction progress at the same rate, and all members finish it at the same time.",
     "A lost peer falls silent, like a machine that is switched off. Others notice it by their timeouts; among more "

@@ -76,12 +76,12 @@ def test_a_pod_without_an_end_does_not_keep_others_from_being_extended(tmp_path,
     assert exit_code(["pods", "extend", *words]) == USER_ERROR
     said = " ".join(capsys.readouterr().err.replace("│", "").split())
     give_back = f"diloco pods down endless --state-file {path}"
-    assert f"no end to extend: endless. What has no end stays until `{give_back}`" in said
+    assert f"no end time to extend: endless. Pods without an end time stay until `{give_back}`" in said
     ledger, _ = planned(path, "ending", ttl_hours=1e6)
     monkeypatch.setattr("diloco.cli.pods.ensure_watcher", lambda _: None)
     assert exit_code(["pods", "extend", *words]) == 0
     assert {row.name: row.ends_at for row in ledger.rows()} == {"endless": None, "ending": 3.6e9 + 3600}
-    assert "no end to extend: endless" in capsys.readouterr().err
+    assert "no end time to extend: endless" in capsys.readouterr().err
     assert exit_code(["pods", "extend", "ending", "endless", *words]) == USER_ERROR
 
 

@@ -72,7 +72,7 @@ def test_flags_that_name_no_pods_or_name_them_twice_are_refused(tmp_path):
 
 def test_offers_are_not_listed_by_a_file(tmp_path):
     with pytest.raises(
-        UserError, match=r"--offers goes by flags: in place of --file .*none.toml, give --provider"
+        UserError, match=r"--offers works with flags only: in place of --file .*none.toml, give --provider"
     ):
         PodFlags(file=tmp_path / "none.toml").filters()
 

@@ -116,8 +116,8 @@ def test_a_peer_of_a_file_has_what_a_machine_can_have(line, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("peers = 3", "peers is of all peers"),
-        ("window = 3", "window is of all peers"),
+        ("peers = 3", "peers applies to all peers"),
+        ("window = 3", "window applies to all peers"),
         ('bandwidth = "1gbit,2gbit"', "bandwidth takes one value here"),
         ("count = 0", "count is a number from 1 to 1024, not 0"),
     ],

@@ -237,7 +237,7 @@ def test_tokenising_that_was_cut_short_leaves_nothing_that_is_read(tokenizer, tm
     [
         ("empty.txt", b"", "no text"),
         ("empty.jsonl", b"", "no text"),
-        ("binary.txt", b"a\n\0\1\2", "zero bytes"),
+        ("binary.txt", b"a\n\0\1\2", "NUL bytes"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": "b"', "broken.jsonl, line 2 is not JSON .* at column 13"),
         ("latin.jsonl", b'{"text": "a"}\n\n{"text": "\xe9"}\n', "line 3 is not UTF-8 from byte 11 on"),
         ("deep.jsonl", b"[" * 100_000, "line 1 holds JSON that cannot be read"),

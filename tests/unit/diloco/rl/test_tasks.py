@@ -63,7 +63,7 @@ def test_a_data_set_that_is_torn_or_empty_is_named_at_the_start(tmp_path, monkey
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS["gsm8k"]) + "\n")
     (tmp_path / "test.jsonl").write_text(test_split)
-    with pytest.raises(UserError, match="is not to be had"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         opened(f"gsm8k={tmp_path}", seed=0)
 
 
@@ -146,10 +146,10 @@ def test_options_of_a_generator_are_part_of_its_name():
     ("name", "says"),
     [
         ("gsm9k", "is no task"),
-        ("reasoning-gym:nothing_such", "cannot make that"),
+        ("reasoning-gym:nothing_such", "cannot create this dataset"),
         ("reasoning-gym:chain_sum,max_terms", "not option=value"),
-        ("reasoning-gym:chain_sum,no_option=3", "cannot make that"),
-        ("gsm8k=/nowhere/at/all", "not to be had"),
+        ("reasoning-gym:chain_sum,no_option=3", "cannot create this dataset"),
+        ("gsm8k=/nowhere/at/all", "cannot be loaded"),
     ],
 )
 def test_a_task_that_there_is_not_is_refused_in_words(name, says):

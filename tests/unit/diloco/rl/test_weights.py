@@ -110,7 +110,7 @@ def test_a_safetensors_file_of_others_is_refused():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"c::at": torch.tensor([0]), "c::by": torch.zeros(1, dtype=torch.int16)}, "which there is not"),
+        ({"c::at": torch.tensor([0]), "c::by": torch.zeros(1, dtype=torch.int16)}, "which does not exist"),
         ({"b::at": torch.tensor([0])}, "do not belong together"),
         ({"b::at": torch.tensor([11]), "b::by": torch.zeros(1, dtype=torch.int16)}, "past its end"),
         ({"b::at": torch.tensor([-1]), "b::by": torch.zeros(1, dtype=torch.int16)}, "past its end"),
