@@ -2,8 +2,8 @@
 
 mean           weighted by trained tokens; a single member can move the average anywhere
 clip           weights capped at twice the median member's tokens (--hv.max-weight), outliers scaled down to 4 times
-               the median norm: one member counts as much as eight median ones at the most, which dominates small groups; a
-               minority that always pulls in one direction has an effect in proportion to its weight
+               the median norm: one member counts as much as eight median ones at most, enough to dominate small
+               groups; a minority that always pulls in one direction has an effect in proportion to its weight
 trimmed-mean   for every value, the most extreme members at either end are left out (arXiv 1803.01498)
 centered-clip  for every chunk, members are clipped to the median distance from a robust centre
                (arXiv 2012.10333; on shares of the vector as in BTARD, arXiv 2106.11257)
