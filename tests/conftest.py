@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Not by `-m`: a typed `-m` would replace that of pyproject.toml, which leaves out tests of what is not installed.
+    # Not by `-m`: an `-m` on the command line replaces pyproject.toml's, which excludes tests of optional software.
     if config.getoption("--exhaustive"):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in its own event loop, with a deadline. Values of fixtures that are asynchronous
-    context managers are entered in that loop before the test, and left after it."""
+    """Run a coroutine test in its own event loop, with a deadline. A fixture value that is an asynchronous context
+    manager is entered in that loop before the test and exited after it."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
@@ -96,14 +96,14 @@ def dht_node(directory: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A DHT node that the tests share: each uses a run id of its own."""
+    """A DHT node that tests share: each test uses its own run id."""
     with dht_node(tmp_path_factory.mktemp("bootstrap")) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def quiet_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A DHT node that knows no dead peers of other tests, for tests that wait only briefly for its answers."""
+    """A DHT node without dead peers of other tests in its routing table, for tests with short query timeouts."""
     with dht_node(tmp_path_factory.mktemp("bootstrap")) as address:
         yield address
 
@@ -112,7 +112,7 @@ def quiet_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def swarm(
     bootstrap: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., LightSwarm]]:
-    """`swarm(**worker settings)`: a light swarm whose processes all end with the test."""
+    """`swarm(**worker settings)`: a light swarm; all of its processes are ended after the test."""
     made: list[LightSwarm] = []
 
     def make(**worker: Any) -> LightSwarm:

@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(*argv, name="…")` runs a command in tmp_path/<name>; none of its processes outlives the test."""
+    """`start(*argv, name="…")` runs a command in tmp_path/<name> and ends all of its processes after the test."""
     commands: list[Command] = []
 
     def make(*argv: Any, name: str = "command", cwd: Path | None = None) -> Command:

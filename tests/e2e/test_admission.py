@@ -1,4 +1,4 @@
-"""A swarm with a secret as the README has it, and that the secret is nowhere but in its own files."""
+"""The README's swarm with a secret: only peers with the secret train, and only its own files contain it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OWN_FILES = (".swarm-secret", ".admission-key", "swarm-secret")
 
 
 def trained(peer: Command) -> list[Path]:
-    """The run directory, once the peer has seen two epochs."""
+    """The peer's run directory in a list, which is empty until two epochs are recorded."""
     return [
         path.parent for path in peer.directory.glob("runs/*/metrics.jsonl") if len(digests(path.parent)) >= 2
     ]
 
 
 def command_lines() -> str:
-    """Of everything that runs on this machine."""
+    """The command lines of all processes on this machine."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -45,14 +45,14 @@ def command_lines() -> str:
 
 
 def holders(base: Path, word: str) -> list[str]:
-    """Files that hold the word, but for those that are there to hold it."""
+    """Files below `base` that contain the word, except those whose purpose is to hold it (OWN_FILES)."""
     files = (path for path in base.rglob("*") if path.is_file() and not path.name.endswith(OWN_FILES))
     return [str(path.relative_to(base)) for path in files if word.encode() in path.read_bytes()]
 
 
 @pytest.mark.exhaustive
 def test_only_peers_with_the_secret_train_and_it_is_written_nowhere(start, model, tmp_path, monkeypatch):
-    """The README's commands, with a tiny model that is trained without end."""
+    """The README's commands, with a tiny model and a training that never finishes."""
     coordinator = start(*typed(CLOSED_DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), name="dht")
     wait_until(lambda: "swarm secret in" in coordinator.stdout, "where the secret is", command=coordinator)
     maddr = coordinator.stdout.splitlines()[0].removeprefix("--initial-peers ")
@@ -65,7 +65,7 @@ def test_only_peers_with_the_secret_train_and_it_is_written_nowhere(start, model
     stranger = start(*typed(SECOND, maddr=maddr), name="stranger")
     more = ("--galaxy-size", 2, "--path-model", model, "--hv.local-steps", 20, *SHORT)
     first = start(*typed(ADMITTED, *more, maddr=maddr), name="first")
-    # Who says what to train has to be there first.
+    # The first peer of a run publishes the manifest; the second one has no model of its own and needs it.
     wait_until(lambda: "joined the swarm" in first.stdout, "the first peer", command=first)
     monkeypatch.setenv("DILOCO_SWARM_SECRET", secret)
     second = start(*typed(SECOND, "--world-rank", 1, maddr=maddr), name="second")

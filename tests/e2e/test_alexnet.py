@@ -1,4 +1,4 @@
-"""examples/alexnet_ray.py as its text says, on fewer and smaller pictures. As a Ray job: tests/pods/test_ray.py."""
+"""The command in examples/alexnet_ray.py, on fewer and smaller pictures. As a Ray job: tests/pods/test_ray.py."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TINY = ("--quick", "--passes", "5", "--made", "1500", "--width", "0.125")
 
 @pytest.mark.exhaustive
 def test_alexnet_learns_what_it_sees_and_knows_it_in_pictures_it_has_not_seen(tmp_path: Path) -> None:
-    """A tenth of the pictures is of each class."""
+    """There are ten classes of equal size, so chance is 10%."""
     argv = [sys.executable, str(EXAMPLE), *TINY, "--data", str(tmp_path)]
-    # Threads of so small a net would mostly wait for each other.
+    # With so small a net several threads would mostly wait for each other.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = subprocess.run(
         argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=True

@@ -1,4 +1,4 @@
-"""`diloco run --baseline`: what the same training comes to without the other peers."""
+"""`diloco run --baseline`: the same training repeated by a single peer, for comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_th
         "alone": [r for r in alone if r["kind"] == "step"],
     }
     assert [record["step"] for record in steps["alone"]] == [1, 2, 3, 4, 5, 6]
-    # The same weights, samples and rates, until the first averaging.
+    # Until the first averaging both have the same weights, samples and learning rates.
     assert [r["loss"] for r in steps["alone"][:2]] == [r["loss"] for r in steps["peer"][:2]]
     assert [r["lr"] for r in steps["alone"]] == [r["lr"] for r in steps["peer"]]
     assert steps["alone"][3]["loss"] != steps["peer"][3]["loss"]
@@ -47,7 +47,7 @@ def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_th
     line += r", in \d+ s for \d times the tokens$"
     assert re.search(line, after, re.MULTILINE), after
     assert (run_dir / "loss.png").stat().st_mtime > (run_dir / "alone" / "metrics.jsonl").stat().st_mtime
-    # Checkpoints are those of peers.
+    # The baseline saves no checkpoints; these are the peers'.
     assert {path.name for path in (tmp_path / "checkpoints").glob("*/*")} == {
         "diloco_rank_0",
         "diloco_rank_1",

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.lab import unavailable
 
 IN_A_LABORATORY = {"overlap", "rollouts --push", "unlike", "unlike --losses"}
-"""They need namespaces, and links of their own making."""
+"""These need network namespaces with emulated links between them."""
 NAMES = ["membership", "rollouts", "saving", *sorted(IN_A_LABORATORY)]
 
 
@@ -22,11 +22,11 @@ def test_a_benchmark_runs_to_its_end_and_writes_its_figures(start, tmp_path, nam
         pytest.skip(reason)
     module, *flags = name.split()
     figures = tmp_path / "figures.json"
-    # A test's own is too long for the sockets of multiprocessing.
+    # The path of a test's own directory is too long for multiprocessing's sockets.
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         argv = (sys.executable, "-m", f"benchmarks.{module}", *flags, "--quick", "--json", figures)
         command = start("env", f"TMPDIR={short}", *argv)
-        # It takes minutes alone, and other tests run beside it.
+        # A benchmark takes minutes, and longer with other tests running beside it.
         assert command.wait(1800) == 0, command.stdout + command.stderr
     rows = json.loads(figures.read_text())["results"]
     assert rows and all(row["runs"] >= 1 for row in rows)

@@ -1,4 +1,4 @@
-"""What a user reads who resumes from a checkpoint of which nothing proves that a swarm has made it."""
+"""The error for a user who resumes from a checkpoint whose certificate does not prove that a swarm made it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_resumed_only_with_a_certificate_that_fits_and_is_signed
 
 
 def alter(directory: Path, spoil: Callable[[Header], None]) -> None:
-    """With marks that say so: a stranger can write those, too."""
+    """Change a checkpoint's header and write a matching mark, as an attacker could."""
     (path,) = directory.rglob(HEADER_FILE)
     header = json.loads(path.read_text())
     spoil(header)

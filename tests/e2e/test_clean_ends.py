@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGKILL at any moment: nothing keeps running, nothing is half-written."""
+"""After Ctrl-C, SIGTERM or SIGKILL at any moment nothing keeps running and no file is half-written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.commands import (
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
-# Outer step and checkpoint after every inner step: most of the time is spent in rounds and in writing.
+# An outer step and a checkpoint after every inner step, so that most of the time goes to rounds and to writing.
 BUSY = {"hv.local-steps": 1, "ckpt.interval": 1, "ckpt.path": "checkpoints", "ckpt.topk": 2}
 
 Moment = Callable[[Command], object]
@@ -43,7 +43,7 @@ def has_worker(command: Command) -> bool:
 
 
 def has_epochs(number: int) -> Moment:
-    """Every metrics.jsonl of the command speaks of so many epochs."""
+    """The moment when every metrics.jsonl of the command has at least this many epochs."""
 
     def moment(command: Command) -> bool:
         found = [path.read_text() for path in command.files("metrics.jsonl")]
@@ -53,7 +53,7 @@ def has_epochs(number: int) -> Moment:
 
 
 def check_ends(command: Command, moment: Moment, number: signal.Signals, code: int) -> None:
-    """Sends the signal at that moment: everything is gone in time, and the exit code is as convention has it."""
+    """Send the signal at that moment; check that all processes end in time, nothing is left, and the exit code."""
     wait_until(lambda: moment(command), moment.__name__, command=command)
     command.send(number)
     check_gone(command)

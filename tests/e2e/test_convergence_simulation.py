@@ -1,4 +1,4 @@
-"""What benchmarks.convergence computes in one process is what a swarm of daemons and trainers computes."""
+"""benchmarks.convergence computes in one process what a swarm of daemons and trainers computes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`diloco dashboard` in a browser, on a swarm of real daemons of which one dies. Keeps its screenshots.
+"""`diloco dashboard` in a browser, on a swarm of real daemons of which one dies.
 
-They are in DILOCO_SCREENSHOTS, or in pytest's temporary directory of the test.
+Screenshots are kept in DILOCO_SCREENSHOTS, or else in the test's temporary directory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def state_is(rank: int, *states: str) -> str:
-    """A function body: whether this peer's row shows one of these states."""
+    """The body of a JavaScript function that says whether this peer's row shows one of these states."""
     return (
         f"const cell = document.querySelector('tr[data-rank=\"{rank}\"] td.state');"
         f"return cell !== null && {list(states)!r}.includes(cell.dataset.state)"
@@ -127,12 +127,12 @@ def test_the_dashboard_shows_a_swarm_by_day_and_night_on_every_screen_and_who_ha
 
 
 def pictures_of(window: Browser, pictures: Path, name: str) -> None:
-    """At both widths and in both modes; nothing is wider than the screen, and no label cut off."""
+    """Take screenshots at both widths, light and dark; check that nothing overflows and no label is cut off."""
     taken = set()
     for screen, width, height in SCREENS:
         for dark in (False, True):
             window.shows(width=width, height=height, dark=dark)
-            # What is drawn follows the width in the next frame.
+            # The page redraws for the new width in the next frame.
             window.until(
                 "return document.querySelector('#loss svg').clientWidth < innerWidth", "the new width"
             )
@@ -144,7 +144,7 @@ def pictures_of(window: Browser, pictures: Path, name: str) -> None:
 
 
 def check_labels(window: Browser) -> None:
-    """All of every label lies within its picture."""
+    """No label extends beyond the left or right edge of its chart."""
     cut = window.run(
         "return [...document.querySelectorAll('svg text')].filter(text => {"
         "const own = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect();"
@@ -162,7 +162,7 @@ def check_one_bar_is_cut(window: Browser) -> None:
 
 
 def check_accessible(window: Browser) -> None:
-    """By axe-core where it is there, and without it that everything has a name and enough contrast."""
+    """Every control and section has a name. With axe-core's file in DILOCO_AXE, axe finds nothing serious, either."""
     unnamed = window.run(
         "return [...document.querySelectorAll('button, svg[role=img], progress, section')].filter(e => "
         "!e.getAttribute('aria-label') && !e.getAttribute('aria-labelledby') && !e.innerText).map(e => e.outerHTML)"
@@ -184,7 +184,7 @@ def check_accessible(window: Browser) -> None:
 
 
 def check_light(window: Browser) -> None:
-    """What the page has loaded by now, and how soon it was painted (shown by pytest -s)."""
+    """The page has loaded few bytes by now. `pytest -s` shows how many, and the time to the first paint."""
     page = window.run(
         "const entries = [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')];"
         "const painted = performance.getEntriesByName('first-contentful-paint')[0];"
@@ -196,7 +196,7 @@ def check_light(window: Browser) -> None:
 
 
 def check_hostile_text(window: Browser) -> None:
-    """What a peer says of itself is text, and nothing else."""
+    """Text that a peer reports about itself is shown as text: no HTML in it takes effect."""
     row = window.run("return document.querySelector('tr[data-rank=\"3\"]').innerText")
     assert HOSTILE in row
     assert window.run("return document.querySelectorAll('img, b').length") == 0
@@ -204,7 +204,7 @@ def check_hostile_text(window: Browser) -> None:
 
 
 def check_hostile_figures(window: Browser) -> None:
-    """However large a step that a peer tells of, and however close to another, its axis has an end."""
+    """An axis has fewer than 20 ticks even if peers report huge steps, or huge steps that hardly differ."""
     lengths = (
         "import('/static/charts.js').then(charts => [charts.ticks(4e18, 4e18, 4), "
         "charts.ticks(1e17, 1e17 + 64, 4), charts.ticks(-1e18, 1e18, 4)].map(ticks => ticks.length))"
@@ -222,13 +222,13 @@ def check_fits(window: Browser) -> None:
 
 
 def brightness(window: Browser) -> float:
-    """Of the page's background, 0 to 255."""
+    """Brightness of the page's background, 0 to 255."""
     colour = window.run("return getComputedStyle(document.body).backgroundColor")
     return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
 
 
 def picture_of_row(window: Browser, rank: int) -> tuple[str, str]:
-    """What of a row the eye sees: its words and its colour."""
+    """The visible text and colour of a peer's state."""
     return tuple(
         window.run(
             'const cell = document.querySelector(`tr[data-rank="${arguments[0]}"] td.state`);'

@@ -1,6 +1,6 @@
-"""`diloco doctor` on machines with planted faults: each is found by name, with what mends it.
+"""`diloco doctor` on machines with planted faults: it names each fault and says how to fix it.
 
-The faults are real: files, limits, clocks, disks and peers as they would be on a machine that has them.
+The faults are real: files, limits, clocks, disks and peers in the state that they would have on a faulty machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def by_name(command: Command) -> Findings:
-    """What a command with --json and something that fails has said."""
+    """The checks by name, from the JSON output of a command in which at least one check fails."""
     assert command.wait() == 1, command.stdout + command.stderr
     said = json.loads(command.stdout)
     assert said["ok"] is False
@@ -60,7 +60,7 @@ def by_name(command: Command) -> Findings:
 
 
 def network(*flags: Any) -> Findings:
-    """The part of the command that deals with the network, in this process, on the flags given to it."""
+    """Run only the command's network checks, in this process, with these flags."""
     config, _ = parse_train_config(["--run-id", RUN, *LOOPBACK, *map(str, flags)])
 
     async def examine() -> Findings:
@@ -83,7 +83,7 @@ def test_a_machine_and_a_swarm_that_are_well_pass_line_by_line(start, coordinato
     lines = [line for line in command.stdout.splitlines() if line[:4] in ("pass", "warn", "fail")]
     found = {line[6:24].strip(): line[:4] for line in lines}
     assert found.keys() == OF_A_MACHINE | OF_A_SWARM
-    # The swarm is on this very machine, so nobody knows of a NAT; a batch of 512 is much for two cores.
+    # The swarm is on this same machine, so NAT cannot be judged; a batch of 512 is large for two cores.
     assert {name for name, verdict in found.items() if verdict != "pass"} <= {
         "nat",
         "bandwidth",
@@ -95,8 +95,8 @@ def test_a_machine_and_a_swarm_that_are_well_pass_line_by_line(start, coordinato
 
 
 def test_faults_of_a_machine_are_found_all_at_once(start, coordinator, tmp_path):
-    """A torch that is too old, a model that is too large, a state directory below a file, a full disk, and a clock that
-    is half a minute late: every time.time() of the doctor's process."""
+    """torch is too old, the model too large, the state directory's parent a file, the disk full, and the clock half a
+    minute behind (time.time() is patched in the doctor's process)."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     site = tmp_path / "site"
@@ -159,7 +159,7 @@ def test_a_port_in_use_is_found():
 
 
 def hivemind_without_p2pd(site: Path) -> Path:
-    """A directory for PYTHONPATH with a hivemind that lacks the program. Returns where that belongs."""
+    """Make `site`, for PYTHONPATH, with a hivemind that lacks p2pd. Returns the path at which p2pd would be."""
     import hivemind
 
     real, ours = Path(hivemind.__file__).parent, site / "hivemind"
@@ -188,7 +188,7 @@ for content in (None, "#!/bin/sh\\necho 'Illegal instruction'\\nexit 132\\n"):
 
 
 def test_a_p2pd_that_is_missing_or_does_not_start_is_found(tmp_path):
-    """By the check alone, in a process whose hivemind is the planted one."""
+    """Runs this one check, in a process that imports the planted hivemind."""
     program = hivemind_without_p2pd(tmp_path / "site")
     argv = [
         *with_python_path(tmp_path / "site"),
@@ -218,7 +218,7 @@ def test_a_peer_that_is_not_there_is_found():
 
 
 def test_a_port_that_leads_nowhere_is_found(coordinator):
-    """As on a pod that says it maps a port, and does not."""
+    """As on a pod whose provider announces a port mapping that does not work."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -232,7 +232,7 @@ def test_a_port_that_leads_nowhere_is_found(coordinator):
 
 @pytest.mark.exhaustive
 def test_a_firewall_in_front_of_one_port_is_found(start, model):
-    """Two machines of their own; that of the doctor drops what comes for its data port."""
+    """Two machines in network namespaces; the doctor's drops incoming packets for its data port."""
     if reason := why_not():
         pytest.skip(reason)
     with hub(1) as machines:
@@ -281,7 +281,7 @@ def test_a_swarm_that_asks_for_a_secret_says_so_to_who_has_none(tmp_path):
         assert found["admission"]["fix"].startswith("--swarm-secret-file ")
         found = network("--initial-peers", closed.address, "--swarm-secret-file", closed.secret_file)
         assert failing(found) == set()
-        # Measured, so it was let in; how fast a busy machine is does not matter.
+        # A bandwidth was measured, so the peer was admitted; its value depends on the machine's load.
         assert "MB/s" in found["bandwidth"]["said"]
         assert found["data port"]["verdict"] == "pass"
 

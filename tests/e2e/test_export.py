@@ -1,4 +1,4 @@
-"""`diloco export` as typed: from what a swarm has saved to what transformers loads."""
+"""The `diloco export` command: from a swarm's checkpoint to a model that transformers loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.commands import DILOCO, ROOT, Command, model_directory, text_
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, bootstrap) -> Path:
-    """Where a peer, started as the README says, has saved steps 3 (in mid-epoch) and 6 (its last)."""
+    """The directory of a peer, started as in the README, that has saved steps 3 (mid-epoch) and 6 (its last)."""
     directory = tmp_path_factory.mktemp("export")
     model = model_directory(directory / "tiny", tie_word_embeddings=True)
     more = {"hv.local-steps": 2, "run-id": "export", "world-rank": 0, "host-maddrs": "/ip4/127.0.0.1/tcp/0"}
@@ -97,7 +97,7 @@ def test_a_checkpoint_from_before_certificates_becomes_a_model(trained, tmp_path
     mark = read_mark(part)
     files = {**mark.files, HEADER_FILE: record_of(part / HEADER_FILE)}
     now = replace(mark, files=files).to_bytes()
-    # Its seal is that of a mark with the same digits in it, and nothing but zeros in the seal's own place.
+    # The seal is the hash of the mark itself with zeros in place of the seal.
     unsealed = re.sub(rb'"seal": "[0-9a-f]{64}"', b'"seal": "' + b"0" * 64 + b'"', now).replace(
         b'"head"', b'"lineage"'
     )

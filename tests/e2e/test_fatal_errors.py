@@ -1,4 +1,4 @@
-"""What a user reads whose training cannot go on: why, once, and an end of it in place of endless new starts."""
+"""A training that cannot go on states the reason once and ends after three attempts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.commands import (
 )
 
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
-# Of a coordinator, a peer, and three workers one after the other.
+# Enough for a coordinator, a peer, and three workers one after the other.
 RUN_TIMEOUT_S = 240.0
 REASON = "this peer's weights are not finite any more; is the learning rate too high?"
 # So large that the second step overflows.

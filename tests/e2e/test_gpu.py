@@ -1,4 +1,4 @@
-"""The trainers on CUDA, one GPU being enough: precision, resume, unlike devices in one swarm, reinforcement."""
+"""The trainers on CUDA; one GPU is enough. Precision, resume, GPU and CPU in one swarm, reinforcement learning."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_resumed_training_has_the_losses_of_the_undisturbed_one(start, model, 
     assert second.wait() == 0, second.stderr
     expected, resumed = losses(first.directory / "run"), losses(second.directory / "run")
     assert list(expected) == list(range(1, 9)) and list(resumed) == [5, 6, 7, 8]
-    # Kernels may add up in another order from run to run.
+    # CUDA kernels may sum in another order from run to run.
     assert resumed == pytest.approx({step: expected[step] for step in resumed}, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""`diloco run --mode grpo` as typed: short on a model that knows nothing, and to the end on one that knows the form."""
+"""`diloco run --mode grpo`: a few steps on an untrained model, and a full run on one that knows the answer format."""
 
 from __future__ import annotations
 

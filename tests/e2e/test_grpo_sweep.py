@@ -1,4 +1,4 @@
-"""`diloco grpo-sweep` as typed, on a machine without GPUs."""
+"""The `diloco grpo-sweep` command on a machine without GPUs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""README.md, CONTRIBUTING.md and the tutorials as a newcomer uses them: every command typed in, every file looked at.
+"""README.md, CONTRIBUTING.md and the tutorials as a newcomer uses them: run every command, look at every file.
 
-Commands are taken from the documents. What differs from them is said in `typed` and beside each test: free ports, a
-model that trains in milliseconds, and flags that end a training early. Those of one command and several documents are
-run once; those for machines that are not here, tests/unit/test_documents.py has parsed.
+Commands are taken from the documents. `typed` and each test state what they change: free ports, a model that trains in
+milliseconds, and flags that end a training early. A command that several documents contain is run once. Commands that
+need other machines are only parsed, in tests/unit/test_documents.py.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ DOCUMENTED = {
     "epoch": {"step"}
     | names_in_table(PAGES["docs/api.md"], "<!-- test: fields diloco.outer.diloco.Commit -->")
 }
-"""What docs/api.md says of a pretraining's records."""
+"""The keys that docs/api.md lists for the records of a pretraining."""
 STATUS_KEYS = {
     *("peer_id", "world_rank", "state", "epoch", "step"),
     *("anchor_digest", "tokens_per_s", "last_seen_s"),
@@ -131,7 +131,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """`run(argv, name, cwd=…)` starts a command in a directory of that name; none outlives this module."""
+    """`run(argv, name, cwd=…)` starts a command in a directory of that name; all are ended after this module."""
     base, started = tmp_path_factory.mktemp("newcomer"), []
 
     def make(argv: list[str], name: str, cwd: Path | None = None) -> Command:
@@ -145,7 +145,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def coordinator(run: Start) -> Command:
-    """As in the README, at a free port."""
+    """The README's coordinator, on a free port."""
     command = run(typed(DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), "dht")
     wait_until(lambda: "\n" in command.stdout, "the line to paste", command=command)
     return command
@@ -160,9 +160,9 @@ def maddr(coordinator: Command) -> str:
 
 @pytest.fixture(scope="module")
 def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[str, Any], str]:
-    """README's two peers, from the first one's start to the end, and `diloco status` while it waits.
+    """The README's two peers after their training, and `diloco status` (JSON and table) while the first one waited.
 
-    In place of the model of 150 million parameters a tiny one on random tokens, for 300 steps.
+    They train a tiny model on random tokens for 300 steps, in place of the model of 150 million parameters.
     """
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
     more = ("--max-steps", 300, "--galaxy-size", 2, *short)
@@ -178,7 +178,7 @@ def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[st
         assert looks < 20, status
     table = run(typed(STATUS, maddr=maddr), "table")
     assert table.wait() == 0, table.stderr
-    # By the address that the first peer prints, as after the death of the coordinator.
+    # Join through the address that the first peer prints, as one does after the coordinator has died.
     printed = re.search(r"join through this one: --initial-peers (\S+)", first.stdout)
     assert printed is not None, first.stdout
     second = run(typed(SECOND, maddr=printed.group(1)), "second")
@@ -188,7 +188,7 @@ def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[st
 
 
 def run_dir_of(command: Command) -> Path:
-    """Where the command says, which is where the README says."""
+    """The run directory that the command prints; it is where the README says."""
     path = Path(command.stdout.splitlines()[0].removeprefix("run directory: "))
     assert path.parent == command.directory / "runs"
     assert re.fullmatch(r"\d{8}-\d{6}-\w+", path.name)
@@ -204,7 +204,7 @@ def records_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def check_run_dir(path: Path) -> None:
-    """What the README promises of every run directory that a trainer writes."""
+    """Check what the README promises about every run directory that a trainer writes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for kind in KEYS:
@@ -225,8 +225,8 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
     known |= {GRPO_MODEL, GRPO, ADAPTERS, SLURM, PBS, RUN, SIMULATE}
     known |= {WATCH, DASHBOARD}
-    # These are run by test_admission.py, test_doctor.py, test_recipes.py, test_rollout_peers.py, and
-    # those about pods by tests/pods.
+    # These are run by test_admission.py, test_doctor.py, test_recipes.py and test_rollout_peers.py, and the
+    # commands for pods by tests/pods.
     known |= {
         ROLLOUT_LEARNER,
         ROLLOUT_PEER,
@@ -323,14 +323,14 @@ def test_status_is_as_programs_may_rely_on(pair):
     assert (status["run_id"], status["epoch"]) == ("diloco", 0)
     (peer,) = status["peers"]
     assert peer.keys() >= STATUS_KEYS
-    # It waits for the other one: there is no run yet, and so no anchor of it.
+    # It waits for the other peer: the run has not begun, so there is no anchor yet.
     assert (peer["world_rank"], peer["step"], peer["head"], peer["anchor_digest"]) == (0, 0, "", "")
     assert (peer["signers"], peer["roster"]) == ([], [])
     assert "waiting" in pair[3] and "run diloco: epoch 0, 1 peer" in pair[3]
 
 
 def test_a_swarm_is_watched_until_ctrl_c(run: Start, maddr: str) -> None:
-    """On a pipe, and at any free port; tests/e2e/test_dashboard.py opens the page in a browser."""
+    """Output goes to a pipe, and the port is a free one; tests/e2e/test_dashboard.py opens the page in a browser."""
     watch = run(typed(WATCH, maddr=maddr), "watch")
     wait_until(lambda: watch.stdout.count("run diloco: epoch") >= 2, "a second look", command=watch)
     watch.interrupt()
@@ -346,7 +346,7 @@ def test_a_swarm_is_watched_until_ctrl_c(run: Start, maddr: str) -> None:
 
 def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
     wait_until(lambda: coordinator.stdout.count(" left at ") >= 2, "two that left", command=coordinator)
-    # They train for less than a second: it may have looked before and after.
+    # The peers train for less than a second, so the coordinator may have polled only before and after.
     assert coordinator.stdout.count(" joined, ") >= 2
     assert "lost" not in coordinator.stdout
     assert coordinator.stderr == ""
@@ -354,7 +354,7 @@ def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
 
 @pytest.mark.exhaustive
 def test_torchrun_with_swarm_flags_is_a_peer(pair, run, maddr):
-    """Two of them, in the repository's root, on shorter sequences. The swarm of the same name before has ended."""
+    """Two torchrun peers in the repository's root, on shorter sequences. `pair` has ended: its run id is reused."""
     peers = []
     for rank in (0, 1):
         more = ("--seq-length", 32, "--eval-tokens", 64, "--run-dir", pair[0].directory / f"torchrun{rank}")
@@ -371,7 +371,7 @@ def test_torchrun_with_swarm_flags_is_a_peer(pair, run, maddr):
 
 @pytest.mark.exhaustive
 def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr, model):
-    """A tiny model of too few layers for four fragments, for 80 steps."""
+    """For 80 steps, and with two fragments instead of four: the tiny model has too few layers for more."""
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
     more = ("--max-steps", 80, "--galaxy-size", 2, *short)
     fewer = {"hv__num_fragments": 2, "hv__local_steps": 40}
@@ -392,8 +392,8 @@ def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr,
 
 @pytest.mark.exhaustive
 def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model):
-    """Two seconds in place of two minutes, on steps of which a thousand would take longer. By the trimmed mean, which
-    is one of three peers or more."""
+    """Two seconds in place of two minutes, which end before the thousand steps of an epoch. Three peers, because the
+    trimmed mean needs at least three."""
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 64, "--eval-tokens", 64)
     more = ("--hv.local-steps", 1000, "--max-steps", 4000, "--run-id", "uneven", "--galaxy-size", 3, *short)
     typed_by_all = typed(UNEVEN, *more, maddr=maddr, path_model=model, hv__local_time="2s")
@@ -405,7 +405,7 @@ def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model
         found.append({e["epoch"]: e for e in records_of(run_dir, "epoch")})
         assert all(record["step"] == 1000 * epoch for epoch, record in found[-1].items())
         assert len(records_of(run_dir, "step")) < 2000
-    # On a busy machine a peer may be late for an epoch, which the other two then end.
+    # On a busy machine a peer may be late for an epoch; the other two then commit it.
     assert set().union(*found) == {1, 2, 3, 4}
     for epoch in set().union(*found):
         assert len({told[epoch]["anchor_digest"] for told in found if epoch in told}) == 1
@@ -414,7 +414,7 @@ def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model
 
 @pytest.mark.exhaustive
 def test_a_pod_announces_the_ports_it_is_reached_by(run, maddr, model):
-    """Any free ports inside; those outside lead nowhere, and the peer waits for another one meanwhile."""
+    """Inside ports are free ones and the announced ports lead nowhere; the peer only has to wait for another one."""
     short = ("--fake-data", "--path-model", model, "--galaxy-size", 2, "--run-id", "pod", "--world-rank", 0)
     inside = {"hv__host_maddrs": "/ip4/127.0.0.1/tcp/0", "hv__data_port": 0}
     peer = run(typed(POD, *short, maddr=maddr, **inside), "pod")
@@ -447,7 +447,7 @@ def test_the_example_trains_alone(run, loop, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
-    """As typed. The loss begins at 8; the last one is of one batch, before it is averaged."""
+    """The loss begins at 8. The one that is printed is of the last batch, before the last averaging."""
     peers = []
     for name in ("loop0", "loop1"):
         (pair[0].directory.parent / name).mkdir()
@@ -461,7 +461,7 @@ def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
 
 
 def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
-    """The README's own flags, for 6 steps, and little of the held-out text."""
+    """The README's own flags, but for 6 steps, and evaluated on little of the held-out text."""
     more = ("--hv.local-steps", 2, "--eval-tokens", 2048)
     command = run(typed(RUN, *more, max_steps=6), "swarm")
     assert command.wait() == 0, command.stdout + command.stderr
@@ -485,7 +485,7 @@ def test_a_plan_is_made_as_written(run: Start, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_reinforcement_runs_as_written(run: Start) -> None:
-    """For four steps, on a model that was pretrained for two; tests/e2e/test_grpo.py has it learn."""
+    """Four steps, on a model that was pretrained for two; tests/e2e/test_grpo.py checks that a model learns."""
     made = run(typed(GRPO_MODEL, "--steps", 2), "grpo")
     assert made.wait() == 0, made.stderr
     short = ("--total-batch-size", 8, "--grpo.eval-prompts", 2, "--device", "cpu")
@@ -493,7 +493,7 @@ def test_reinforcement_runs_as_written(run: Start) -> None:
         learnt = run(typed(words, *short, total_steps=4, hv__local_steps=2), "grpo")
         assert learnt.wait() == 0, learnt.stderr
         assert "all peers held bit-identical anchors after every epoch" in learnt.stdout
-    # The first run's commits are whole models, those of the second adapters.
+    # The first run sends whole models, the second one adapters.
     sent = [
         record["sent_bytes"]
         for kept in sorted(learnt.directory.glob("runs/*/peer-0"))
@@ -504,7 +504,7 @@ def test_reinforcement_runs_as_written(run: Start) -> None:
 
 @pytest.mark.parametrize(("command", "says"), [(SLURM, "#SBATCH --nodes=2"), (PBS, "#PBS -l select=2")])
 def test_a_job_for_a_batch_system_is_printed(command, says, run, tmp_path):
-    """With the configuration of the tutorial."""
+    """The job's configuration is the tutorial's."""
     (tmp_path / "config.toml").write_text(blocks(PAGES["docs/tutorials/multi-node.md"], "toml")[0])
     job = run(typed(command), command.split()[5], cwd=tmp_path)
     assert job.wait() == 0, job.stderr

@@ -1,4 +1,4 @@
-"""The recipes, each run as its own comment says: shorter and, where it takes a GPU, with a model for a CPU."""
+"""Each recipe, run as its comment says, but shorter and, where it needs a GPU, with a small model on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {
     "device": "cpu",
     "ckpt.interval": 10,
 }
-"""In place of what takes a GPU. The recipe's optimizer, codec, fragments, overlap and checkpoints stay."""
+"""Replaces the settings that need a GPU. The recipe's optimizer, codec, fragments and overlap stay."""
 
 
 def with_recipe(name: str, run_dir: Path, **changes: Any) -> list[Any]:
@@ -33,7 +33,7 @@ def with_recipe(name: str, run_dir: Path, **changes: Any) -> list[Any]:
 
 
 def check_agreed(directories: list[Path], num_epochs: int) -> None:
-    """All epochs are told of, each with one digest. Of three peers or more, one that is late misses an epoch."""
+    """Every epoch is recorded, with one digest. A peer may miss an epoch by being late if there are three or more."""
     digests = [digests_of(directory) for directory in directories]
     assert set().union(*digests) == set(range(1, num_epochs + 1))
     for epoch in range(1, num_epochs + 1):
@@ -83,7 +83,7 @@ def test_two_machines_meet_by_the_coordinators_address(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "num_peers", "local_steps", "num_epochs"),
-    # The ten fragments of slow-links are averaged one by one, and each once more at the end.
+    # slow-links averages its ten fragments one by one, and the other nine once more at the end.
     [("four-pods", 4, 20, 3), ("slow-links", 2, 60, 19)],
     ids=["four pods", "slow links"],
 )
@@ -102,7 +102,7 @@ def test_a_recipe_for_pods_trains_in_a_swarm(start, tmp_path, name, num_peers, l
 
 def test_the_recipe_for_reinforcement_learns_from_rewards(start, tmp_path):
     flags = with_recipe("grpo", tmp_path / "run", **{"total-steps": 10, "device": "cpu"})
-    # The recipe's own model takes minutes to make (tests/e2e/test_readme.py does); this one knows nothing yet.
+    # The recipe's own model takes minutes to make (tests/e2e/test_readme.py makes it); this one is untrained.
     model = small_bare_model(tmp_path / "model")
     command = start(*DILOCO, "run", *flags, "--path-model", model, cwd=ROOT)
     assert command.wait(900) == 0, command.stderr

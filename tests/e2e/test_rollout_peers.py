@@ -1,4 +1,4 @@
-"""`diloco peer --role rollout` as typed: a learner trains on what rollout peers generate, while they come and go."""
+"""The `diloco peer --role rollout` command: learners train on what rollout peers generate, while those come and go."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def early(completion, example):
 LEARNER = ("--hv.local-steps", 4, "--warmup-steps", 0, "--lr", "1e-3")
 SHORT = ("--total-batch-size", 8, "--grpo.num-generations", 4, "--grpo.max-completion-length", 8)
 RUN_ID = "diloco"
-"""The default, as the commands say nothing else."""
+"""The default: the commands do not set --run-id."""
 NUM_STEPS = 12
-"""After the loss of a rollout peer."""
+"""Steps that the learner must take after the loss of a rollout peer."""
 
 
 @pytest.fixture
@@ -44,18 +44,18 @@ def reward(tmp_path: Path) -> str:
 
 
 def senders(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """The newest figures of each rollout peer whose rollouts were trained on."""
+    """The latest record of each rollout peer whose rollouts were trained on, by peer id."""
     return {record["peer_id"]: record for record in records_of(run_dir, "rollouts") if record["taken"]}
 
 
 def key(directory: Path, slot: str) -> Path:
-    """Where a command that runs in this directory keeps its key."""
+    """The key file of a command that runs in this directory."""
     return directory / "state" / "diloco" / RUN_ID / f"{slot}.key"
 
 
 def draw_key(path: Path, learner: str, learners: list[str]) -> str:
-    """Make the key of a rollout peer that will work for this learner, whatever its hash says of most keys. Returns the
-    peer id."""
+    """Draw keys until one belongs to a rollout peer that is assigned to this learner (by the hash of its peer id), and
+    leave that key in `path`. Returns the peer id."""
     while True:
         identity = load_or_create(path)
         identity.release()
@@ -96,7 +96,7 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
     first_from_peers = next(index for index, number in enumerate(num_senders) if number)
     assert all(number in (1, 2) for number in num_senders[first_from_peers:])
     assert all(record["staleness_max"] <= 8 for record in trained)
-    # By the very weights that are trained, the sampler's log-probabilities are the trainer's.
+    # With the same weights, the sampler's log-probabilities equal the trainer's.
     fresh = [record for record in trained if record["staleness_max"] == 0]
     assert all(record["logp_difference_max"] < 1e-3 for record in fresh)
     assert any(record["grad_norm"] > 0 for record in trained)
@@ -133,7 +133,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(
     keys = [key(tmp_path / f"learner-{rank}", str(rank)) for rank in (0, 1)]
     wait_until(lambda: all(path.exists() for path in keys), "the learners' keys", command=learners[0])
     ids = [load(path).peer_id for path in keys]
-    # Each works for the learner that the hash of its key says, so they are given keys: one for each learner.
+    # The hash of its peer id assigns a rollout peer to a learner. Chosen keys give each learner one rollout peer.
     for rank, run_dir in enumerate(run_dirs):
         name = f"rollout-{rank}"
         peer_id = draw_key(key(tmp_path / name, f"{SLOT_PREFIX}0"), ids[rank], ids)

@@ -1,4 +1,4 @@
-"""Everything around an inference server, on real processes: pushes, refusals, deaths, and nothing left over."""
+"""Inference servers in real processes: pushes, refusals, deaths, and no process left over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.tiny_model import tiny_llama
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A model whose head is tied to its embeddings, which servers get wrong more easily."""
+    """A model with tied embeddings, which servers get wrong more easily than untied ones."""
     path = tmp_path_factory.mktemp("served")
     tiny_llama(tied=True).save_pretrained(path)
     return path
@@ -58,7 +58,7 @@ def serving(directory: Path, tmp_path: Path, *flags: str, name: str = "ours") ->
 
 
 def processes_of(port: int) -> list[str]:
-    """Command lines that name the port."""
+    """Process ids of the little servers with this port in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def processes_of(port: int) -> list[str]:
 
 
 def sockets_of(pid: str) -> list[Path]:
-    """Where the server's processes meet; its guardian, which makes the place, is not told."""
+    """The directory of the server's sockets, from this process's environment. The guardian's does not name it."""
     words = Path("/proc", pid, "environ").read_bytes().split(b"\0")
     name = b"VLLM_RPC_BASE_PATH="
     return [Path(word.removeprefix(name).decode()) for word in words if word.startswith(name)]
@@ -97,7 +97,7 @@ def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_o
 def test_a_server_killed_in_a_rollout_comes_back_with_the_current_weights_and_the_rollout_is_repeated(
     directory, tmp_path
 ):
-    # The first request is that of the health check; the third is the second prompt of the rollout.
+    # The first request is the health check; the third is the second prompt of the rollout.
     with training(directory, tmp_path, "--die-after", "3") as trainer:
         trainer.push(1)
         written = trainer.rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)

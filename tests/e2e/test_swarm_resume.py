@@ -1,4 +1,4 @@
-"""A swarm that died as a whole goes on from its checkpoints as if nothing had been, bit for bit."""
+"""A swarm whose peers all died resumes from its checkpoints and computes the same bits as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.commands import (
 )
 
 INTERVAL = 6
-# Between two outer steps, too; int4 has residuals.
+# Six steps per checkpoint and four per epoch: some checkpoints are in mid-epoch. int4 has residuals to restore.
 FLAGS = {
     "total-steps": 5000,
     "warmup-steps": 2,
@@ -39,8 +39,8 @@ FLAGS = {
     "ckpt.topk": 3,
 }
 NEVER_AHEAD = "from peers.core.late_work import LateWork\nLateWork.go_ahead = lambda *_: False\n"
-"""Run by every process of a life: on a busy machine a commit is late, and what a worker trains meanwhile is in other
-epochs than where it waits, so that the bits differ."""
+"""Makes workers wait for late commits. A worker that trains ahead, as on a busy machine, puts that work into another
+epoch, and the bits differ."""
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 SAME = ("loss", "lr", "grad_norm", "tokens")
 
@@ -50,7 +50,7 @@ def by_step(records: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any
 
 
 def whole_steps(saved: Path, ranks: tuple[int, ...] = (0, 1)) -> list[int]:
-    """Steps that all these peers have saved."""
+    """Steps of which all these peers have a complete checkpoint."""
     steps = {int(found[1]): path for path in saved.glob("*") if (found := STEP.fullmatch(path.name))}
     parts = [own_part(rank) for rank in ranks]
     return sorted(
@@ -59,7 +59,7 @@ def whole_steps(saved: Path, ranks: tuple[int, ...] = (0, 1)) -> list[int]:
 
 
 def kill(command: Command) -> int:
-    """SIGKILL every process of it at once. Returns how many there were."""
+    """SIGKILL every process of the command at once. Returns how many there were."""
     victims = command.processes()
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
@@ -91,7 +91,7 @@ class Lives:
         return self._start(*self._words, *more, name=f"life-{self._number}")
 
     def killed_while_training(self, most_s: float) -> None:
-        """Killed so long after both peers have taken their first step, up to `most_s`."""
+        """Start the run and kill it at a random moment, up to `most_s` after both peers have taken a step."""
         before = (
             [len(records_of(self.run_dir / f"peer-{rank}")) for rank in (0, 1)] if self._number else [0, 0]
         )
@@ -118,7 +118,7 @@ class Lives:
 
 
 def check_equal(lives: Lives, whole: Path) -> int:
-    """Every record of every life is the undisturbed run's, and each life went on where all had saved.
+    """Every record of every life equals the undisturbed run's, and each life began at the step of a checkpoint.
 
     Returns how often the run was resumed from a checkpoint.
     """
@@ -140,7 +140,7 @@ def check_equal(lives: Lives, whole: Path) -> int:
 
 
 def undisturbed(start, model: Path, directory: Path, steps: int) -> Path:
-    # What ends it changes no schedule.
+    # max-steps ends the run early without changing the learning-rate schedule.
     flags = {**FLAGS, "max-steps": steps, "run-dir": directory / "whole", "ckpt.path": directory / "other"}
     run = start(*repeatable(directory), *training_flags(model, **flags), name="whole")
     assert run.wait(600) == 0, run.stdout + run.stderr
@@ -217,7 +217,7 @@ def test_twenty_times_every_process_is_killed_and_every_resume_equals_the_undist
     whole = undisturbed(start, model, tmp_path, farthest(lives.run_dir) + 4)
     num_resumed = check_equal(lives, whole)
     print(f"{num_resumed} resumes from checkpoints, {farthest(lives.run_dir)} steps, all equal", flush=True)
-    # Four lives were killed while they started, and those before the first checkpoint begin anew.
+    # Four lives were killed while they started, and a life begins anew if no checkpoint was complete before it.
     assert num_resumed >= 12
 
 
@@ -231,7 +231,7 @@ def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, mo
     assert first.wait() == 0, first.stderr
     check_whole_files(saved)
     digests = by_step(records_of(tmp_path / "first" / "peer-0"), "epoch")
-    # Of peer 1's nothing is left, and its number is now another machine's.
+    # Peer 1's checkpoints are lost, and another machine takes its world rank.
     for part in saved.glob(f"*/{own_part(1)}"):
         shutil.rmtree(part) if part.is_dir() else part.unlink()
     again = {**flags, "ckpt.resume": "auto", "run-dir": tmp_path / "again", "peers": 3}

@@ -1,4 +1,4 @@
-"""The trainer as a user starts it: by path, with -m, under torchrun; what it leaves, and how it ends."""
+"""The trainer started by path, with -m, and under torchrun: the files that it writes, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 400
 
 
 def flags(directory, *more, path_model=None):
-    """The model of tiny_config, by flags as the original instructions spell them."""
+    """Flags that train tiny_config's model, in the spelling of the original instructions."""
     path_model = path_model or tiny_config(directory).path_model
     return [
         *("--path-model", path_model, "--fake-data", "--metric-logger-type", "dummy"),

@@ -1,4 +1,4 @@
-"""Real vLLM servers, on the CPU, in an environment of their own: `make test-vllm`."""
+"""Real vLLM servers on the CPU, in a virtual environment of their own: `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def processes_of(port: int) -> list[psutil.Process]:
 
 
 def check_none_lives(processes: list[psutil.Process]) -> None:
-    """Soon, at least: a process that was killed may take a moment, and stay a zombie where nobody asks for it."""
+    """All end within ten seconds. A zombie counts as ended: its parent may never reap it."""
     _, left = psutil.wait_procs(processes, timeout=10)
     living = []
     for process in left:
@@ -88,11 +88,11 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     trainer = Trainer(directory, server)
     trainer.push(1)
     before = processes_of(server.command.port)
-    # Long enough that the rollout is under way when the server's own process is killed; its children are not.
+    # Long enough that the rollout is under way when the server's main process, and not its children, is killed.
     longer = Sampling(max_tokens=400)
     lines = {}
     for process in before:
-        # Some are gone as soon as they were seen.
+        # Some processes live only for a moment.
         with contextlib.suppress(psutil.NoSuchProcess):
             lines[process] = " ".join(process.cmdline())
     servers_own = [p for p, line in lines.items() if "api_server" in line and "guardian" not in line]

@@ -1,4 +1,4 @@
-"""What a user reads who gave something that cannot work: one box, exit code 2, and nothing left of the attempt."""
+"""Input that cannot work is answered by one box and exit code 2, and leaves no process or file behind."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ FILES = {
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What the capital words in the table stand for."""
+    """The values of the placeholders (words in capitals) in the table of wrong input."""
     root = tmp_path_factory.mktemp("places")
     for name in ("empty", "broken_model", "full"):
         (root / name).mkdir()
@@ -208,14 +208,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 
 def placed(text: str, places: dict[str, str]) -> str:
-    # The longest first: some words are in others.
+    # The longest first: some placeholders contain others.
     for word in sorted(places, key=len, reverse=True):
         text = text.replace(word, places[word])
     return text
 
 
 def check_refused(command: Command, message: str, code: int = 2) -> None:
-    """The command ends with one box that says this, and leaves nothing behind."""
+    """The command ends with this code and one box with this message, and leaves nothing behind."""
     assert command.wait() == code, command.stderr
     check_gone(command)
     boxes = text_of_boxes(command.stderr)
@@ -227,7 +227,7 @@ def check_refused(command: Command, message: str, code: int = 2) -> None:
 
 
 def processes_of_ours() -> set[psutil.Process]:
-    """Below this one; Python's own tracker of shared memory begins when somebody first needs it, and stays."""
+    """Descendants of this process, without multiprocessing's resource tracker: it starts on first use and stays."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -240,7 +240,7 @@ def processes_of_ours() -> set[psutil.Process]:
 def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
     line, message, places, tmp_path, monkeypatch, capfd
 ):
-    """In this process, which has imported what a command would."""
+    """Runs the command in this process, which saves the imports of a new one."""
     if "FULL" in line and os.geteuid() != 0:
         pytest.skip("only root can mount a disk that is full")
     monkeypatch.chdir(tmp_path)
@@ -252,7 +252,7 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
     said = capfd.readouterr()
     (box,) = text_of_boxes(said.err)
     assert placed(message, places) in box and len(box) < 500
-    # Nothing but the box: no library has said anything, nothing has begun, and nothing is left.
+    # Only the box is printed, no process was started, and no file is left.
     assert said.out == ""
     assert said.err.startswith("╭─ diloco ─") and said.err.endswith("╯\n")
     assert processes_of_ours() <= others

@@ -1,4 +1,4 @@
-"""What benchmarks.convergence simulates in one process, against torch, and its own interruption."""
+"""benchmarks.convergence simulates a swarm in one process: compared with torch, and with interrupted runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_slow_peer_is_in_every_fourth_commit_with_all_its_work_and_in_the_last
         swarm.step()
         if swarm.at_rest:
             counted.append(swarm.committed_tokens // scale.seq_length)
-    # Of four steps of one sample each; after the tenth epoch two more of the slow peer's.
+    # Each epoch adds 4 samples of the fast peer, every fourth also 4 of the slow one, and the last its remaining 2.
     assert counted == [4, 8, 12, 20, 24, 28, 32, 40, 44, 50]
     for replica in swarm.replicas:
         replica.weights.put()

@@ -1,4 +1,4 @@
-"""TRL's GRPO as the inner loop, on the real trainer with a tiny model and a reward that even that one earns."""
+"""TRL's GRPO as the inner loop of the real trainer, with a tiny model and a reward that even this model earns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
 
 
 def letters() -> Task:
-    """Prompts are numbers; the reward is the share of small letters, which random bytes hold some of."""
+    """Prompts are numbers; the reward is the share of lower-case letters, of which random bytes contain some."""
 
     def example(index: int) -> Example:
         return Example([{"role": "user", "content": str(index)}], str(index))
@@ -76,7 +76,7 @@ def config(tmp_path, monkeypatch):
 
 @pytest.fixture
 def made(monkeypatch):
-    """What TRL's loss gets, of each generation."""
+    """The inputs of TRL's loss, one entry for each generation."""
     found = []
     scored = PeerTrainer._generate_and_score_completions
 
@@ -134,7 +134,7 @@ def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_
     )
 
     def short(model, tokenizer, *asked, **named):
-        """A model that knows nothing would hardly ever end what it says."""
+        """Ends every answer after three tokens: an untrained model hardly ever emits the end token."""
         for one in (found := sampled(model, tokenizer, *asked, **named)):
             one.token_ids[:] = [[*ids[:3], tokenizer.eos_token_id] for ids in one.token_ids]
             one.logprobs[:] = [[*logprobs[:3], -5.0] for logprobs in one.logprobs]
@@ -145,7 +145,7 @@ def test_in_an_environment_only_the_models_own_words_are_trained_on(config, tmp_
     records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
     told = sum(int((one["completion_mask"] * (1 - one["tool_mask"])).sum()) for one in made)
     dialogues = sum(int((one["tool_mask"] == 0).any(dim=1).sum()) for one in made)
-    # What it is told, by its template: a line's end, the user's message, and whose turn it is.
+    # The chat template renders each reply of the environment as a line end, the message, and the next speaker.
     assert dialogues == 16 and told == dialogues * len("\nuser: go on\nassistant: ")
     steps = [record for record in records if record["kind"] == "step"]
     assert len(steps) == 2 and all(record["grad_norm"] > 0 for record in steps)
@@ -239,10 +239,10 @@ def test_generations_that_outlive_an_outer_step_are_refused_before_training(conf
 
 
 class Sender:
-    """In place of the link to a daemon: rollouts of constant log-probabilities, whatever the policy."""
+    """Stands in for the link to a daemon: its rollouts have constant log-probabilities, whatever the policy."""
 
     def __init__(self, *logprobs: float) -> None:
-        """One for each of two prompts."""
+        """Takes one log-probability for each prompt."""
         self._logprobs = logprobs
 
     def send(self, *_: object, **__: object) -> None: ...
@@ -266,8 +266,8 @@ class Sender:
 def test_what_has_become_much_more_probable_since_it_was_sampled_moves_nothing(
     logprob, learns, config, tmp_path, monkeypatch
 ):
-    """Every token has a probability of about e^-5.5 under a new model. At e^-6.2 the ratio of the two is below 4, the
-    bound for what earned little; at e^-20 it is above that for what earned much too."""
+    """An untrained model gives every token a probability of about e^-5.5. Sampled at e^-6.2, the ratio is below 4, the
+    bound for low rewards; at e^-20 it is also above the bound for high rewards."""
 
     def opened(self, *_):
         self.peer_rollouts = self.rollouts_by(Sender(logprob, logprob))
@@ -281,7 +281,7 @@ def test_what_has_become_much_more_probable_since_it_was_sampled_moves_nothing(
 def test_how_far_a_sampler_is_off_is_told_of_the_very_completion_without_a_pass_of_its_own(
     config, tmp_path, monkeypatch
 ):
-    """Though TRL shuffles a generation and trains on it in several batches."""
+    """This holds although TRL shuffles a generation and trains on it in several batches."""
     told: list[list[tuple[int, float]]] = []
     passes = []
     compute = GRPOTrainer._get_per_token_logps_and_entropies
@@ -306,7 +306,7 @@ def test_how_far_a_sampler_is_off_is_told_of_the_very_completion_without_a_pass_
 
 
 class Server:
-    """In place of the inference server: a model that has the weights that were pushed last."""
+    """Stands in for the inference server: a model with the weights that were pushed last."""
 
     last_push = None
 
@@ -329,7 +329,7 @@ class Server:
 def test_tokens_are_weighted_by_the_trainers_probability_over_the_servers_but_not_over_its_own(
     rollout, off_by, learns, config, tmp_path, monkeypatch
 ):
-    """By 8 tokens of 0.5 nats a completion is e^4 times as probable as the server said: TRL leaves it out."""
+    """8 tokens that are off by 0.5 nats make a completion e^4 times as probable as reported: TRL leaves it out."""
 
     def opened(self, *_):
         self.server = Server(self)

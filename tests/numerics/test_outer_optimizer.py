@@ -1,4 +1,4 @@
-"""The outer step against torch, against IEEE arithmetic done by hand, and against bits written down."""
+"""The outer step compared with torch, with IEEE arithmetic written out, and with recorded bits."""
 
 import struct
 
@@ -9,7 +9,7 @@ import torch
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
 
-# Denormals, extremes, cancellation, and values whose fused multiply-add rounds otherwise.
+# Denormals, extremes, cancellation, and values that a fused multiply-add rounds differently.
 HARD = [1.0, -1e-40, 3.4028235e38, 1.17549435e-38, 1e-45, 0.1, -0.3333333432674408, 16777217.0, -0.0, 7e-39]
 AVERAGES = [
     [0.7, 1e-41, 1e30, -1.1e-38, 1e-45, 0.1000001, 1e-8, 0.33333334, 0.0, 3e-45],

@@ -1,4 +1,4 @@
-"""What one of five peers can do to a training, with the product's own reduction between them."""
+"""The harm that one hostile peer of five can do to a training; the peers average by the real reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTILE = NUM_PEERS - 1
 HELD_OUT = 10**9
 
 Attack = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(anchor, honest weights, this peer's first honest pseudo-gradient) -> what it hands over instead."""
+"""(anchor, honest weights, this peer's first honest pseudo-gradient) -> the weights that it submits instead."""
 
 ATTACKS: dict[str, Attack] = {
     "a thousand times as long": lambda anchor, local, first: anchor + 1000 * (local - anchor),
@@ -59,7 +59,7 @@ def test_one_hostile_peer_of_five_leaves_the_loss_where_it_would_be_without_it(
     [("mean", "flipped", 2**39), ("clip", "flipped", 2**39)],
 )
 def test_a_rule_that_does_not_stop_an_attack_is_not_said_to(undisturbed, rule, attack, tokens):
-    # With the weight of all others together, as --hv.max-weight may allow.
+    # The hostile peer weighs as much as all others together, as --hv.max-weight may allow.
     aggregation = Aggregation(rule=rule, max_weight=NUM_PEERS - 1)
     loss = final_loss(NUM_PEERS, aggregation, ATTACKS[attack], tokens)
     assert not loss < 1.01 * undisturbed
@@ -71,7 +71,7 @@ def final_loss(
     attack: Attack = ATTACKS["honest"],
     hostile_tokens: int = TOKENS,
 ) -> float:
-    """Held out, after a training in which the last of five peers means ill; not finite where it broke."""
+    """The held-out loss after a training whose fifth peer, if any, is hostile; not finite if the training diverged."""
     anchor = nn.utils.parameters_to_vector(fresh_model().parameters()).detach().clone()
     state, optimizer = OuterState.initial([anchor]), OuterOptimizer(lr=0.7, momentum=0.5)
     residuals = [Residuals(anchor.numel()) for _ in range(num_peers)]
@@ -104,7 +104,7 @@ def loaded(weights: Tensor) -> nn.Module:
 
 
 def samples(seed: int, count: int) -> tuple[Tensor, Tensor]:
-    """Of what all peers learn; half of the held-out loss is noise that nobody can."""
+    """Samples of the task that all peers learn. About half of the held-out loss is noise, which cannot be learned."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 6, generator=generator)
     return inputs, inputs[:, :3] - inputs[:, 3:] + 0.5 * torch.randn(count, 3, generator=generator)

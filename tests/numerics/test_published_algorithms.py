@@ -1,8 +1,8 @@
 """DiLoCo and Streaming DiLoCo as their papers print them, in plain torch, against ours over fifty outer steps.
 
 Ours is what benchmarks.convergence runs in one process: the trainer's step, the reduction over sockets, the outer step,
-the merge. What is written out here uses none of it, but for the model, the samples, and which parameter is in which
-fragment.
+the merge. The versions written here share with it only the model, the samples, and the assignment of parameters to
+fragments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
 @dataclass
 class AdamW:
-    """Kingma & Ba with the decoupled decay of Loshchilov & Hutter, of matrices only; betas 0.9 and 0.95."""
+    """Adam (Kingma & Ba) with the decoupled decay of Loshchilov & Hutter on matrices only; betas 0.9 and 0.95."""
 
     decay: float
     steps: int = 0
@@ -48,7 +48,7 @@ class AdamW:
 
 @dataclass
 class Muon(AdamW):
-    """Jordan's, with MuLoCo's sqrt(fan_out / fan_in); all but hidden matrices by AdamW at a fifth of the rate."""
+    """Jordan's Muon with MuLoCo's sqrt(fan_out / fan_in); all but hidden matrices use AdamW at a fifth of the rate."""
 
     momenta: dict[str, Tensor] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ def test_fifty_outer_steps_end_where_the_papers_own_do(arm, tmp_path):
         seq_length=16,
         num_peers=NUM_PEERS,
         local_steps=2 * arm.num_fragments,
-        # So many that the run's end, where all fragments are averaged, is not reached.
+        # More steps than the test takes: at the end of a run all fragments are averaged.
         total_steps=3 * NUM_OUTER_STEPS,
         peer_batch_size=1,
         warmup_steps=5,

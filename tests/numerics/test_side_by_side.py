@@ -1,4 +1,4 @@
-"""Jobs that run side by side in one batched product end as jobs that run one at a time do."""
+"""Jobs that run side by side, in batched matrix products, give the results of jobs that run one at a time."""
 
 from __future__ import annotations
 

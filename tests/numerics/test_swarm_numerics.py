@@ -1,4 +1,4 @@
-"""Whole swarms with a torch model, against what the algebra says they compute."""
+"""Whole swarms that train a torch model, compared with the algorithms that they implement."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ENDS_WITHIN_S = 180.0
 
 @pytest.fixture
 def run(swarm):
-    """`run(peers=3, manifest={...}, **worker settings)`: such a swarm, which has finished.
+    """`run(peers=3, manifest={...}, **worker settings)`: runs such a swarm to its end and returns it.
 
-    However busy the machine: commits need all peers, and nobody trains ahead while one is late.
+    Commits need all peers and no worker trains ahead of a late commit, so that the machine's load changes no result.
     """
 
     def finished(*, peers: int, manifest: dict[str, float] | None = None, **worker: Any) -> LightSwarm:
@@ -84,7 +84,7 @@ def test_three_peers_with_fragments_and_overlap_are_streaming_diloco_of_one_proc
     expected = streaming_diloco(num_peers=3, steps_per_epoch=3, overlap_steps=1, epochs=5)
     for epoch, weights in enumerate(expected, start=1):
         if epoch != 4:
-            # The worker looks up again when both fragments have been averaged in the end.
+            # Epoch 4 is skipped: the worker sees the weights only after both last averagings, as those of epoch 5.
             merged = np.load(light.directory / "peer2" / f"history.jsonl.epoch{epoch}.npy")
             np.testing.assert_allclose(merged, weights, rtol=0, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""A transformers Trainer takes part by DilocoCallback alone, and goes on from a checkpoint bit for bit."""
+"""DilocoCallback alone makes a transformers Trainer a worker, which resumes from a checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.trainer_worker import Samples, trainer_of, weights
 
 
 class Seen(TrainerCallback):
-    """What the other callbacks of a trainer see at each step's end."""
+    """Records what a trainer's other callbacks see at the end of each step."""
 
     def __init__(self):
         self.steps, self.rates = [], []
@@ -67,7 +67,7 @@ def test_every_epoch_the_weights_become_what_the_daemon_says(tmp_path, link):
 
 
 class Read(Samples):
-    """Which samples a trainer has asked for, in order."""
+    """Records which samples a trainer reads, in order."""
 
     def __init__(self):
         super().__init__(seed=0)
@@ -102,7 +102,7 @@ def read_by_peer(world_rank, directory, link, sampler=None):
 def test_no_two_peers_read_the_same_samples_in_the_same_order(tmp_path, link, sampler):
     read = [read_by_peer(rank, tmp_path / str(rank), link, sampler) for rank in (0, 1, 2)]
     assert read[0] != read[1] != read[2] != read[0]
-    # By chance, a sample is in both of two such quarters in four cases.
+    # Each peer reads a quarter of 64 samples; two random quarters have four samples in common on average.
     assert len(set(read[0]) & set(read[1])) < 12
     assert read_by_peer(1, tmp_path / "again", link, sampler) == read[1]
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_waits_for_weights_that_are_under_way(tmp_path, link):
     with ScriptedDaemon(link, local_steps=3, overlap_steps=1):
         trainer_of(tmp_path, DilocoCallback(), max_steps=6, save_steps=2).train()
     saved = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
-    # Weights leave at steps 2 and 5, and are back at 3 and 6.
+    # Weights are sent at steps 2 and 5 and merged at 3 and 6; a checkpoint that is due in between waits.
     assert saved == [3, 4, 6]
     position = json.loads((tmp_path / "checkpoint-3" / "complete.json").read_text())["position"]
     assert (position["epoch"], position["local_step"]) == (1, 0)

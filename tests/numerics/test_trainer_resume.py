@@ -1,4 +1,4 @@
-"""A training that is interrupted and resumed gives the figures of one that is not, bit for bit."""
+"""A training that is interrupted and resumed gives bit for bit the figures of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIGURES = ("step", "loss", "lr", "grad_norm", "tokens")
 
 
 def stopped_and_resumed(world, directory, precision, optimizer="adamw"):
-    """Figures of an undisturbed run of six steps, and of one that stops after three and goes on from two."""
+    """Figures of an undisturbed run of six steps, and of a run that stops after step 3 and resumes from step 2."""
     config = tiny_config(directory, precision=precision, optimizer=optimizer)
     whole = train(config, directory / "whole", world)
     ckpt = CkptConfig(path=config.ckpt.path, interval=2)
@@ -85,7 +85,7 @@ def test_a_streamed_dataset_is_read_on_where_the_checkpoint_was_saved(tmp_path, 
     begun.clear()
     resumed = train(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
     assert of_kind("step", resumed, *FIGURES) == of_kind("step", whole, *FIGURES)[12:]
-    # First the bytes are counted; then the stream is opened, once, behind its beginning.
+    # The first read, from the start, counts bytes; the second one continues the stream where the checkpoint was.
     assert begun[0] == (0, 0) and len(begun) == 2 and begun[1] > (0, 0)
     (said,) = [record for record in whole if record.get("event") == "few_files"]
     assert (said["num_files"], said["num_parts"]) == (3, 64)
@@ -112,7 +112,7 @@ def test_only_the_newest_of_a_peers_own_checkpoints_are_kept(tmp_path):
         "model_step_5",
         "model_step_6",
     ]
-    # Another peer's.
+    # Only the peer's own checkpoints are deleted; this one is another peer's.
     assert (path / "model_step_1" / "diloco_rank_0").is_dir()
 
 
@@ -148,7 +148,7 @@ def test_where_no_checkpoint_is_whole_nobody_begins_anew_unasked(tmp_path, monke
         life(halving, "second", ckpt=again)
     assert sorted((tmp_path / "checkpoints").rglob("rank_0.safetensors")) == files
     if in_swarm:
-        # Where the swarm lives, nothing begins anew.
+        # A swarm that is still training lets the peer join; it does not begin anew.
         records = life(joining(3, 0.25), "third", ckpt=again, total_steps=8)
         assert [step for (step,) in of_kind("step", records, "step")] == [7, 8]
         assert len([record for record in records if record.get("event") == "checkpoint_skipped"]) == 2
@@ -170,13 +170,13 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, resume, message):
 
 
 def saved_after_three_steps(world, config, directory):
-    """A checkpoint of step 3. Returns its directory."""
+    """Train three steps. Returns the directory of the checkpoint of step 3."""
     train(replace(config, max_steps=3), directory / "saving", world)
     return Path(config.ckpt.path) / "model_step_3"
 
 
 def restored(world, config, directory):
-    """What a rank holds right after it has resumed: all shards, and its random state."""
+    """A peer right after it has resumed: its position, its tokens, and each rank's shards and random state."""
     config = replace(config, ckpt=replace(config.ckpt, resume="auto"))
     (directory / "restored").mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
@@ -193,7 +193,7 @@ def restored(world, config, directory):
 
 
 def joined(ranks):
-    """Tensors in one piece, from the shards of all ranks."""
+    """Whole tensors, put together from the shards of all ranks."""
     found = {}
     for mine, _ in ranks:
         for name, shard in mine.items():
@@ -205,7 +205,7 @@ def joined(ranks):
 
 
 def content_of(directory):
-    """The same of a checkpoint's files, as they are."""
+    """Whole tensors, put together from the files of a checkpoint."""
     found, files = {}, sorted(directory.glob("rank_*.safetensors"))
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -220,7 +220,7 @@ def same(left, right):
 
 
 def saved_by_two_and_restored(two, tmp_path, strategy):
-    """The content that two ranks saved, and what one rank and two restored of it; the configuration for more."""
+    """What two ranks saved, what one rank and what two ranks restored of it, and the configuration to restore it."""
     ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=3)
     config = tiny_config(tmp_path, ckpt=ckpt, sharding_strategy=strategy, total_batch_size=6)
     config = replace(config, per_device_train_batch_size=1)
@@ -240,9 +240,9 @@ def test_other_numbers_of_ranks_resume_what_two_have_saved_bit_for_bit(tmp_path,
         more = three.run(restored, config, tmp_path / "three")[0]
     assert same(joined(more[2]), saved)
     assert alone[0] == again[0] == more[0]
-    # In all as many tokens as were trained: three steps of 6 samples of 16 tokens.
+    # The trained tokens (three steps of 6 samples of 16 tokens) are divided among the ranks.
     assert (alone[1], again[1], more[1]) == ([3 * 6 * 16], [3 * 3 * 16], [3 * 2 * 16])
-    # A rank that was there goes on with its own random numbers, and a new one with those of its seed.
+    # A rank that saved resumes its random state; a new rank starts from its seed.
     [(_, random_0)] = alone[2]
     assert torch.equal(random_0, again[2][0][1]) and torch.equal(random_0, more[2][0][1])
     assert torch.equal(again[2][1][1], more[2][1][1])
@@ -274,7 +274,7 @@ def train_on(world, config, directory):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(tmp_path, monkeypatch):
-    """Writing is held up until the training has taken its next step; what is written is from before."""
+    """Writing is blocked until the next step has been trained; the file still has the values from before that step."""
     gate, written_at = threading.Event(), []
     write = checkpoint.write_tensors
 
@@ -299,7 +299,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(t
             threading.Timer(0.2, gate.set).start()
             return wait(timeout_s)
 
-        # Step 4 is due, and must wait for 2.
+        # The checkpoint of step 4 is due and must wait for that of step 2.
         monkeypatch.setattr(trainer.checkpoints._saver, "wait", waited)
         trainer.step(torch.from_numpy(next(samples)))
         assert len(written_at) >= 1
@@ -324,7 +324,7 @@ def test_checkpoints_are_written_where_rounds_take_as_long_as_epochs(tmp_path, m
     config = tiny_config(tmp_path, ckpt=ckpt, hv=hv, total_steps=13)
     with ScriptedDaemon(link, slow_rounds(), local_steps=2):
         train(config, tmp_path / "run")
-    # Each is due while a round is in flight, and written at the next epoch's end.
+    # A checkpoint that is due while a round is in flight is written at the end of the next epoch.
     saved = {directory.name for directory in path.glob("model_step_*")}
     assert saved == {"model_step_6", "model_step_10", "model_step_13"}
 
@@ -376,7 +376,7 @@ def test_one_rank_whose_disk_is_full_makes_no_half_checkpoint(tmp_path, two):
 
 
 def trained_with_a_full_disk(world, config, directory):
-    """Of the second rank, that is."""
+    """Train while only the second rank's disk is full."""
     write = checkpoint.write_tensors
 
     def full(path, *arguments):
@@ -401,7 +401,7 @@ def test_checkpoints_at_a_url_are_kept_and_resumed_from(tmp_path, kind):
     filesystem, root = fsspec.core.url_to_fs(path)
     kept = sorted(name.rpartition("/")[2] for name in filesystem.ls(root, detail=False))
     assert kept == ["model_step_3", "model_step_4"]
-    # The newest is damaged; the one before is as good.
+    # The newest checkpoint is damaged; the one before it is used.
     filesystem.pipe_file(f"{root}/model_step_4/rank_0.safetensors", b"torn")
     both = train(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "parts")
     resumed = both[len(first) :]

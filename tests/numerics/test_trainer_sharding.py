@@ -1,4 +1,4 @@
-"""Sharded over two ranks = one rank, and a batch in parts = the batch at once."""
+"""Two sharded ranks compute what one rank computes, and micro-batches what the whole batch gives."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def trained(
 
 
 def exchanged(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ranks of the first node write, and what each then holds after reading that times two."""
+    """What the first node's ranks write in all, and what they write after they have read twice those values."""
     loop = loop_of(case, world)
     layout = layout_of(loop.model)
     memory = torch.zeros(layout.sizes)
     pieces = pieces_of(loop.model, layout)
     SharedWeights(pieces, [memory], []).put()
     barrier()
-    # As the shared memory does for the ranks of one node.
+    # The sum joins the parts that the ranks wrote, as one shared memory would.
     torch.distributed.all_reduce(memory)
     written = memory.clone()
     visible = memory * 2 if world.node == 0 else torch.full_like(memory, float("nan"))

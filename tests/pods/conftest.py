@@ -16,7 +16,7 @@ Run = Callable[..., Command]
 
 @pytest.fixture
 def commands() -> Iterator[list[Command]]:
-    """Commands that a test has started; what they leave running ends with the test."""
+    """Commands that a test has started; the processes that they leave running are ended after the test."""
     started: list[Command] = []
     yield started
     for command in started:
@@ -25,9 +25,9 @@ def commands() -> Iterator[list[Command]]:
 
 @pytest.fixture
 def run(tmp_path: Path, commands: list[Command]) -> Run:
-    """`run("diloco pods …", …)` runs a command, with more words appended, and waits for its end.
+    """`run("diloco pods …", …)` runs a command with the further arguments appended, and waits for its end.
 
-    All commands share the directory `here` and the state in it.
+    All commands run in the directory `here` and share the state in it.
     """
 
     def make(command: str | list[str], *more: Any, timeout_s: float = 900.0) -> Command:

@@ -1,4 +1,4 @@
-"""What every provider has to do, whichever it is: those of the registry, clouds as tests/support/clouds.py has them."""
+"""Requirements on every provider in the registry; the clouds are the emulators in tests/support/clouds.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Kind:
-    """One provider, opened anew by `open` as each command does."""
+    """One provider; `open` opens it anew, as each command does."""
 
     name: str
     open: Callable[..., Provider]
@@ -52,7 +52,7 @@ class Kind:
         return asyncio.run(main())
 
     def order(self) -> Row:
-        """For the cheapest offer there is."""
+        """An order for the cheapest offer."""
         offers = self.run(lambda provider: provider.offers())
         offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
         return Row(
@@ -67,7 +67,7 @@ class Kind:
         )
 
     def until(self, wanted: Callable[[Pod | None], bool], pod_id: str) -> Pod | None:
-        """What the provider says of this id, once it is so."""
+        """Ask the provider for this pod until the answer is `wanted`, and return the answer."""
 
         async def work(provider: Provider) -> Pod | None:
             while not wanted(found := await provider.find(pod_id)):
@@ -131,7 +131,7 @@ def test_an_order_makes_one_pod_that_is_listed_reached_and_gone_when_it_is_delet
 
     assert kind.run(spoken_to) == "hello"
     for _ in range(2):
-        # Destroying what is gone succeeds.
+        # Destroying a pod that is gone succeeds.
         kind.run(lambda provider: provider.destroy(pod_id))
         kind.until(lambda found: found is None, pod_id)
     assert kind.run(lambda provider: provider.pods()).pods == []
@@ -140,7 +140,7 @@ def test_an_order_makes_one_pod_that_is_listed_reached_and_gone_when_it_is_delet
 def test_an_id_that_nobody_knows_is_no_pod_and_deleting_it_succeeds(kind):
     order = kind.order()
     known = kind.run(lambda provider: provider.create(order))
-    # Of the same form, and never given out.
+    # An id of the same form that was never given out.
     unknown = known.replace(order.label, f"{order.label}0") if order.label in known else f"{known[:-1]}0"
     unknown = unknown if unknown != known else f"{known[:-1]}1"
     kind.run(lambda provider: provider.destroy(unknown))
@@ -150,7 +150,7 @@ def test_an_id_that_nobody_knows_is_no_pod_and_deleting_it_succeeds(kind):
 
 
 def test_a_404_that_is_not_of_the_api_is_no_word_on_a_pod(cloud):
-    """As of a gateway whose routes are being changed."""
+    """Such a 404 comes from a gateway whose routes are being changed."""
     order = cloud.order()
     pod_id = cloud.run(lambda provider: provider.create(order))
     error = {"message": "no Route matched with those values"}
@@ -177,7 +177,7 @@ async def _is_repeatable(provider: Provider) -> bool:
 
 
 def test_every_page_of_a_list_of_pods_is_read(cloud):
-    # Two pods on the one machine that there is.
+    # The emulator may rent its only machine twice.
     cloud.api.free_hosts *= 2
     ids = set()
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_an_order_whose_answer_is_lost_has_no_other_outcome_and_its_pod_is_found
     order = cloud.order()
     cloud.api.faults.append(Fault(CLOUDS[cloud.name].orders, code, carried_out=True))
     known = ""
-    # A client may look for it itself, and then know.
+    # A client may look for the pod itself and return its id.
     with contextlib.suppress(OutcomeUnknown):
         known = cloud.run(lambda provider: provider.create(order))
     (found,) = cloud.run(lambda provider: provider.pods()).pods

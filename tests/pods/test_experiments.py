@@ -29,7 +29,7 @@ def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(r
     assert all((result["ok"], result["step"]) == (True, 4) for result in results)
     assert len({result["figure"] for result in results}) == 4
 
-    # What is done stays done; one that fails hides no other, and the exit code tells.
+    # Finished experiments are not repeated; all failures are reported, and the exit code is 1.
     again = run(sweep)
     assert again.stderr.count("is done already") == 4 and "begins" not in again.stderr
     failing = run(sweep, "--precision", "fp8")
@@ -42,11 +42,11 @@ def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(r
 
     gone = run("diloco experiments destroy lr_sweep")
     assert gone.code == 0, gone.stderr
-    # What is done needs no pod any more, and stays done.
+    # Finished experiments need no pod and are not repeated.
     for more in ((), ("--no-deploy",)):
         finished = run(sweep[: -len(MORE) - 1], *more, "--", *MORE)
         assert finished.code == 0, finished.stderr
         assert [one["ok"] for one in json.loads(finished.stdout)["experiments"]] == [True] * 4
-    # The process that watches over their time has ended with them, too.
+    # The process that watches the pods' time has ended, too.
     check_gone(first)
     assert not (tmp_path / "here/state/diloco/local" / PODS).exists()

@@ -42,7 +42,7 @@ PAGE = PAGES["docs/tutorials/gpu-pods.md"]
 
 @pytest.fixture
 def run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """What is typed here succeeds."""
+    """`run(command, …)` also checks that the command succeeds."""
     (tmp_path / "user").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
@@ -75,14 +75,14 @@ def lium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiumApi]:
 
 
 def deployed(run: Run, command: str) -> Command:
-    """As typed, by this Python, without being asked."""
+    """Run the command with this Python and without its question."""
     return run(command, "--yes", "--python", sys.executable)
 
 
 def test_pods_are_as_the_file_says_and_what_goes_is_shown_before(lium, run, tmp_path):
     here = tmp_path / "here"
     offers = json.loads(run(OFFERS, "--json").stdout)
-    # The cheaper H100 uploads too slowly, and of the dearer A100 only eight can be had.
+    # The cheaper H100 uploads too slowly, and the more expensive A100s are rented out by eights only.
     assert [(one["gpu_count"], one["price_per_hour"]) for one in offers] == [(1, 1.0), (1, 2.0)]
     assert ["A100" in offers[0]["gpu_type"], "H100" in offers[1]["gpu_type"]] == [True, True]
     assert all(one["upload_mbps"] == 900 and one["download_mbps"] == 950 for one in offers)

@@ -1,7 +1,7 @@
-"""From plan to the first committed epoch on three machines over SSH that have nothing but Python: what takes the time.
+"""How long each phase takes from the plan to the first commit, on three SSH machines that have only Python.
 
-`pytest -m pods --exhaustive -s tests/pods/test_first_epoch.py` prints a table. DILOCO_ON_MACHINES="NAME=VALUE …" are
-variables of the machines, such as UV_FIND_LINKS where PyTorch's own index cannot be reached.
+`pytest -m pods --exhaustive -s tests/pods/test_first_epoch.py` prints a table. DILOCO_ON_MACHINES="NAME=VALUE …" sets
+environment variables on the machines, such as UV_FIND_LINKS where PyTorch's own index cannot be reached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHASES = {
     "peers and the first epoch": "starting its peer",
     "": r"epoch \d+ averaged by 3 peers",
 }
-"""By what is said when each begins."""
+"""The message that marks the beginning of each phase."""
 
 
 def test_three_machines_with_nothing_on_them_train_together(tmp_path, run):
@@ -56,7 +56,7 @@ def test_three_machines_with_nothing_on_them_train_together(tmp_path, run):
 
 
 def table(said: str, began: datetime) -> str:
-    """Seconds by phase; each begins with the first pod's word of it, and the last one ends with the last pod's."""
+    """Seconds by phase. A phase begins at its first message; the last one ends at the last pod's averaged epoch."""
     lines, previous, name = [], began, "plan and first contact"
     for following, words in PHASES.items():
         found = re.findall(rf"^(\d\d:\d\d:\d\d) \S+ +.*{words}", said, re.M)

@@ -1,7 +1,7 @@
-"""Each instruction of the Dockerfile, carried out in a copy of this machine's root that nothing outside sees.
+"""Each instruction of the Dockerfile, carried out in a private copy of this machine's root.
 
 The copy (overlayfs in a mount namespace) stands for the base image: a Debian with Python. It needs root, a package
-index and minutes. Not shown by it: that the base image exists and has what it is expected to have.
+index and minutes. The test does not show that the base image exists and has the expected contents.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_the_image_is_built_and_starts_a_peers_help_as_its_user(tmp_path):
     entry, arguments = (re.findall(r'"([^"]+)"', values(name)[0]) for name in ("ENTRYPOINT", "CMD"))
     user, uid = values("USER")[0], 10001
     python = Path(sys.base_prefix) / "bin"
-    # The image's Python is where everybody may read it.
+    # In the image every user can read Python; here its directories may be closed to others.
     readable = "\n".join(f"chmod o+x {parent}" for parent in (python, *python.parents))
     script = tmp_path / "build.sh"
     as_user = shlex.join(
@@ -64,5 +64,5 @@ def test_the_image_is_built_and_starts_a_peers_help_as_its_user(tmp_path):
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-4000:]
     assert "Usage: diloco peer" in built.stdout
     assert "/opt/diloco/lib/" in built.stdout
-    # Nothing of it has reached this machine.
+    # The build has changed nothing on this machine.
     assert not Path("/opt/diloco").exists() and not list(place.iterdir())

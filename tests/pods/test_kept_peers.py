@@ -1,4 +1,4 @@
-"""The same command again, with other flags behind `--`: peers that run keep theirs, and that is said."""
+"""The same command with other flags behind `--`: running peers keep their flags, and the command says so."""
 
 from __future__ import annotations
 

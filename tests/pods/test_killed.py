@@ -1,4 +1,4 @@
-"""kill -9 at every state of a pod in turn, then the same command again: no leak, no duplicate."""
+"""kill -9 of the command at each state of a pod, then the same command again: no pod is leaked or duplicated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Drive = Callable[..., Command]
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Drive]:
-    """`drive("up", point)` runs the driver to its end; whatever its pods left running ends with the test."""
+    """`drive("up", point)` runs the driver to its end; processes left on its pods are ended after the test."""
     commands: list[Command] = []
 
     def make(what: str, point: str = "") -> Command:
@@ -51,13 +51,13 @@ def rows(directory: Path) -> list[tuple[str, str]]:
 
 
 def pods(directory: Path) -> list[str]:
-    """Pods that there really are, by the names in their labels."""
+    """The pods that exist, whatever the ledger says, by the names in their labels."""
     found = (directory / "local" / PODS).glob("*/pod.json")
     return sorted("-".join(json.loads(path.read_text())["label"].split("-")[2:4]) for path in found)
 
 
 def jobs(directory: Path) -> Counter[str]:
-    """The processes that really run on pods: how many of each kind."""
+    """The number of processes that run on pods, by kind."""
     found: Counter[str] = Counter()
     prefix = str(directory).encode()
     for process in Path("/proc").glob("[0-9]*"):

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.pods
 NUM_KILLS = 10
 SEED = int(os.environ.get("DILOCO_KILL_SEED", "0"))
 SHORTEST_S, LONGEST_S = 0.8, 5.0
-"""Of a command's life: a part of what it takes until all three train, so that each goes on a little further."""
+"""Bounds on a command's life: shorter than the time until all three train, so that each gets a little further."""
 LEAST_HITS = 4
-"""Of the kills, which must come while the command runs."""
+"""The least number of kills that must come while the command runs."""
 
 
 def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, commands, run):
@@ -36,7 +36,7 @@ def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, command
         while command.code is None and time.monotonic() < ends_at:
             time.sleep(0.02)
         num_hits += command.code is None
-        # The command alone: what it has started goes on, as after a closed laptop.
+        # Only the command is killed; the processes that it has started go on.
         command.send(signal.SIGKILL)
         command.process.wait()
 
@@ -48,7 +48,7 @@ def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, command
     assert len(pods) == 3
     jobs = [path.parent.name for pod in pods for path in pod.rglob("jobs/*/pid")]
     assert sorted(jobs) == ["dht", "peer", "peer", "peer"]
-    # One process of each job, whatever was begun and begun again.
+    # Each job has one process, however often it was started.
     running = [line for one in commands for line in one.processes().values()]
     assert len([line for line in running if " -m diloco peer " in line and "forkserver" not in line]) == 3
     assert len([line for line in running if " -m diloco dht start " in line]) == 1

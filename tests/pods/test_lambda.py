@@ -65,7 +65,7 @@ def test_an_order_whose_answer_is_lost_is_found_by_its_name_and_never_sent_twice
 def test_an_order_that_was_lost_is_looked_for_and_then_another_is_made_while_it_stays_in_doubt(fleet, api):
     api.faults.append(Fault(LAUNCH, 502))
     outcome = fleet.up([one()], trains=False)
-    # The same offer would have done; it is not tried twice in one command.
+    # The same offer would still fit, but one command does not try it twice.
     assert "no listing shows its pod" in str(outcome.failures["pod-0"])
     assert fleet.rows == [("pod-0", "deleting")] and api.num_launched == 0
     assert fleet.up([one()], trains=False).is_good
@@ -85,7 +85,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     access = Access(state_dir=tmp_path, environment=api.environment)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there, shown.may_cost) == ("pod-0", None, True)
-    # As if it had come after even the doubt about it was over.
+    # The instance appears only after the ledger has given up the doubtful order.
     (row,) = ledger.rows()
     ledger.forget(row, now=time.time())
     api.late_s = 0.0
@@ -107,7 +107,7 @@ def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again_but_an_order_is_not(fleet, api):
-    # Of a body in pieces, none of which comes.
+    # The header announces a chunked body, of which no chunk follows.
     short = {"Transfer-Encoding": "chunked"}
     api.faults += [
         Fault("GET /instance-types", 200, headers=short, error={"data": {}}),

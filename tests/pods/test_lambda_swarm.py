@@ -1,4 +1,4 @@
-"""The commands as typed, at Lambda by its emulator: its user, its port 22, each machine with an address of its own."""
+"""The commands with Lambda's emulator: Lambda's user name, port 22, and an own address for each machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.pods, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LambdaApi]:
-    """Two machines behind a router, on which the operator sits."""
+    """Two machines behind a router; the commands run on the router."""
     with ExitStack() as stack:
         lan = stack.enter_context(hub(2, forwards=True))
         stack.enter_context(inside(lan.middle))

@@ -112,7 +112,7 @@ def test_two_nodes_are_one_peer_of_a_swarm(tmp_path, cpus, commands):
     assert list(digests) == [1, 2, 3]
     assert digests == digests_of(tmp_path / "alone")
     assert [record["contributors"] for record in records] == [[0, 1]] * 3
-    # Each node makes half of the peer's batch.
+    # Each node trains half of the peer's batch.
     steps = [records_of(tmp_path / name, "step") for name in ("nodes", "alone")]
     assert [[record["tokens"] for record in of_one] for of_one in steps] == [
         [512 * n for n in range(1, 7)]
@@ -197,7 +197,7 @@ def test_a_node_is_told_where_the_first_one_is():
 
 @pytest.mark.pods
 def test_a_pbs_job_starts_one_torchrun_on_each_node(tmp_path, cpus):
-    """PBS is in no package here: its pbsdsh is stood in for by a shell, the script is run as it is."""
+    """PBS cannot be installed here. A shell script stands in for pbsdsh; the job script is run unchanged."""
     path = config(tmp_path, name="RANK of the MASTER.toml")
     argv = [
         *LAUNCH,

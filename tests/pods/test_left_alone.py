@@ -1,5 +1,5 @@
-"""Pods that cost money end in time whatever becomes of the machine they were rented from: Lambda's emulator, which
-keeps no time itself.
+"""Paid pods end in time whatever happens to the machine that rented them. With Lambda's emulator: Lambda itself ends
+no instance.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LambdaApi]:
 
 @pytest.fixture
 def state_file(tmp_path: Path) -> Iterator[Path]:
-    """On a disk of its own of one megabyte."""
+    """A state file on its own disk of one megabyte."""
     disk = tmp_path / "here/state/diloco"
     disk.mkdir(parents=True)
     if os.geteuid() != 0:
@@ -65,7 +65,7 @@ def state_file(tmp_path: Path) -> Iterator[Path]:
 
 
 def rented(api: LambdaApi, state_file: Path, *, for_s: float) -> Ledger:
-    """A pod that is reachable, as far as the ledger knows."""
+    """Rent a pod and return its ledger, in which the pod is reachable."""
     ledger = Ledger(state_file)
 
     async def rent() -> None:
@@ -86,7 +86,7 @@ def living(api: LambdaApi) -> list[str]:
 
 
 def watch(api: LambdaApi, ledger: Ledger) -> None:
-    """Until nothing is rented any more."""
+    """Run the watcher until no instance is rented."""
     deadline = time.monotonic() + 60
     access = Access(state_dir=ledger.path.parent, environment=api.environment)
 
@@ -130,7 +130,7 @@ def test_a_full_disk_does_not_keep_pods_that_somebody_gives_back(api, state_file
     first = run(DOWN)
     assert first.code == 1 and "cannot be written" in first.stderr and living(api) == [], first.stderr
     ballast.unlink()
-    # So new an instance may be unknown to Lambda and live; this one is not new any more.
+    # Lambda may not list a new instance yet, so the order is backdated by ten minutes.
     (row,) = ledger.rows()
     ledger.advance(row, row.state, asked_at=time.time() - 600)
     assert run(DOWN).code == 0
@@ -155,7 +155,7 @@ def test_a_command_that_was_stopped_while_it_held_the_ledger_keeps_no_pod(api, s
 
 def test_what_watches_is_there_again_after_a_down_in_another_commands_turn(api, state_file, run):
     ledger = rented(api, state_file, for_s=3600.0)
-    # As another version would write it: what is to be replaced is unknown, what is to end is not.
+    # Written as by another version: it cannot be read which pods to replace, but it is known which ones to end.
     ledger.remember(WANTED, json.dumps({"specs": [{"name": "pod-0"}]}))
     assert run(STATUS).code == 0
     wait_until(lambda: watcher.running_pid(state_file) is not None, "the process that watches")

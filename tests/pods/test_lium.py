@@ -85,7 +85,7 @@ def test_three_different_machines_are_rented_set_up_and_given_back(fleet, ledger
 
 
 def test_asked_for_one_gpu_it_never_keeps_eight(fleet, api):
-    """Even where the provider rents the whole node all the same."""
+    """Even if the provider rents out the whole node anyway."""
     api.ignores_gpu_count = True
     outcome = fleet.up([one(gpu_type="4090")])
     assert "8 GPUs in place of 1" in str(outcome.failures["pod-0"])
@@ -179,7 +179,7 @@ def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, ledger, a
 
 
 def test_lists_that_lack_a_pod_neither_lose_it_nor_rent_a_second_one(fleet, ledger, api):
-    """The whole day of a pod whose provider lists nothing: looked for, kept, and deleted by its id."""
+    """While the provider's lists are empty, a pod is found, kept and deleted by its id."""
     assert fleet.up([one()], trains=False).is_good
     api.num_empty_lists = 1000
     fleet.settle()

@@ -1,4 +1,4 @@
-"""The commands as typed, at Lium by its emulator: peers that train, experiments, and the bill."""
+"""The commands with Lium's emulator: peers that train, experiments, and the bill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_two_rented_pods_train_together_run_experiments_and_are_paid_for(api, ru
     common = ("--provider", "lium", "--python", sys.executable, "--ttl-hours", 2)
     provision = argv_of("diloco provision --pods 2 --gpu-type A100,H100", *common)
     flags = tiny_training(model, device="cpu")
-    # From nothing: no key of ours has been made yet.
+    # Offers can be listed before an SSH key has been made.
     offers = json.loads(run("diloco provision --provider lium --offers --json").stdout)
     assert [one["gpu_count"] for one in offers] == [8, 8]
     asked = run(provision, "--", *flags)

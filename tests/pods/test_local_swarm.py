@@ -1,4 +1,4 @@
-"""The README's pods, as typed, and three unlike peers that train together: from nothing, and back to nothing."""
+"""The README's commands for pods, and three unlike peers that train together, from renting to giving back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, 
 def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_path):
     up = run(PROVISION)
     assert up.code == 0, up.stderr
-    # Which epoch was each one's first, and whose work came in time for it, depends on how busy the machine is.
+    # Each peer's first epoch, and how many peers are in it, depend on the machine's load.
     assert (
         len(re.findall(r"epoch \d+ averaged by [1-3] peers?, loss \d\.\d+, \d+ s after the start", up.stderr))
         == 3
@@ -82,11 +82,11 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monk
     of_nothing = run(LOGS, "--job", "dth")
     assert of_nothing.code == 1 and "no log of a job dth; there are: dht, peer" in of_nothing.stderr
 
-    # A line without an end, as progress bars write it, is shown all the same.
+    # A line without a line end, as progress bars write it, is shown, too.
     with (pods[0] / "jobs/peer/log").open("a") as log:
         log.write("x" * 1_000_000)
     shown = run(LOGS, "--lines", "100000", "pod-0")
-    # Peer ids have the letter, too, but not so often in a row.
+    # Peer ids contain the letter x, too, but not a hundred times in a row.
     pieces = re.findall("x{100,}", shown.stdout)
     assert shown.code == 0 and sum(map(len, pieces)) == 1_000_000, shown.stderr
 
@@ -127,8 +127,8 @@ def test_a_peer_that_cannot_start_is_told_of_at_once_and_holds_up_no_other(run, 
 
 
 def with_one_of_all_three(pods: list[Path]) -> list[dict[int, dict[str, Any]]]:
-    """The records of each pod's epochs, once all have one of an epoch that all have averaged: a peer that says nothing
-    for seconds, as on a busy machine, is left out of one."""
+    """Each pod's records of epochs, or [] until all have averaged one together: on a busy machine, a peer that is
+    silent for seconds is left out of an epoch."""
     records = [Tail(pod / "runs/peer/metrics.jsonl").read() for pod in pods]
     epochs = [{one["epoch"]: one for one in found if one["kind"] == "epoch"} for found in records]
     whole = [{epoch for epoch, one in found.items() if one["contributors"] == [0, 1, 2]} for found in epochs]

@@ -1,4 +1,4 @@
-"""What --mount sends arrives as it is here, modes included."""
+"""Files sent by --mount arrive unchanged, with their modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Ray, head and one more node on two pods of this machine, in a network namespace. `make test-ray`."""
+"""A real Ray with a head and one other node, on two local pods in a network namespace. `make test-ray`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAUNCH = "launch --engine ray {config} 2 --cpus-per-node 2 {more}"
 
 
 def in_namespace(directory: Path, *launches: str) -> Command:
-    """Two pods, what is launched on them, and no pods any more; on a loopback of their own."""
+    """A command that makes two pods, launches on them and gives them back, in its own network namespace."""
     lines = "\n".join(f"{DILOCO} {words} || code=$?" for words in launches)
     script = SCRIPT.format(diloco=DILOCO, launches=lines)
     return Command(
@@ -48,7 +48,7 @@ def in_namespace(directory: Path, *launches: str) -> Command:
 
 
 def placements(said: str) -> list[tuple[str, str]]:
-    """The nodes of the two workers, of each time that they were placed."""
+    """The nodes of the two workers, for each time that the workers were placed."""
     return re.findall(r"one worker on each of 2 nodes: (\w+) at [\d.]+, (\w+) at", said)
 
 
@@ -57,7 +57,7 @@ def left_in_tmp() -> set[str]:
 
 
 def ranks(command: Command) -> list[int]:
-    """The trainers that Ray's workers have started, not what waits for them."""
+    """Process ids of the trainers that Ray's workers have started, without the processes that wait for them."""
     found = [(pid, words.split()) for pid, words in command.processes().items()]
     return [pid for pid, words in found if words[1:3] == ["-m", "diloco.train_fsdp"]]
 
@@ -112,7 +112,7 @@ def test_alexnet_runs_on_two_nodes_as_one_training(tmp_path, commands):
 
 
 def test_the_cluster_can_be_written_down_for_rays_own_launcher():
-    """By Ray's own check of such files."""
+    """The file passes Ray's own validation."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     values = yaml.safe_load(

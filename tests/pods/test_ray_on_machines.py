@@ -34,7 +34,7 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[list[SshHost]]:
-    """Two behind a router, on which the operator sits; `machines.toml` lists them."""
+    """Two machines behind a router, on which the commands run; `machines.toml` lists the machines."""
     key = client_key(tmp_path)
     with ExitStack() as stack:
         lan = stack.enter_context(hub(2, forwards=True))
@@ -61,7 +61,7 @@ def machines(tmp_path: Path) -> Iterator[list[SshHost]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """`run(argv)` runs a command to its end, where `machines.toml` lies."""
+    """`run(argv)` runs a command to its end, in the directory of `machines.toml`."""
     commands: list[Command] = []
 
     def make(argv: list[str]) -> Command:
@@ -75,7 +75,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
 
 def processes_of_ray(hosts: list[SshHost]) -> list[int]:
-    """By the home directory of their machine."""
+    """Ray's processes on these machines, recognized by the machines' home directories."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

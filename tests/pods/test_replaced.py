@@ -36,7 +36,7 @@ def epochs(directory: Path, label: str) -> dict[int, dict]:
 
 
 def kill_all_of(label: str) -> int:
-    """kill -9 of every process of this pod; how many there were."""
+    """kill -9 every process of this pod. Returns how many there were."""
     wanted, number = f"{MARK}={label}".encode(), 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -73,7 +73,7 @@ def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bit
     assert down.code == 0, down.stderr
     check_gone(up)
     assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
-    # What the dead pod had made came home, and what its successor made beside it.
+    # The results of the dead pod and of its replacement were both fetched.
     assert len(list((tmp_path / "here/runs").glob(f"*/{dies}*/runs/peer/metrics.jsonl"))) == 2
 
 

@@ -1,4 +1,4 @@
-"""What is made on a pod comes home before the pod is given back, or the pod stays, and it is said."""
+"""A pod's results are fetched before the pod is given back; if that fails, the pod stays and the command says so."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
 
 
 def trained(home: Path, weights: str) -> Path:
-    """The one pod there, with what a peer that has finished leaves behind."""
+    """Put the files of a finished peer on the only pod in `home`. Returns the pod's directory."""
     (pod,) = (home / PODS).glob("*/")
     for name, text in {
         "runs/peer/metrics.jsonl": "{}\n",
@@ -88,7 +88,7 @@ def test_a_pod_whose_results_cannot_be_fetched_stays_until_somebody_says_so(home
     assert fleet.up([spec], trains=False).is_good, fleet.said
     pod = trained(there, "weights")
     assert isinstance(fleet.run_dir, Path)
-    # A file in the place of the directory.
+    # A file is where the results' directory should be.
     fleet.run_dir.write_text("")
     failure = fleet.down().failures["pod-0"]
     assert isinstance(failure, ResultsNotFetched) and "`diloco pods down --yes pod-0`" in str(failure)

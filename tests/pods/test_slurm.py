@@ -61,7 +61,7 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Two nodes that are ready."""
+    """Start a Slurm of two nodes. Yields the variables for its commands, once both nodes are idle."""
     directory = tmp_path / "slurm"
     (directory / "state").mkdir(parents=True)
     path = directory / "slurm.conf"
@@ -103,7 +103,7 @@ def wait(env: dict[str, str], argv: list[str], wanted: str, timeout_s: float) ->
 
 
 def submitted(env: dict[str, str], directory: Path, config: str, *more: str) -> str:
-    """A job of two tasks by `diloco launch`, once it has come to its end; its log. All has to have gone well."""
+    """Submit a job of two tasks with `diloco launch`, wait for its success, and return its log."""
     (directory / "config.toml").write_text(config)
     argv = [sys.executable, "-m", "diloco", "launch", "--engine", "slurm", "--time-limit", "00:05:00"]
     argv += ["config.toml", "2", "0", "localhost", str(free_port()), *more]

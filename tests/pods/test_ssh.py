@@ -1,4 +1,4 @@
-"""Machines of one's own over real SSH: OpenSSH's server on loopback, or asyncssh's where that is not installed."""
+"""The user's own machines over real SSH: OpenSSH's server on loopback, or asyncssh's if that is not installed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_host_key_that_nobody_pinned_is_shown_and_not_trusted(tmp_path, hosts,
 
 @pytest.mark.exhaustive
 def test_a_machine_that_does_not_answer_hides_no_other(fleet, ledger, hosts, key, tmp_path):
-    """And what is on it is not called given back, also when it is no longer in the inventory."""
+    """Its pod is not reported as given back, even when the machine is no longer in the inventory."""
     assert fleet.up(SPECS, trains=False).is_good, fleet.said
     pods = [next((host.home / PODS).iterdir()) for host in hosts]
     dead = replace(hosts[1], port=1)
@@ -123,7 +123,7 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, ledger, hosts, key
     failures = command(ledger, access, lambda found: found.settle(), patience)["ssh"]
     assert sorted(failures) == ["machine1", "pod-1"]
 
-    # Renting goes on, too: what is on the dead machine is kept, and no pod takes its place unasked.
+    # Plans can still be made: the pod on the dead machine is kept, and not replaced unasked.
     assert [row.name for row in command(ledger, access, lambda found: found.plan(SPECS), patience).keep] == [
         "pod-0",
         "pod-1",
@@ -189,7 +189,7 @@ async def reached(host: SshHost, key: Path) -> AsyncIterator[SshMachine]:
 
 
 def on(host: SshHost, key: Path, script: str) -> str:
-    """What a script says there."""
+    """The output of a script on this host."""
 
     async def work() -> str:
         async with reached(host, key) as machine:
@@ -209,7 +209,7 @@ def on_small_disk(tmp_path: Path, hosts: list[SshHost], key: Path) -> Iterator[t
 
 
 def and_once_there_is_space(fleet: TestFleet, small: SshHost, key: Path) -> None:
-    """The same command again."""
+    """With space on the disk, the same command succeeds."""
     on(small, key, f"mount -o remount,size=64m pods {PODS}")
     assert fleet.up(SPECS).is_good
     assert fleet.down().is_good
@@ -271,7 +271,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 
 @pytest.mark.pods
 async def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key):
-    """Of a package that needs nothing, so that nothing is fetched."""
+    """The package has no requirements, so nothing is downloaded."""
     source = tmp_path / "package"
     source.mkdir()
     (source / "pyproject.toml").write_text(
@@ -312,7 +312,7 @@ async def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts
 async def test_a_connection_that_breaks_is_an_error_and_the_next_command_has_a_new_one(hosts, key):
     async with reached(hosts[0], key) as machine:
         with pytest.raises(MachineError, match=r"broke|killed"):
-            # Its server's process for this session.
+            # The parent is the SSH server's process for this session.
             await machine.run("kill -9 $PPID; sleep 5", timeout_s=20.0)
         assert (await machine.run("echo back")).stdout == "back\n"
         with pytest.raises(MachineError, match=r"longer than 0\.2 s"):

@@ -32,7 +32,7 @@ def test_a_pod_is_given_back_in_time_though_the_process_that_watches_was_lost(tm
     assert first is not None
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: watcher.running_pid(state_file) is None, "the end of what watches")
-    # Whatever is asked next starts it again.
+    # The next command, whichever it is, starts the watcher again.
     assert len(json.loads(run(STATUS, "--json").stdout)) == 2
     wait_until(lambda: watcher.running_pid(state_file) not in (None, first), "another one that watches")
     pods = tmp_path / "here/state/diloco/local" / PODS
