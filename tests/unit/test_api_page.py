@@ -42,7 +42,7 @@ def test_signatures_are_those_of_the_code(module, stub):
 
 
 def _signatures(found: ast.ClassDef) -> dict[str, str]:
-    """Of the constructor and the public methods; the hooks of a callback are for the trainer, not for people."""
+    """Signatures of the constructor and the public methods, without a callback's hooks, which the trainer calls."""
     return {
         item.name: f"{ast.unparse(item.args)} -> {ast.unparse(item.returns or ast.Constant(None))}"
         for item in found.body
@@ -67,7 +67,7 @@ def test_each_field_of_a_commit_is_told():
 
 
 def test_what_is_measured_in_a_step_and_an_evaluation_is_told():
-    """The other keys: tests/e2e/test_readme.py compares the tables with what real trainings have written."""
+    """tests/e2e/test_readme.py compares all keys in the tables with the records of real trainings."""
     for kind, measured in (("step", StepResult), ("eval", Evaluation)):
         assert {field.name for field in fields(measured)} <= names_in_table(
             PAGE, f"<!-- test: record {kind} -->"

@@ -84,7 +84,7 @@ def test_the_unit_starts_a_peer_again_unless_its_user_has_to_correct_something()
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
-    """With a program that is there in place of the one that is installed later."""
+    """The unit's program is replaced by one that exists on this machine."""
     text = UNIT.read_text().replace(unit_values()["ExecStart"].split()[0], sys.executable)
     (tmp_path / UNIT.name).write_text(text)
     answer = subprocess.run(

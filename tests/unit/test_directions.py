@@ -39,7 +39,7 @@ LAYERS = {
         *("pods", "machines", "providers", "ledger", "renting", "swarm", "experiments", "launchers"),
     ),
 }
-"""The folders of a package: each imports only from those before it."""
+"""The folders of each package; a folder imports only from folders that precede it."""
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -48,7 +48,7 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
-            # What is imported may be a module of the package that is named.
+            # `from package import name` may import a module of the package.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -116,11 +116,11 @@ usage = resource.getrusage(resource.RUSAGE_SELF)
 print(code, loaded, len(sys.modules), usage.ru_utime + usage.ru_stime, file=sys.stderr, sep="|")
 """
 MOST_MODULES = 150
-"""Python itself and what is ours: about 90."""
+"""Python's own modules and ours are about 90."""
 
 
 def asked_for_help(page: Path) -> tuple[int, float]:
-    """How many modules, and seconds of processor time from the start of Python on, this page takes."""
+    """The number of loaded modules and the seconds of processor time that showing this page takes."""
     verb = page.name.removesuffix(".txt")
     words = verb.removesuffix(".all").split("_") if verb.removesuffix(".all") != "diloco" else []
     asked = "--help-all" if verb.endswith(".all") else "--help"
@@ -146,7 +146,7 @@ def test_a_help_loads_hardly_more_than_python_itself(page):
 
 
 def test_a_help_is_there_at_once():
-    """In a thirtieth of a second on a machine that has nothing else to do."""
+    """It takes a thirtieth of a second on an idle machine; the limit allows for load."""
     assert min(asked_for_help(PAGES_DIR / "peer.txt")[1] for _ in range(3)) <= 0.5
 
 

@@ -49,7 +49,7 @@ def test_every_link_leads_to_a_file_or_heading_that_is_there(name):
 
 
 def _anchors(text: str) -> Iterator[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from headings."""
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
@@ -93,7 +93,7 @@ def test_what_migration_says_of_flags_that_went_is_true():
         flag for row in rows if row[2].startswith(" removed") for flag in _flags(row[1].split("host:port")[0])
     }
     of_all = {name for _, app in commands_of(make_app()) for one in arguments_of(app) for name in one.names}
-    # Named beside what went.
+    # These two appear in the table's first column but still exist.
     gone -= {"--engine", "--initial-peers"}
     assert gone == {
         *(
@@ -130,7 +130,7 @@ def test_each_message_that_troubleshooting_quotes_is_one_of_ours(quoted):
 
 @cache
 def _texts() -> frozenset[str]:
-    """All texts of the code; what is put into them is an ellipsis."""
+    """All string constants of the code, with an ellipsis in place of each inserted value."""
     found = set()
     for package in ("diloco", "peers", "provisioning"):
         for path in sorted((ROOT / package).rglob("*.py")):

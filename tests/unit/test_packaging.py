@@ -32,7 +32,7 @@ def built(tmp_path_factory) -> tuple[set[str], set[str]]:
     clone, dist = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    # Of these nothing may be packed.
+    # The tests must not be packed.
     (clone / "tests").mkdir()
     (clone / "tests/__init__.py").touch()
     for name in PACKAGES:

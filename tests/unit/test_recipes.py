@@ -1,4 +1,4 @@
-"""The configurations of recipes/: each is one that the commands in it take, and takes what it says."""
+"""The configurations in recipes/: their commands parse, and they need the resources that they state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config_of(name):
 
 
 def head_of(name):
-    """The comment at its top, without the marks."""
+    """The comment at the top of a recipe, without the number signs."""
     text = (ROOT / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
     return "\n".join(line[1:].strip() for line in re.match(r"(#.*\n)+", text)[0].splitlines())
 
@@ -44,7 +44,7 @@ def test_there_is_one_for_each_who_asks_and_the_readme_names_them_all():
 def test_the_commands_at_its_top_are_ones_that_the_parser_takes(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = [line for line in head_of(name).splitlines() if line.startswith("diloco ")]
-    # Pods have it where they have the code.
+    # Pods find the recipe in their copy of the code.
     place = "code/recipes" if name == "four-pods" else "recipes"
     assert any(f"--config {place}/{name}.toml" in command for command in commands)
     for command in commands:
@@ -69,7 +69,7 @@ def test_it_says_what_it_takes(name):
     assert said == pytest.approx(need.host_bytes / 2**30, rel=0.1)
     assert need.device_bytes < 20 * 2**30
     if sent := re.search(r"(\d+) MB in each direction", head):
-        # To every other member its share of mine, and mine of all: less than twice the model.
+        # To each other member, its share of my contribution and my share of the sum: less than twice the model.
         peers = config.hv.galaxy_size or 10**6
         share = 2 * (peers - 1) / peers / config.hv.num_fragments
         assert int(sent[1]) == pytest.approx(num * BITS[config.hv.compression] / 8e6 * share, rel=0.05)

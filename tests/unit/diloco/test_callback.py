@@ -1,4 +1,4 @@
-"""What the callback makes of a nominal step that is ahead of the trainer's own count."""
+"""The callback when the nominal step is ahead of the trainer's own count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco.callback import DilocoCallback, _set_schedule
 
 
 def due_at(tmp_path, nominal_steps, *, in_flight=False, **settings):
-    """For each nominal step that follows a step of the trainer: what the callback has found due there."""
+    """For each of these nominal steps, one per trainer step: whether to save, to evaluate and to log."""
     intervals = {"save_steps": 100, "eval_steps": 100, "logging_steps": 100}
     strategies = {"save_strategy": "steps", "eval_strategy": "steps", **settings}
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **intervals, **strategies)
@@ -32,7 +32,7 @@ def due_at(tmp_path, nominal_steps, *, in_flight=False, **settings):
 
 def test_what_is_due_at_a_multiple_is_done_where_the_nominal_step_jumps_over_it(tmp_path):
     nothing, all_three = (False,) * 3, (True,) * 3
-    # 100 itself is found by transformers, which counts it before the callback does; 95 is a fork that was left.
+    # transformers itself handles 100, which it counts before the callback; 95 is a return from a fork.
     found = due_at(tmp_path, [1, 99, 100, 110, 205, 95, 130])
     assert found == [nothing, nothing, nothing, nothing, all_three, nothing, all_three]
     assert due_at(tmp_path, [250], eval_delay=300) == [(True, False, True)]

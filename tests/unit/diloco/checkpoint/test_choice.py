@@ -21,7 +21,7 @@ def at(
     contributors: tuple[int, ...] = (0, 1),
     number: int = 5,
 ) -> Candidate:
-    """Rank 0's checkpoint of a step, on the head that the step's number says."""
+    """World rank 0's checkpoint of a step; its head is named after the step."""
     mark = Mark(
         position=Position(epoch=step),
         tokens=(0,),
@@ -92,11 +92,11 @@ def test_where_others_were_saving_their_very_first_all_begin_anew():
     assert to_resume([first], {}, begun, 0) is None
     assert to_resume([first], saved_by(rank1=(4,)), BOTH, 0) == first
     assert to_resume([first], {}, {0: Registration()}, 0) == first
-    # As peer 1, which has none, sees it; peer 2 was not yet there.
+    # What peer 1 takes, which was saving its first checkpoint, and peer 2, which had not joined yet.
     assert of_others([first], 1, FIRST_UNDER_WAY) is None
     assert of_others([first], 2, FIRST_UNDER_WAY) == first
     assert of_others([first, at(8)], 1, FIRST_UNDER_WAY) == at(8)
-    # Before there was a commit nobody is named.
+    # A checkpoint from before the first commit names no contributors.
     unnamed = at(4, number=0, contributors=())
     assert to_resume([unnamed], {}, begun, 0) is None
     assert of_others([unnamed], 1, FIRST_UNDER_WAY) is None
@@ -104,7 +104,7 @@ def test_where_others_were_saving_their_very_first_all_begin_anew():
 
 @pytest.mark.parametrize("elsewhere", [None, Registration(at_ms=5, has_saved=False), Registration()])
 def test_nobody_begins_anew_beside_a_first_checkpoint_for_who_came_later_or_has_lost_its_own(elsewhere):
-    """The other has never been here, came after it was saved, or had one that is gone."""
+    """The other peer never saved here, came after the checkpoint was saved, or has lost its own checkpoint."""
     savers = {0: Registration()} | ({1: elsewhere} if elsewhere else {})
     for first in (at(4, number=0), at(4, number=0, contributors=())):
         assert to_resume([first], {}, savers, 0) == first

@@ -46,7 +46,7 @@ def test_a_directory_is_removed_that_was_made_a_moment_ago(tmp_path, monkeypatch
     left = []
 
     def told_to_end_in_between(action):
-        """As on_rank_zero, but before its answer has come the thread for signals has done its part."""
+        """on_rank_zero, with the signal thread's clean-up between the action and its return."""
         result = action()
         assert result.is_dir()
         checkpoints.discard_partial()

@@ -38,7 +38,7 @@ FILES = (
 
 
 def checkpoint(path: Path, step: int) -> Path:
-    """Of world rank 3, with every kind of file that there is."""
+    """A checkpoint of world rank 3 with every kind of file."""
     directory = path / f"model_step_{step}" / own_part(3)
     (directory / "model").mkdir(parents=True)
     state = OuterState.initial([torch.full((SIZE,), float(step))])
@@ -73,7 +73,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def found(path: Path, resume: str, skipped: list[str] | None = None) -> int:
-    """The epoch of what would be resumed; `skipped` is given what was wrong with those that were passed over."""
+    """The epoch of the checkpoint that would be resumed; the faults of those passed over are added to `skipped`."""
     config, told = CkptConfig(path=str(path), resume=resume), [] if skipped is None else skipped
     with contextlib.ExitStack() as stack:
         what = fetched(config, World(), 3, path / "scratch", stack, on_skipped=told.append)
@@ -102,7 +102,7 @@ def check_found_named_and_skipped(saved: Path, name: str, change, caplog) -> Non
         caplog.clear()
         skipped: list[str] = []
         assert found(saved, "auto", skipped) == 1
-        # Without its mark it is none, so there is nothing to be said of it.
+        # A directory without a mark is no checkpoint and is skipped without a message.
         assert str(file) in caplog.text or not file.exists()
         assert (len(skipped) == 1 and str(file) in skipped[0]) or not file.exists()
         with pytest.raises(UserError, match=name if file.exists() else "no complete checkpoint|" + name):

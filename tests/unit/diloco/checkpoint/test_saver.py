@@ -12,7 +12,7 @@ def test_it_can_be_waited_for_before_its_thread_has_started(monkeypatch):
 
     class SlowToStart(threading.Thread):
         def start(self) -> None:
-            # A signal's thread, at this moment.
+            # As the signal thread might, at this moment.
             heard.append(saver.wait(0.01))
             super().start()
 

@@ -14,7 +14,7 @@ from peers.state.whole_files import write_tensors
 
 
 def saved(directory, state):
-    """By one rank, as `save` has it written."""
+    """Have one rank write this state, as `save` does."""
     finished = {}
 
     def write(tensors, metadata):

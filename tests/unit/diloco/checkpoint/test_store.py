@@ -1,4 +1,4 @@
-"""A directory and fsspec's file systems do the same: the mark comes last, and only one's own is deleted."""
+"""A directory and fsspec's file systems behave alike: the mark is written last, only own checkpoints are deleted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART = own_part(1)
 
 @pytest.fixture(params=["directory", "file", "memory"])
 def store(request, tmp_path):
-    # What the pattern language of file names would read as one.
+    # Names with brackets, which glob would read as a pattern.
     paths = {
         "directory": str(tmp_path / "kept [1]"),
         "file": f"file://{tmp_path}/kept [1]",

@@ -1,4 +1,4 @@
-"""Where the swarm secret goes from the command line: to the daemon, by its file's name, and to nobody else."""
+"""The command line passes the swarm secret to the daemon alone, as the name of its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user reads who typed something wrong: one box on stderr, exit code 2, no traceback."""
+"""A mistyped command gives one box on stderr and exit code 2, without a traceback."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_sets_of_two_files_of_one_name_keep_their_pods_apart(run, tmp_path, monk
         (tmp_path / name / "sweep.toml").write_text(SET.replace('"one"', f'"{name}"'))
         assert run(f"{name}/sweep.toml", "--deploy-only") == 0
     assert sorted(pods_of(tmp_path).values()) == [["a"], ["b"]]
-    # By whatever path one names it.
+    # Another path to the same file names the same experiments.
     monkeypatch.chdir(tmp_path / "a")
     assert exit_code(["experiments", "destroy", "../a/sweep.toml"]) == 0
     assert sorted(pods_of(tmp_path).values()) == [[], ["b"]]

@@ -1,4 +1,4 @@
-"""`--help`: what it shows of each command, and that it is what the code says."""
+"""`--help`: the page that each command shows, and that the pages match the code."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_doctor_takes_every_flag_of_the_peer_that_it_stands_in_for():
         (["peer", "--lr", "1", "--help"], "peer.txt"),
         (["peer", "-h"], "peer.txt"),
         (["peer", "--help-all"], "peer.all.txt"),
-        # It has one page, with all.
+        # `status` has only one page.
         (["status", "--help-all"], "status.txt"),
         (["dht", "--help"], "dht.txt"),
         (["pods", "ssh", "pod-0", "--help"], "pods_ssh.txt"),
-        # What follows is somebody else's.
+        # The flags behind `--` are the peers'.
         (["provision", "--", "--help"], None),
-        # No command: the parser says what was meant.
+        # Unknown commands are left to the parser, which suggests one.
         (["pear", "--help"], None),
         (["dht", "stat", "--help"], None),
     ],

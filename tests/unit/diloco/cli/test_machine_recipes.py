@@ -1,4 +1,4 @@
-"""Which model a verb trains where nobody names one."""
+"""The model that a command trains if none is named."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_heaviest_model_is_chosen_that_a_peers_share_of_the_machine_is_enoug
 
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda recipe: recipe.values["path_model"])
 def test_a_recipe_fits_the_least_machine_that_it_is_chosen_for(recipe):
-    """With room for what the estimate of its activations leaves out."""
+    """Activations are counted twice, for what their estimate leaves out."""
     config = chosen(TrainConfig(), (), gpus(1, recipe.gpu_gib)).config
     model = load_model_config(config.path_model)
     samples = min(int(config.per_device_train_batch_size), config.total_batch_size)
@@ -123,7 +123,7 @@ def test_short_runs_with_muon_have_outer_rates_of_their_own_unless_they_send_top
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.values["path_model"])
 def test_a_preset_comes_with_its_recipe_on_any_machine(recipe):
-    """The trainers' own steps of 524,288 tokens take minutes on two cores."""
+    """The trainers' default steps of 524,288 tokens would take minutes on two cores."""
     preset = recipe.values["path_model"]
     choice = chosen(TrainConfig(path_model=preset), {"path_model"}, machine(2))
     values = flat_values(choice.config)
@@ -142,7 +142,7 @@ def test_a_preset_with_a_batch_of_the_users_own_keeps_the_defaults_for_the_rest(
 
 
 def test_a_preset_with_fewer_steps_keeps_its_batch():
-    """100 steps of the trainers' own half a million tokens would take hours."""
+    """100 steps of the trainers' default of half a million tokens would take hours."""
     config = TrainConfig(path_model="demo", total_steps=100)
     choice = chosen(config, {"path_model", "total_steps"}, machine(2)).config
     assert (choice.total_steps, choice.total_batch_size, choice.seq_length) == (100, 8, 128)

@@ -91,7 +91,7 @@ def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
 
 
 def test_what_the_daemon_says_of_its_life_is_told_in_the_terminal():
-    """All but where it listens: that is of use in its log."""
+    """Except the addresses on which it listens (peers.daemon.presence), which stay in its log."""
     folder = Path(peers.daemon.__file__).parent
     texts = {f"peers.daemon.{path.stem}": path.read_text() for path in folder.glob("*.py")}
     assert {name for name in texts if "log.info(" in texts[name]} - {"peers.daemon.presence"} <= set(

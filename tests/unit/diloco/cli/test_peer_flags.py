@@ -71,10 +71,10 @@ def test_flags_that_no_pod_could_use_are_refused(flags, said):
         "--device cuda --nproc-per-node 8 --metric-logger-type wandb",
         "--mode grpo --dataset /data/game.py:Game --path-model owner/model",
         "--role rollout --rollout hf",
-        # It trains no batch.
+        # A rollout peer trains no batch, so the two sizes need not match.
         "--role rollout --rollout hf --total-batch-size 10 --per-device-train-batch-size 4",
         "--worker ./train.sh --path-model nothing",
-        # Divides the batch of the smallest recipe and not that of the largest.
+        # 8 divides the batch of the smallest recipe but not that of the largest.
         "--per-device-train-batch-size 8",
     ],
 )
@@ -99,7 +99,7 @@ def test_what_is_sent_to_the_pods_is_read_where_it_comes_from(here):
     ("words", "said"),
     [
         ("-- --total-stps 5", "Did you mean --total-steps?"),
-        # One of the command's own, and perhaps the price limit, is none for the peers.
+        # A mistyped flag of the command itself, perhaps its price limit, is not passed to the peers.
         ("--max-prise 3", "Did you mean --max-price?"),
     ],
 )

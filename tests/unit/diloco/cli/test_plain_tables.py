@@ -1,4 +1,4 @@
-"""What providers, pods, logs and users have written is shown as it is, brackets included."""
+"""Text from providers, pods, logs and users is shown unchanged, including brackets."""
 
 from __future__ import annotations
 

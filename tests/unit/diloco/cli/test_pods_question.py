@@ -58,7 +58,7 @@ def test_what_is_typed_is_taken_and_ctrl_c_is_heard(typed, code, said):
 
 
 def read(terminal: int, until: bytes | None) -> tuple[bytes, bool]:
-    """What comes until these bytes, the end, or the time is over; and whether the end came."""
+    """The output up to these bytes, the end of the output, or the timeout; and whether the output has ended."""
     seen = b""
     while until is None or until not in seen:
         if not select.select([terminal], [], [], TIMEOUT_S)[0]:
@@ -66,6 +66,6 @@ def read(terminal: int, until: bytes | None) -> tuple[bytes, bool]:
         try:
             seen += os.read(terminal, 1000)
         except OSError:
-            # Nobody has the terminal's other end any more.
+            # The other end of the terminal is closed.
             return seen, True
     return seen, False

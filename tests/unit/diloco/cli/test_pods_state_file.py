@@ -1,4 +1,4 @@
-"""What is done to pods needs the state file that knows them: a name that was typed wrongly is no success."""
+"""Commands on pods need the state file that lists the pods: a mistyped file name is an error, not a success."""
 
 from __future__ import annotations
 

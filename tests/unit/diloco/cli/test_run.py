@@ -11,7 +11,7 @@ from diloco.cli.app import exit_code
 def test_servers_without_a_gpu_are_noticed_before_the_start(tmp_path, monkeypatch, capsys, peers, is_refused):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    # Refused in any case: there is no such data set.
+    # The command is refused in either case, as the data set does not exist.
     assert exit_code(["run", "--mode", "grpo", "--dataset", "none.py:None", "--peers", peers]) == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ("need 4 GPUs, two each, but this machine has 3" in said) == is_refused
@@ -32,7 +32,7 @@ def test_a_new_run_does_not_overwrite_the_checkpoints_of_another(
     (tmp_path / "outputs" / "model_step_50").mkdir(parents=True)
     (tmp_path / "mine" / "peer-0").mkdir(parents=True)
     (tmp_path / "mine" / "peer-0" / "metrics.jsonl").touch()
-    # Refused in any case: this run directory holds a run.
+    # The command is refused in each case, as this run directory already holds a run.
     assert exit_code(["run", *flags, "--run-dir", "mine"]) == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ("outputs already holds checkpoints, which this run would overwrite" in said) == is_refused

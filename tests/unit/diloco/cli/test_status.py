@@ -1,4 +1,4 @@
-"""`diloco status --watch` beside the event loop that takes reports in."""
+"""`diloco status --watch` beside the event loop that receives reports."""
 
 from __future__ import annotations
 

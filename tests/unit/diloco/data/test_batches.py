@@ -201,7 +201,7 @@ def test_those_who_start_at_once_share_one_cache(tokenizer, tmp_path):
     together = threading.Barrier(4)
 
     def tokenise(_):
-        # The lock belongs to an open file, so that threads stand for processes here.
+        # The lock belongs to an open file, so threads contend for it as processes do.
         together.wait(timeout=30)
         return tokenized(FileCorpus(path), tokenizer, cache)
 
@@ -225,7 +225,7 @@ def test_tokenising_that_was_cut_short_leaves_nothing_that_is_read(tokenizer, tm
     with pytest.raises(KeyboardInterrupt):
         tokenized(Dying(path), tokenizer, cache)
     assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
-    # A process that is killed cannot tidy up; the next one does.
+    # A killed process cannot clean up; the next one does.
     key = next(cache.iterdir()).stem
     (cache / f"{key}.partial").mkdir()
     assert open_data(config_for(path), tokenizer, cache_dir=cache).num_windows > 100
@@ -279,7 +279,7 @@ def test_every_file_of_a_directory_is_looked_at_before_the_first_is_read_to_its_
 
 @pytest.fixture
 def unlike_root():
-    """Root may read everything, so somebody else looks."""
+    """Drop root's rights for the test, as root may read every file."""
     was = os.geteuid()
     if was == 0:
         os.seteuid(65534)
@@ -370,7 +370,7 @@ def test_reading_goes_on_while_nobody_asks():
             yield number
 
     with Prefetched(counted(), depth=2) as items:
-        # Two that wait and one in hand.
+        # Two items in the queue and one waiting to enter it.
         for _ in range(3):
             assert read.acquire(timeout=10)
         assert list(items) == list(range(10))

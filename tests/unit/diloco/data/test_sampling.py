@@ -40,7 +40,7 @@ def test_the_order_stays_what_it_was():
 def test_neighbours_in_the_order_are_far_apart_in_the_text():
     order = windows_of(np.arange(10_000), num_windows=10_000, seed=0)
     steps = np.abs(np.diff(order))
-    # A random order's mean distance is a third of the size.
+    # In a random order the mean distance of neighbours is a third of the size.
     assert 3_000 < steps.mean() < 3_700
 
 
@@ -69,7 +69,7 @@ def test_an_offset_outside_the_block_is_refused():
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_peers_that_come_and_go_never_train_a_window_twice_in_a_pass(data):
-    """The swarm's rule: an epoch's blocks go by world rank, and the commit steps over all that were given out."""
+    """The swarm's rule: blocks of an epoch are numbered by world rank, and the commit skips all that were assigned."""
     num_windows = data.draw(st.integers(5, 60))
     samples_per_block = data.draw(st.integers(1, 12))
     data_base, ranks = 0, {0, 1}

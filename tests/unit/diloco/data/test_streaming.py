@@ -128,7 +128,7 @@ def test_two_peers_read_all_documents_and_none_twice_before(tokenizer, tmp_path)
         num_windows = (sum(map(len, documents)) + len(documents)) // 16
         source = source_of(dataset, tokenizer, samples_per_block=num_windows + 2)
         assert documents_read(source, rank, num_windows)[: len(documents) - 1] == documents[:-1]
-        # What follows is another lane, not the first one again.
+        # The text continues with another lane, not with the first one again.
         following = next(itertools.chain(dataset.lane(lane_of(rank, NUM_LANES // 2)), [b""]))
         assert documents_read(source, rank, num_windows + 2)[len(documents)][:8] == following[:8]
         read += documents
@@ -151,7 +151,7 @@ def test_a_peer_alone_reads_everything_before_it_begins_anew(tokenizer, tmp_path
 def test_who_resumes_from_a_checkpoint_gets_the_batches_of_an_undisturbed_run_without_reading_all_again(
     tokenizer, tmp_path, monkeypatch, num_files, step
 ):
-    """Steps of two samples, some read ahead; 130 of them lead through several lanes."""
+    """Steps have two samples. One step is read ahead before the save; 130 steps cross several lanes."""
     dataset = HubDataset("local", streamed(tmp_path, num_files=num_files)[1])
     sources = [source_of(dataset, tokenizer, samples_per_block=260) for _ in range(3)]
     block = Block(epoch=0, world_rank=5, data_base=0)
@@ -193,7 +193,7 @@ def test_validation_without_a_split_is_in_no_lane(tokenizer, tmp_path):
 
 
 class Interrupted:
-    """Rows until the hub's HTTP library, whose errors have a base of their own, raises one."""
+    """Rows that end in an error of the hub's HTTP library, whose class derives directly from Exception."""
 
     num_shards = 1
 

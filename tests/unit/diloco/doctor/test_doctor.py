@@ -1,4 +1,4 @@
-"""What the doctor concludes from figures that no machine has all of; tests/e2e/test_doctor.py plants real faults."""
+"""The doctor's conclusions from figures that no single machine has; tests/e2e/test_doctor.py plants real faults."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_program_of_ones_own_is_not_judged_by_the_model_that_nobody_trains(mon
 
 
 def test_a_batch_that_is_too_large_is_told_which_would_fit():
-    """On a GPU of 3 GiB; the model itself fits."""
+    """The GPU has 3 GiB, in which the model itself fits."""
     (found,) = check_model_memory(TrainConfig(path_model="15m"), 1, 3 * 2**30)
     assert found.verdict == "fail" and "GiB of GPU memory" in found.said
     size = int(found.fix.removeprefix("--per-device-train-batch-size "))

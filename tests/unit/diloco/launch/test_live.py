@@ -1,4 +1,4 @@
-"""The live view: what is read of a growing file, and what is shown of it."""
+"""The live view: reading a growing file and showing its records."""
 
 from __future__ import annotations
 

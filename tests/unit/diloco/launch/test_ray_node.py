@@ -1,4 +1,4 @@
-"""What one of Ray's workers starts on its node, and what a Ray job is told of pods with GPUs. No Ray is needed."""
+"""The command that a Ray worker starts on its node, and a Ray job's GPUs by its pods. Ray need not be installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from provisioning.pods.pod import Offer, Pod, PodSpec, Row
 
 
 def job_on(directory: Path, *gpu_counts: int, nproc: str = "auto") -> RayJob:
-    """On pods with so many GPUs; 0: a machine without."""
+    """A job on one pod for each count of GPUs; 0 is a pod without GPUs."""
     ledger = Ledger(directory / "pods.sqlite")
     rows = [_row(ledger, index, count) for index, count in enumerate(gpu_counts)]
     launch = LaunchJob(config=directory / "c.toml", num_nodes=len(rows), nproc_per_node=nproc)

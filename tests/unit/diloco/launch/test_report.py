@@ -88,7 +88,7 @@ def test_a_run_that_was_resumed_at_its_end_is_said_to_be_complete():
     )
     assert "step 50 of 50. To go on, raise --max-steps" in said({**start, "step": 50}, max_steps=50)
     assert said() == said({**start, "step": 99}) == said({**start, "step": 0}, step(1, 5.0)) == ""
-    # Killed after its last step, and started again.
+    # A run that was killed after its last step and started again.
     assert said({**start, "step": 0}, step(100, 5.0), {**start, "step": 100}) == ""
 
 
@@ -181,7 +181,7 @@ def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
         in text
     )
 
-    # With overlap the wait took place while the training went on: what it stood still for was the round.
+    # With overlap the training went on during the wait, so it stood still for the round alone.
     slow = {**epoch(1, "aa"), "blocked_s": 3.0, "wait_s": 6.0, "round_s": 9.0}
     text = report_text({"peer 0": [*steps, slow]})
     assert "stood still             9.7% of the time, for averaging\n" in text

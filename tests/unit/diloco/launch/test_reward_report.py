@@ -11,7 +11,7 @@ CONFIG = TrainConfig(mode="grpo", total_batch_size=8)
 
 
 def records(rewards: list[float], **figures: Any) -> list[dict[str, Any]]:
-    """Of one peer, a step a second."""
+    """Records of one peer, which takes one step per second."""
     return [
         {
             "kind": "step",

@@ -86,7 +86,7 @@ def with_adapters(path_model) -> TrainConfig:
 
 
 def test_adapters_are_trained_beside_the_runs_weights_only(tmp_path):
-    """No peer sends them, as it does the weights of a run that trains those."""
+    """With adapters, peers send only the adapters, so a peer needs the same weights beneath them."""
     theirs, copy, other = (tmp_path / name for name in ("theirs", "copy", "other"))
     small_bare_model(theirs)
     save_file({"weight": torch.zeros(2)}, theirs / "model.safetensors")

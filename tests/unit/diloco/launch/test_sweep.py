@@ -1,4 +1,4 @@
-"""How a sweep is laid out: no GPU or directory is shared, and what cannot be is said before anything starts."""
+"""The layout of a sweep: runs share no GPU or directory, and an impossible sweep is refused before it starts."""
 
 from __future__ import annotations
 

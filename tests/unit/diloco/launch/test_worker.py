@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# A collective whose tensor nobody else holds, and a gloo thread that cannot let go of it before the end.
+# A collective that holds the last reference to its tensor; gloo's thread cannot drop it before the process ends.
 ENDS = """
 import atexit, sys, time
 import torch

@@ -1,4 +1,4 @@
-"""What people type who know other programs."""
+"""For flag names of other programs, and mistyped ones, ours is suggested."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_manifest_is_checked_like_flags(values, message):
 def test_codecs_go_by_our_names_and_by_hiveminds(given, meant):
     for flag in ("--hv.compression", "--hv.hivemind-compression"):
         assert parse_train_config([flag, given])[0].hv.compression == meant
-    # Either name in a manifest means the same, so that it holds ours alone.
+    # A manifest may have either name; the configuration always has ours.
     assert with_shared(TrainConfig(), {"hv.compression": given}).hv.compression == meant
 
 

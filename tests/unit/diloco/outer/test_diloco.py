@@ -61,7 +61,7 @@ def test_weights_come_from_the_commit_at_each_epochs_end(model, path):
 
 
 def too_late_at_first(local_step: int):
-    """The first work comes too late and rides along from there; then all goes well."""
+    """The first work is too late for its commit and is kept as late work; all later work is averaged."""
     answers = []
 
     def rule(message, out, inn):
@@ -92,7 +92,7 @@ def test_who_comes_too_late_for_the_last_round_but_one_ends_on_the_average_of_th
         outer = Diloco(model, max_steps=15)
         while not outer.done:
             outer.step(num_tokens=5)
-        # What trainers evaluate and save comes before `finish`.
+        # Trainers evaluate and save these weights, before they call `finish`.
         assert model.weight.unique().tolist() == [4.0]
         outer.finish()
     assert [m["last"] for m in daemon.messages if m["kind"] == "ready"] == [False, True]
@@ -118,7 +118,7 @@ def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(m
     assert steps[4:] == list(range(11, 21))
     ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
     assert ready == [(10, 20, 10), (10, 50, 20)]
-    # The core hears how long its steps take, not how fast its nominal position advances.
+    # The daemon is told the duration of an inner step, not of a nominal one.
     assert [m["step_s"] for m in daemon.messages if m["kind"] == "ready"] == [1.0, pytest.approx(0.01)]
 
 
@@ -237,7 +237,7 @@ def test_progress_is_reported_now_and_then_with_its_rate():
 
 
 def trained(outer: Diloco, model: nn.Module, steps: int = 2) -> list[int | None]:
-    """Steps, each of which adds 1 to every weight; the epochs they ended."""
+    """Take steps that each add 1 to every weight. Returns for each step the epoch that it ended, or None."""
     epochs = []
     for _ in range(steps):
         with torch.no_grad():
@@ -256,7 +256,7 @@ def test_training_goes_on_while_a_round_takes_place(model, path, mixing, merged)
         assert outer.in_flight
         assert trained(outer, model) == [None, 1]
         assert not outer.in_flight
-        # Ten when it left, two more since; the round has made five of the ten.
+        # The weights were 10 when sent and have grown by 2; the round returned 5.
         assert model.weight.unique().tolist() == [merged]
         assert outer.position == Position(epoch=1, local_step=0, data_base=3)
         ready = next(m for m in daemon.messages if m["kind"] == "ready")
@@ -391,7 +391,7 @@ def test_a_claim_that_the_certificate_did_not_meet_is_given_up(model, path):
 
 
 def slow_to_commit(num_pending: int, *, epoch_s: float = 0.0):
-    """The first commit takes long: the worker is to train on, and asks in vain for a while."""
+    """The first commit is slow: the worker is told to train on, and its first `num_pending` polls find no commit."""
     state = {"pending": num_pending, "outcome": None}
 
     def rule(message, out, inn):
@@ -415,7 +415,7 @@ def slow_to_commit(num_pending: int, *, epoch_s: float = 0.0):
 def test_training_goes_on_while_a_commit_takes_long_and_stays_on_top_of_it(model, path, merge):
     with ScriptedDaemon(path, slow_to_commit(1), local_steps=4, **merge) as daemon:
         outer = Diloco(model)
-        # Twelve at the epoch's end; the commit makes six of them, and comes after two more steps.
+        # The weights are 12 at the end of the epoch; the commit halves them and comes after two more steps.
         assert trained(outer, model, steps=4) == [None] * 4
         assert (outer.in_flight, outer.position) == (True, Position(epoch=1, local_step=0, data_base=3))
         assert trained(outer, model, steps=2) == [None, 1]
@@ -432,7 +432,7 @@ def test_who_is_ahead_by_a_whole_epoch_waits_for_the_commit_before_it_hands_over
     with ScriptedDaemon(path, slow_to_commit(9), local_steps=2) as daemon:
         outer = Diloco(model)
         assert trained(outer, model, steps=3) == [None] * 3
-        # It polls in vain after the first step, and after the second; then it waits, and hands over the rest.
+        # Polls after each of the two steps find no commit; then it waits for it, and hands over the two steps.
         assert trained(outer, model, steps=1) == [2]
         assert [commit.epoch for commit in outer.commits] == [1, 2]
         outer.finish()
@@ -464,7 +464,7 @@ def test_who_is_ahead_when_the_time_is_up_trains_on_until_the_commit_comes(
             places.append((outer.epoch, outer.local_step))
             outer.step(num_tokens=5)
         outer.finish()
-    # Data and schedules go by the place: each is there once, in order.
+    # Data and schedules depend on the place (epoch, inner step): each occurs once, in order.
     assert places == sorted(set(places))
     ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
     assert ready == [(4, 20, 4), handed_over]
@@ -480,12 +480,12 @@ def test_where_rounds_take_as_long_as_epochs_an_epoch_ends_with_nothing_in_fligh
             outer.step(num_tokens=5, is_save_due=step in (5, 6))
             flights.append(outer.in_flight)
         outer.finish()
-    # Never but in the epoch that has waited, and in the first, which nothing precedes.
+    # Always, except in the first epoch, which has no round before it, and while the due save waits.
     assert flights == [False, True, True, True, True, False, False, True]
 
 
 def trained_by_a_slow_rank(world: World, path: Path) -> list[float]:
-    """The weights after two epochs, of ranks that all hold the whole model; the second one is slow to merge."""
+    """The weights after two epochs. Each rank holds the whole model; rank 1 is slow to merge."""
     os.environ[LINK_ENV] = str(path)
     merge = SharedWeights.merge
 
@@ -507,7 +507,7 @@ def trained_by_a_slow_rank(world: World, path: Path) -> list[float]:
 def test_no_rank_hands_over_the_next_weights_while_another_merges_with_the_last(tmp_path):
     path = tmp_path / "link.sock"
     with ScriptedDaemon(path, slow_rounds(), local_steps=2), Ranks(2) as ranks:
-        # Three when it left, two more since; the round has made 1.5 of the three.
+        # The weights were 3 when sent and have grown by 2; the round returned 1.5.
         assert ranks.run(trained_by_a_slow_rank, path) == [[1.5 + 2]] * 2
 
 

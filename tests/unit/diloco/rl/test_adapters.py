@@ -1,4 +1,4 @@
-"""Adapters: what of a model is trained and sent, and what it is with them merged in."""
+"""Adapters: the part of a model that is trained and sent, and the model with its adapters merged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(directory):
 
 
 def adapted_and_moved(model, seed=1):
-    """With adapters of which none is zero any more."""
+    """An adapted model in which no adapter is zero, as if it had been trained."""
     adapted = with_adapters(model, RANK, seed=0)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_merged_weights_are_a_plain_model_with_the_same_outputs(directory, model
     assert state.keys() == plain.state_dict().keys()
     plain.load_state_dict(state)
     assert torch.allclose(logits(plain), logits(adapted), atol=CLOSE)
-    # Merging leaves the model that is trained as it was.
+    # Merging does not change the adapted model.
     assert dict(merged(adapted, adapted.named_parameters())).keys() == {
         n for n, _ in plain.named_parameters()
     }

@@ -1,4 +1,4 @@
-"""Environments of several turns: dialogues with them, by a model that says what the test says."""
+"""Environments of several turns, in dialogues with a scripted model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_model_is_answered_until_it_is_right_and_is_trained_on_its_own_words_o
     assert [p for p, own in zip(first["logprobs"], mask, strict=True) if not own] == [0.0] * mask.count(0)
     own = [token for token, is_own in zip(first["tokens"], mask, strict=True) if is_own]
     assert tokenizer.decode(own, skip_special_tokens=True) == "375"
-    # What the model was asked at last is the whole conversation, as the chat template has it.
+    # The last prompt is the whole conversation, rendered by the chat template.
     talk = [
         *example.prompt,
         {"role": "assistant", "content": "3"},

@@ -27,7 +27,7 @@ EVALUATE = (
 
 def test_all_generators_are_known_whose_scorers_evaluate_answers():
     found = {name for name, (made, _) in DATASETS.items() if evaluates_answers(made.__new__(made))}
-    # A composite hands answers on to others, and no flag can make one.
+    # A composite passes answers to other scorers, and no flag can select it.
     assert found - {"composite"} == set(EVALUATE)
 
 

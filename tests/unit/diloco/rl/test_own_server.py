@@ -1,4 +1,4 @@
-"""What is said of a server that cannot be had."""
+"""The messages about a server that cannot start or was killed."""
 
 from __future__ import annotations
 

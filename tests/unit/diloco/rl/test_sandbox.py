@@ -25,7 +25,7 @@ SHORT = Limits(wall_s=3.0, cpu_s=1)
 
 @pytest.fixture(params=["another user", "a namespace of users"])
 def sandbox(request, monkeypatch):
-    """Both ways of being nobody: root's, and that of everybody else."""
+    """The sandbox as root starts it and as other users do."""
     if request.param == "a namespace of users":
         monkeypatch.setattr("diloco.rl.sandbox.run.unused_user", lambda: None)
     elif os.geteuid() != 0:

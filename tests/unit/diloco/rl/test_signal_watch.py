@@ -1,4 +1,4 @@
-"""A training that has nothing to learn from is told, once."""
+"""A training whose rewards give nothing to learn from is reported, once."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.unit.peers.core.made import SETTINGS, chain_of, commit, genesis, veri
 
 
 class Broken(Liar):
-    """A peer that is taken for honest, and is not: what it does has to be found."""
+    """A peer that the checks take for honest although it breaks a rule; they must find the violation."""
 
 
 class VotesTwice(Broken):
@@ -45,7 +45,7 @@ class TellsItsWorkerTooSoon(Broken):
 
 
 class TrainsTheSameTwice(Broken):
-    """Answers that the work is to be rebased, though it is in."""
+    """Tells its worker to rebase work that the commit already contains."""
 
     def say(self, effect):
         if isinstance(effect, effects.Answer) and effect.how == "contributed":
@@ -87,7 +87,7 @@ class BelievesAnybody(Broken):
 
 
 def swarm_with(machine, *, rank: int = 1, liars=None) -> VirtualSwarm:
-    """Of four, one of which is this machine and taken for honest."""
+    """A swarm of four; this machine is one of them and taken for honest."""
     swarm = VirtualSwarm(4, starts=False, liars=liars)
     swarm.machines[f"p{rank}"] = machine
     for peer in range(4):

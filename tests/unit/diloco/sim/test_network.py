@@ -45,7 +45,7 @@ class Links:
         self.clock.advance(2.0)
 
     def send(self, count: int) -> list[str]:
-        """From a to b; the heads that arrived."""
+        """Send messages from a to b. Returns the heads in the messages that arrived."""
         for number in range(count):
             self.network.send("a", "b", ask(number))
         self.clock.advance(self.clock.now + 5.0)

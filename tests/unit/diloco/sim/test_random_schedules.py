@@ -50,7 +50,7 @@ FAILED_ONCE = (
     99918,
     386227,
 )
-"""Beyond those that are tried anyway."""
+"""Seeds to try beyond the default range."""
 
 
 def failures_among(seeds: Iterable[int]) -> list[int]:

@@ -41,7 +41,7 @@ class FakePeer:
         self.outcomes: list[str | frozenset[str]] = []
         """`done`, or the suspects."""
         self.told_by: frozenset[str] = frozenset()
-        """Whose hearsay the last suspects are."""
+        """The peers that reported the last suspects."""
         self.states: dict[str, State] = {}
 
     def post(self, event) -> None:

@@ -14,11 +14,11 @@ from peers.core.effects import Apply, Broadcast, Reduce
 from peers.protocol.messages import Certificates
 
 EPOCH_S = 4.0
-"""What an undisturbed one takes at most."""
+"""The longest time that an undisturbed epoch takes."""
 
 
 def together(swarm: VirtualSwarm, within_s: float = 60.0, commits: int = 2) -> None:
-    """Until all live peers have made further commits in common, and nothing is lost."""
+    """Run until all live peers have made this many new commits in common; check that no work is lost."""
     before = swarm.now
 
     def are_together() -> bool:
@@ -39,7 +39,7 @@ def together(swarm: VirtualSwarm, within_s: float = 60.0, commits: int = 2) -> N
 
 
 def in_epoch(swarm: VirtualSwarm, epoch: int) -> None:
-    """Until everybody trains in it."""
+    """Run until all peers train in this epoch."""
     assert swarm.run_until(lambda: set(swarm.epochs().values()) == {epoch}, 60.0), swarm.epochs()
 
 
@@ -123,7 +123,7 @@ def test_a_withheld_certificate_is_asked_for():
     in_epoch(swarm, 3)
     leader = leader_of(swarm)
     peer = swarm.peers[leader]
-    # The leader applies what it has told nobody, and dies; the others hold the result of an attempt without a name.
+    # The leader dies before it applies or broadcasts the commit; the others hold a result without a certificate.
     peer.before[Apply] = lambda: swarm.kill(leader)
     peer.before[Broadcast] = lambda: None
     assert swarm.run_until(lambda: leader not in swarm.peers, 2 * EPOCH_S)
@@ -142,7 +142,7 @@ def test_a_commit_that_a_majority_has_signed_is_not_rolled_back_while_the_others
     assert swarm.run_until(lambda: swarm.state(leader).epoch == 4, 2 * EPOCH_S)
     commit = swarm.state(leader)
     behind = {rank: 3 for rank in range(3) if rank != leader}
-    # Longer than a majority has to stay at a head for a rollback to it.
+    # Longer than a majority must stay at a head before a peer rolls back to it.
     swarm.run(2.0)
     assert swarm.epochs() == behind | {leader: 4} and swarm.state(leader) is commit
     swarm.network.tamper = lambda sender, receiver, message: message
@@ -154,7 +154,7 @@ def test_a_certificate_that_one_peer_kept_undoes_nothing_that_its_other_signers_
     in_epoch(swarm, 3)
     keeper = leader_of(swarm)
     one, other, *rest = sorted({0, 1, 2, 3, 4} - {keeper})
-    # A majority signs a commit, whose leader tells nobody of it, and is not heard any more.
+    # A majority signs a commit; its leader sends the certificate to nobody and is then cut off.
     swarm.partition((keeper, one, other), rest)
     swarm.network.tamper = lambda sender, _, message: (
         None if sender == peer_id_of(keeper) and isinstance(message, Certificates) else message
@@ -163,7 +163,7 @@ def test_a_certificate_that_one_peer_kept_undoes_nothing_that_its_other_signers_
     kept = swarm.state(keeper)
     assert swarm.contributors(kept.head) == {keeper, one, other}
     swarm.partition([keeper], (one, other))
-    # The rest goes on from the head before it, first as a minority, and then with those that have signed it.
+    # The other two go on from the head before that commit, first alone and then with two of its signers.
     for rank in (one, other):
         swarm.freeze(rank, 25.0)
     swarm.run(20.0)
@@ -233,7 +233,7 @@ def test_the_only_member_does_not_return_to_the_head_before_its_newest_when_it_r
         swarm.crash_worker(rank, 1000.0)
     swarm.run(1.0)
     assert swarm.run_until(lambda: len(swarm.heads()) == 1, 60.0)
-    # One of the two stays at this head, the other hears of the next.
+    # Peer 1 stays at this head; peer 0 receives the next certificate.
     before = swarm.state(1)
     swarm.network.tamper = lambda sender, receiver, message: (
         None if receiver == "p1" and isinstance(message, Certificates) else message
@@ -243,5 +243,5 @@ def test_the_only_member_does_not_return_to_the_head_before_its_newest_when_it_r
     swarm.start(2)
     assert swarm.run_until(lambda: swarm.peers[2].state is not None, 60.0)
     assert swarm.state(2).parent is before
-    # That it goes back would violate an invariant.
+    # If peer 2 went back now, that would violate an invariant.
     swarm.run(5.0)

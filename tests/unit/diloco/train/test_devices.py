@@ -11,7 +11,7 @@ ON_CPU = f"CPU, {num_cores()} cores"
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs of one kind and one of another, as far as it tells."""
+    """A fake nvidia-smi that reports two GPUs of one kind and one of another."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\n"

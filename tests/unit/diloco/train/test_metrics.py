@@ -97,7 +97,7 @@ def test_a_sink_that_fails_is_dropped_with_a_warning_and_the_rest_goes_on(tmp_pa
 
 
 class Hanging:
-    """A service that takes a record and never comes back, until the test lets it."""
+    """A sink whose first write blocks until the test releases it."""
 
     def __init__(self):
         self.let_go = threading.Event()
@@ -120,13 +120,13 @@ def test_a_sink_that_hangs_costs_no_step_any_time_and_the_other_sinks_nothing(tm
     assert hanging.took.wait(5)
     for step in range(1, 3001):
         metrics.write("step", step=step)
-    # All that while the first record was being taken: nobody waited for the sixty seconds.
+    # The first write is still blocked, so no step waited for it.
     assert hanging.records == []
     assert len(lines(tmp_path / "m.jsonl")) == 3001
     assert caplog.text.count("Hanging takes no metrics at the moment") == 1
     hanging.let_go.set()
     metrics.close()
-    # What it missed, it missed; what was in the queue, it has, in order.
+    # It has the records that fitted in the queue, in order; later ones are dropped.
     taken = [record["step"] for record in hanging.records]
     assert taken == list(range(len(taken))) and 1000 <= len(taken) <= 1002
     assert len(good.records) > 0 and good.closed
@@ -169,7 +169,7 @@ def test_wandb_honours_its_disabled_mode(tmp_path, monkeypatch):
 
 @pytest.fixture
 def anew(monkeypatch):
-    """wandb heeds the environment of its first use only."""
+    """Reset wandb, which reads the environment only at its first use."""
     import wandb
 
     monkeypatch.setenv("WANDB_SILENT", "true")

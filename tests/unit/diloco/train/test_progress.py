@@ -1,4 +1,4 @@
-"""What a trainer reports of a step that takes long."""
+"""A trainer's progress reports during a long step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peers.protocol.reports import Phase
 
 
 def told(monkeypatch, micro_batch_s: float) -> tuple[list[Doing | None], list[float]]:
-    """What two steps of four micro-batches report after each, and how long a step is said to take."""
+    """The reports after each of four micro-batches in two steps, and the durations of long steps."""
     now, long_s = 100.0, []
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     progress, reported = Progress(tells=False), []

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# The main thread sits where Python runs no handlers, as in a collective; it says so once it is about to.
+# The main thread blocks in C code, as in a collective, where Python runs no handlers; before, it prints "ready".
 _PROGRAM = """
 import ctypes, sys
 import diloco.train.signals
@@ -20,7 +20,7 @@ while True:
 
 
 def outcome(number, *, first=""):
-    """Exit code and what is printed after the signal, where the line `first` has been run before."""
+    """The exit code and the output after the signal; `first` is a line of the program to run before."""
     program = _PROGRAM.replace("{first}", first)
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:

@@ -85,7 +85,7 @@ def test_of_a_longer_round_what_the_overlap_leaves_is_waited_for():
     figures = simulate(scenario(mbps=16.0, schedule=schedule, num_epochs=6))
     round_s = reduce_s(4, 2 * NUMEL, 2e6) + 7 * ONE_WAY_S
     assert figures.epoch_s == pytest.approx(5.0 + round_s - 1.0, rel=2e-3)
-    # Who has led to a commit trains on one way before the others, and waits for them the next time.
+    # The leader of a commit trains on one way earlier than the others, and waits for them in the next round.
     assert figures.parts.blocked_s == pytest.approx(round_s - 1.0 + ONE_WAY_S, rel=2e-3)
 
 
@@ -122,7 +122,7 @@ def test_uneven_links_are_used_as_well_as_the_shares_allow():
     best_s = optimal_seconds([1e6 * m / 8 for m in mbps], 4 * NUMEL)
     took_s = simulate(uneven).parts.reduce_s - 2 * ONE_WAY_S
     assert best_s <= took_s < 1.12 * best_s
-    # With equal shares it would be the slowest link's time.
+    # With equal shares the slowest link would determine the time.
     assert took_s < 0.8 * reduce_s(4, 4 * NUMEL, 30e6 / 8)
 
 
@@ -168,7 +168,7 @@ def test_equal_seeds_give_equal_runs_and_others_give_others():
 
 
 def committed_at(swarm: CostSwarm, epoch: int) -> float:
-    """When the last of its members had made this commit."""
+    """The time at which the last member made this commit."""
     return max(record.at for record in swarm.records if record.epoch == epoch)
 
 
@@ -184,10 +184,10 @@ def test_a_lost_peer_costs_the_others_one_attempt_and_comes_back(rank, at_s):
     assert members[:2] == [4, 4] and members[-1] == 4 and min(members) == 3
     late_s = committed_at(swarm, 3) - committed_at(calm, 3)
     if at_s < 10:
-        # Nobody waits for one that has been quiet for four seconds: rounds without it are a little shorter.
+        # A peer that has been silent for four seconds is not waited for; rounds without it are a little shorter.
         assert figures.losses.failed_attempts == 0 and -1.0 < late_s < 0.5
     else:
-        # Noticed after the daemon's timeouts, then once more without it.
+        # The loss is noticed after the daemon's timeouts; the next attempt is without the peer.
         assert figures.losses.failed_attempts >= 1 and 1.0 < late_s < 25.0
     # While faults happen nobody waits for a commit: the epochs after it take as long as their steps.
     ends = [committed_at(swarm, epoch) for epoch in range(5, 10)]
