@@ -123,7 +123,7 @@ def test_a_withheld_certificate_is_asked_for():
     in_epoch(swarm, 3)
     leader = leader_of(swarm)
     peer = swarm.peers[leader]
-    # The leader dies before it applies or broadcasts the commit; the others hold a result without a certificate.
+    # The leader is killed just before it applies its commit; the others hold a result without a certificate.
     peer.before[Apply] = lambda: swarm.kill(leader)
     peer.before[Broadcast] = lambda: None
     assert swarm.run_until(lambda: leader not in swarm.peers, 2 * EPOCH_S)
