@@ -1,4 +1,4 @@
-"""One real Peer, and others that say only what a test makes them say."""
+"""One real Peer among simulated ones, which send only what a test makes them send."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Peers = Iterable[str]
 
 
 class Driven:
-    """The peer `me`, with a worker, and the effects that it has asked for.
+    """Drives the peer `me`, which has a worker, and collects the effects that it asks for.
 
-    `others` repeat their statuses while time passes. They answer requests for certificates that are in `known`, unless
-    they are in `mute`.
+    The peers in `others` repeat their statuses while time passes. They answer requests for the certificates in `known`,
+    except for the peers in `mute`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Driven:
 
     @classmethod
     def at(cls, genesis: Certificate, others: Peers = "", me: str = "a", **kwargs) -> Driven:
-        """A peer that has begun from this genesis, like the others."""
+        """A peer that has begun from this genesis, as have `others`."""
         driven = cls(me, **kwargs)
         driven.feed(
             events.Received(
@@ -66,7 +66,7 @@ class Driven:
     def announce(
         self, certificate: Certificate | None, names: Peers, phase: str = "training", **others
     ) -> None:
-        """From now on, these peers have this certificate as their newest."""
+        """From now on, these peers announce this certificate as their newest."""
         if certificate is not None:
             self.known[certificate.head] = certificate
         for name in names:
@@ -74,7 +74,7 @@ class Driven:
             self._beat(name)
 
     def hush(self, names: Peers) -> None:
-        """From now on, these peers say nothing."""
+        """From now on, these peers send no statuses."""
         for name in names:
             self.others.pop(name, None)
 
@@ -82,7 +82,7 @@ class Driven:
         self.known |= {certificate.head: certificate for certificate in certificates}
 
     def run(self, seconds: float) -> list[effects.Effect]:
-        """Let time pass. Returns the effects that the peer has asked for meanwhile."""
+        """Let time pass. Returns the effects that the peer asks for meanwhile."""
         before, end = len(self.effects), self.now + seconds
         while self.now < end:
             moment = min(self.now + BEAT_S, end)
@@ -103,7 +103,7 @@ class Driven:
         return self.feed(events.Fetched(self.peer.catch_up.target.head))
 
     def come_to(self, path: Sequence[Certificate], holders: Peers) -> None:
-        """Adopt these commits, from peers that have the last of them."""
+        """Make the peer adopt these commits from `holders`, whose newest certificate is the last of them."""
         self.know(path)
         self.announce(path[-1], holders)
         for _ in range(30):
@@ -121,7 +121,7 @@ class Driven:
         return vote_of(sender, body)
 
     def of(self, kind: type, made: Sequence[effects.Effect] | None = None) -> list:
-        """The effects of this kind, or the messages that were sent."""
+        """The effects of this kind, or the sent messages of this kind."""
         made = self.effects if made is None else made
         if issubclass(kind, (effects.Send, effects.Broadcast)) or kind.__module__ == effects.__name__:
             return [effect for effect in made if isinstance(effect, kind)]

@@ -1,4 +1,4 @@
-"""Certificates, statuses and keys as tests need them."""
+"""Builders of certificates, statuses and keys for tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_settings(**changes) -> Settings:
 
 RING = KeyRing(seed=0)
 Keys, verify = RING.keys_of, RING.verify
-"""As in a Swarm (swarm.py)."""
+"""The same keys as in a Swarm (swarm.py)."""
 
 
 def work(
@@ -72,7 +72,7 @@ def commit(
     salt: object = "",
     **others,
 ) -> Certificate:
-    """A certificate that these peers have signed: of the plan that follows, with the fields in `others` changed."""
+    """The certificate, signed by `signers`, of the plan that follows `before`, with the plan fields in `others`."""
     entries = {name: Entry(-1, (works or {}).get(name, work(based_on=before.plan.epoch))) for name in signers}
     plan = plan_of(before, attempt, entries, off=off, data_width=1, settings=SETTINGS)
     name = before.head, sorted(entries), attempt, salt
@@ -100,7 +100,7 @@ def status(
     world_rank: int = -1,
     **others,
 ) -> Status:
-    """The status of a peer whose newest certificate is this one."""
+    """The status of a peer whose newest certificate is `certificate`."""
     if certificate is not None:
         others = {"head": certificate.head, "epoch": certificate.plan.epoch, **others}
     return Status(incarnation=1, sequence=sequence, world_rank=world_rank, phase=phase, **others)
@@ -125,7 +125,7 @@ def a_peer(
 
 
 def vote_of(sender: str, body: Body) -> Vote:
-    """The vote of `sender` for this body."""
+    """The vote of `sender` for `body`."""
     plan = body.plan
     return Vote(
         head=plan.parent,

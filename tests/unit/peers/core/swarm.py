@@ -33,9 +33,9 @@ class Node(VirtualPeer):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.trains = True
-        """False: its worker begins, and hangs."""
+        """If false, its worker hangs as soon as it has an answer."""
         self.done: list[tuple[float, Effect]] = []
-        """Its effects, each with its time."""
+        """The effects that it carried out, each with its time."""
 
     def effects(self, kind: type) -> list:
         return [effect for _, effect in self.done if isinstance(effect, kind)]
@@ -52,11 +52,11 @@ class Node(VirtualPeer):
 
     @property
     def forks(self) -> list[effects.Tell]:
-        """What it has reported of forks that it lost."""
+        """Its reports of forks that it lost."""
         return [tell for tell in self.effects(effects.Tell) if tell.kind == "fork"]
 
     def train_in(self, epoch_s: float) -> None:
-        """Make its worker take so long for an epoch."""
+        """Make its worker take `epoch_s` for an epoch."""
         self.worker.step_s = epoch_s / self.swarm.settings.steps_per_epoch
 
     def hang(self) -> None:
@@ -86,10 +86,10 @@ class Node(VirtualPeer):
 
 
 class Swarm(VirtualSwarm):
-    """All invariants are checked after every event, such as that no peer signs twice.
+    """A swarm that checks all invariants after every event, such as that no peer signs twice.
 
-    `tamper(sender, receiver, message)`: what arrives instead; None: nothing. `reduces(name, plan)`: why this member's
-    reduction fails, and its suspects; None: it does not. `garbles(name, plan)`: whether it computes other digests.
+    `tamper(sender, receiver, message)`: what arrives instead, or None if nothing does. `reduces(name, plan)`: why this
+    member's reduction fails, and its suspects, or None if it succeeds. `garbles(name, plan)`: if its digests are wrong.
     """
 
     peer_type = Node
@@ -134,7 +134,7 @@ class Swarm(VirtualSwarm):
         return {node.machine.epoch for node in self.live.values()}
 
     def reach(self, epoch: int, within_s: float) -> bool:
-        """Run until all peers are in this epoch, on one chain. Returns whether they were in time."""
+        """Run until all peers have reached this epoch, on one chain. Returns whether they did so within `within_s`."""
         return self.run_until(lambda: min(self.epochs()) >= epoch and len(self.heads()) == 1, within_s)
 
 

@@ -1,4 +1,4 @@
-"""Whose state a peer takes: never one that no majority it can hear has signed, and always one in the end."""
+"""Which state a peer takes: only one signed by a majority of those it can hear, and always one in the end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_nothing_is_adopted_before_its_certificates_are_here():
     a.announce(commit(GENESIS, "bc"), "bc")
     a.run(10)
     assert a.of(effects.Fetch) == []
-    # It goes on asking, and not more often than they may need to answer.
+    # It keeps asking, but gives them time to answer between two requests.
     assert 8 <= len(a.of(Ask)) <= 24
 
 
@@ -176,7 +176,7 @@ def test_what_one_peer_does_not_know_may_be_known_to_another():
 
 @pytest.mark.parametrize("num_made_up", [0, 2000])
 def test_who_is_behind_by_more_than_others_keep_takes_what_its_roster_shows(num_made_up):
-    """Also where a stranger has said of many heads that it does not know them."""
+    """Also where a stranger has answered for many made-up heads that it has no certificates of them."""
     a = Driven.at(GENESIS, "bc")
     for n in range(num_made_up):
         a.say("z", Certificates(head=digest("made up", n), certificates=()))
@@ -211,7 +211,7 @@ def test_both_sides_of_a_broken_link_do_not_change_places_where_one_of_them_is_j
     mine, yours = small.plan.signers, large.plan.signers
     one, tried = [small, commit(small, mine)], [commit(large, yours, salt=n) for n in range(32)]
     other = [large, min(tried, key=lambda newest: newest.head)]
-    # It has not come to the first of them yet.
+    # `newest` follows `one`, whose peer `me` has not adopted it yet.
     newest = commit(one[-1], mine)
     me, you = (
         went_on_with(four, *stands)
@@ -227,7 +227,7 @@ def test_both_sides_of_a_broken_link_do_not_change_places_where_one_of_them_is_j
 
 
 def went_on_with(start: Certificate, me: str, mate: str, lost: str, way: list[Certificate]) -> Driven:
-    """It has lost sight of the others, and has gone on with one."""
+    """The peer `me`, which has lost the peers in `lost` and has made the commits in `way` with `mate`."""
     driven = Driven.at(start, [mate, *lost], me=me)
     driven.hush(lost)
     driven.run(20)
@@ -237,7 +237,7 @@ def went_on_with(start: Certificate, me: str, mate: str, lost: str, way: list[Ce
 
 @pytest.mark.parametrize("came_from", [GENESIS, genesis("a")])
 def test_who_comes_to_a_head_that_the_others_have_just_left_does_not_commit_on_it_alone(came_from):
-    """Whether it was behind or is from another run: they are off its old head for long, and not off this one."""
+    """Whether it was behind or comes from another run: the others left its old head long ago, but not the new one."""
     a, way = Driven.at(came_from, me="a"), chain_of(GENESIS, "bc", 2)
     a.know([GENESIS])
     a.mute = {"b", "c"}
@@ -248,7 +248,7 @@ def test_who_comes_to_a_head_that_the_others_have_just_left_does_not_commit_on_i
     assert fetched_heads(a) == [way[0].head]
     a.ready()
     a.ready()
-    # They go on during the fetch, and their certificate takes longer than it.
+    # The others commit during the fetch, and their certificate arrives only after it.
     a.mute = {"b", "c"}
     a.announce(way[1], "bc")
     a.fetched()
@@ -388,7 +388,7 @@ def test_an_answer_always_fits_into_a_message():
 
 
 def test_a_certificate_must_follow_its_parent():
-    """Its signers may be a majority; a peer that takes it over has to be able to go on from it."""
+    """Even if its signers are a majority: a peer that adopts it must be able to go on from it."""
     for wrong in ({"epoch": 7}, {"epoch": 0}, {"fragment": 3}, {"data_base": 0}):
         parent = genesis("abc", data_base=5)
         a = Driven.at(parent, "bc")

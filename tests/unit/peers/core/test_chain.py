@@ -48,11 +48,11 @@ def test_a_long_chain_whose_roster_is_full_of_sybils_loses():
 
 
 def test_a_member_counts_for_the_side_on_which_it_signed_last():
-    # All five signed attempt 0, which its leader kept for itself; four of them have gone on by attempt 1.
+    # All five signed attempt 0, but its leader withheld the certificate; the other four committed at attempt 1.
     withheld, gone_on = commit(GENESIS, "abcde"), commit(GENESIS, "bcde", attempt=1)
     assert prefers_theirs(fork([withheld], [gone_on]))
     assert not prefers_theirs(fork([gone_on], [withheld]))
-    # And where the one that kept it goes on alone, only it counts for that.
+    # If the leader that withheld it goes on alone, it is the only one that counts for that side.
     alone = [withheld, *chain_of(withheld, "a", 9)]
     assert prefers_theirs(fork(alone, [gone_on]))
     assert not prefers_theirs(fork([gone_on], alone))
@@ -66,7 +66,7 @@ def test_a_later_epoch_is_later_whatever_the_attempt():
 
 
 def test_who_has_signed_two_certificates_of_one_head_and_attempt_counts_for_none():
-    # a signed both: without it one is left on each side, and two against one with f there.
+    # `a` signed both sides, so it counts for neither: `b` is left on ours, `c` and `d` on theirs.
     ours, theirs = commit(GENESIS, "ab", salt=1), commit(GENESIS, "acd", salt=2)
     assert prefers_theirs(fork([ours], [theirs]))
     both = smaller_first(commit(GENESIS, "ab", salt=1), commit(GENESIS, "ac", salt=2))
@@ -94,7 +94,7 @@ def test_a_tie_goes_to_the_smaller_hash_after_the_split_and_stays_so_as_the_chai
 
 @pytest.mark.parametrize("seed", range(40))
 def test_of_two_sides_exactly_one_is_preferred_by_both(seed):
-    """Else both would go over to the other, or both stay."""
+    """Otherwise each side would go over to the other, or both would stay."""
     rosters = ["".join(sorted(set("abcde"[(seed * k + k) % 5] for k in range(1, 4)))), "abcde"[seed % 5 :]]
     one = chain_of(GENESIS, rosters[0], 1 + seed % 3, attempt=seed % 2)
     other = chain_of(GENESIS, rosters[1], 1 + seed % 2, attempt=seed % 3, salt="other")
@@ -188,7 +188,7 @@ def test_commits_that_a_member_is_not_in_are_counted_back_to_its_last():
 def test_a_commit_without_a_member_or_at_a_later_attempt_is_a_fault_until_it_is_long_ago():
     well = [GENESIS, *chain_of(GENESIS, "abcde", 3)]
     assert chain(GENESIS).is_faultless and chain(*well).is_faultless
-    # Who has come since does not know.
+    # A peer that joined later cannot know that there was no fault before.
     assert not chain(*well[1:]).is_faultless
     for faulty in (commit(well[-1], "abcd"), commit(well[-1], "abcde", attempt=1)):
         after = chain_of(faulty, "abcde", RECENT_COMMITS)
@@ -219,7 +219,10 @@ def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
 def part_of(
     way: Fork, *, me: str, gone: str = "", stands: str = "", left_lately: str = "", has_worker: bool = True
 ) -> int:
-    """How many certificates of it may be adopted by a peer that sees these gone, and these where the two part."""
+    """How many certificates of `way.theirs` the peer `me` may adopt, if it sees the peers in `gone` as gone.
+
+    Peers in `stands` are still at the common ancestor and may object; peers in `left_lately` have only just left it.
+    """
     part = adoptable_prefix(
         way,
         me=me,
@@ -237,7 +240,7 @@ def test_of_two_that_went_on_apart_without_any_of_the_roster_one_gives_way_thoug
     ours, theirs = (chain_of(alone, name, 3) for name in "xy")
     assert part_of(fork([], theirs, alone), me="x", gone="a") == 3
     assert part_of(fork([], theirs, alone), me="x") == 0
-    # While the one that is back stands where the two part, it has its say; elsewhere it has none any more.
+    # Now that `a` is back, it may object while it stands at the common ancestor, and no longer once it has left.
     assert part_of(fork(ours, theirs, alone), me="x", stands="a") == 0
     assert part_of(fork(ours, theirs, alone), me="x") == 3
 
@@ -260,7 +263,7 @@ def test_where_newcomers_went_on_that_is_adopted_once_the_roster_has_signed_what
     pair = genesis("ab")
     ours = chain_of(pair, "b", 3)
     alone = commit(pair, "a", off="b")
-    # Its only member is gone for a while, and a newcomer goes on from its state.
+    # `a`, the only member, is gone for a while, and the newcomer `n` goes on from its state.
     succession = commit(alone, "n")
     assert part_of(fork(ours, [alone, succession], pair), me="b") == 1
     joined = commit(succession, "an")
@@ -271,7 +274,7 @@ def test_where_newcomers_went_on_that_is_adopted_once_the_roster_has_signed_what
 def test_of_two_sides_one_gives_way_where_newcomers_began_the_other_and_one_of_the_two_members_is_on_each(
     salt,
 ):
-    """Whichever the Fork rule prefers: the one that it prefers may be adopted."""
+    """Whichever side the fork rule prefers, the other side may adopt it."""
     pair = genesis("ab")
     alone = chain_of(pair, "b", 3)
     succession = commit(pair, "n", salt=salt)
@@ -279,7 +282,7 @@ def test_of_two_sides_one_gives_way_where_newcomers_began_the_other_and_one_of_t
     there, back = fork(alone, joined, pair), fork(joined, alone, pair)
     assert prefers_theirs(there) is not prefers_theirs(back)
     assert (part_of(there, me="b"), part_of(back, me="a"), part_of(back, me="n")) == (4, 3, 3)
-    # What no member has signed counts for nobody, and what it has signed counts for nothing while another objects.
+    # What no member has signed is not adopted, nor is what `a` has signed while it may still object.
     assert part_of(fork(alone, [succession], pair), me="b") == 0
     assert part_of(there, me="b", stands="a") == 0
 

@@ -1,4 +1,4 @@
-"""World ranks where nobody assigns them: what a peer claims, and what certificates make of it."""
+"""World ranks without a coordinator: which rank a peer claims, and which one the certificates give it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.peers.core.made import OFFER, commit, genesis, status
 from tests.unit.peers.core.swarm import Swarm
 
 GENESIS = genesis("abc")
-"""Of ranks 0, 1 and 2."""
+"""Its members have ranks 0, 1 and 2."""
 
 
 def newcomer(name: str = "n") -> Driven:
@@ -25,7 +25,7 @@ def test_a_newcomer_claims_the_lowest_rank_that_neither_the_roster_nor_anybody_e
     n.run(2)
     assert n.peer.world_rank == -1, "others may be there who have not been heard yet"
     n.run(2)
-    # Rank 2 is that of a member who is away.
+    # Rank 2 belongs to `c`, a member that is away.
     assert n.peer.world_rank == 4
 
 
@@ -99,7 +99,7 @@ def test_who_was_taken_off_and_comes_back_does_not_keep_a_rank_that_is_another_p
         ({"a": 0, "b": 2}, {}, 1),
         ({"a": 0}, {"a": -1, "b": -1}, 2),
         ({"a": 0}, {"a": 0, "z": -1}, 1),
-        # Strangers that have none, many of them, do not drive it beyond what may be claimed.
+        # Many strangers without a rank do not push the claim beyond the largest that is allowed.
         ({}, {f"b{n}": -1 for n in range(5000)}, MAX_CLAIMED_RANK),
     ],
 )

@@ -1,4 +1,4 @@
-"""The published figures, as they are printed, and what holds between and beyond them."""
+"""The published figures as printed, and the values between and beyond them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How a run begins, whoever of the founders dies, lies or keeps silent."""
+"""How a run begins, whichever founder dies, lies or stays silent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def founders(names: str, galaxy_size: int = 0, **settings) -> Swarm:
 
 
 def begun(swarm: Swarm, names: str) -> bool:
-    """All of them are on one genesis."""
+    """Whether all of them are on one genesis."""
     return len({swarm[name].machine.head for name in names}) == 1 and swarm[names[0]].machine.head != ""
 
 
@@ -215,7 +215,7 @@ def proposal(names: str = "abc", attempt: int = 0, **changes) -> Body:
 
 
 def votes_for(driven: Driven, body: Body, *senders: str) -> list[Vote]:
-    """Whoever may lead it."""
+    """The votes that the peer sends when each of `senders` proposes this body; one of them is its leader."""
     before = len(driven.effects)
     for sender in senders or ("b", "c"):
         driven.say(sender, Found(body=body))
@@ -223,7 +223,7 @@ def votes_for(driven: Driven, body: Body, *senders: str) -> list[Vote]:
 
 
 def first_proposal(driven: Driven) -> Body:
-    """One at an attempt which another leads."""
+    """A proposal for the next attempt that another founder leads."""
     return proposal(attempt=driven.peer._founding.signed + 1)
 
 
@@ -370,7 +370,7 @@ def test_a_founder_with_another_state_than_the_genesis_fetches_it_from_the_other
 
 
 def test_founders_that_have_waited_long_for_the_last_one_still_wait_for_each_other():
-    # An epoch is over before the others have said that they train.
+    # Epochs are so short that one is over before the others have announced that they train.
     swarm = Swarm("ab", settings=with_settings(galaxy_size=3), train_s=0.001)
     swarm.run(60)
     swarm.start("c")

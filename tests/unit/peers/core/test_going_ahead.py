@@ -15,7 +15,7 @@ TRAIN_S = 5.0
 
 
 def running_swarm(names: str = "abc") -> Swarm:
-    """One that knows what a commit usually takes."""
+    """A swarm that has made enough commits to know how long one usually takes."""
     swarm = Swarm(names, train_s=TRAIN_S)
     assert swarm.reach(ENOUGH_ROUNDS + 1, 120)
     return swarm
@@ -49,7 +49,7 @@ def test_who_has_lost_its_quorum_trains_on_in_the_epoch_that_is_to_follow():
     swarm.kill("c")
     assert swarm.run_until(lambda: bool(ahead(swarm, "a")), TRAIN_S + 2)
     assert ahead(swarm, "a") == [effects.GoAhead(epoch + 1, data_base + 3)]
-    # What it has handed over still waits for its commit, and others may ask for it.
+    # The work that it handed over still waits for its commit, and others may include it.
     assert swarm["a"].machine.phase == "ready"
 
 
@@ -79,7 +79,7 @@ def test_where_nothing_is_known_to_be_wrong_it_waits_for_longer_than_usual_first
 def test_while_a_commit_waits_for_one_that_says_nothing_the_others_train_on():
     swarm = running_swarm("abcd")
     swarm.run(TRAIN_S - 2)
-    # Its channels stand, and it counts as live for some time yet.
+    # Its channels stay open, so it still counts as live for some time.
     swarm.freeze("d", 60)
     epoch = swarm["a"].machine.epoch
     assert swarm.run_until(lambda: all(ahead(swarm, name) for name in "abc"), 4)
@@ -124,7 +124,7 @@ def test_the_others_begin_the_next_epoch_where_those_who_went_ahead_are_by_then(
         swarm[name].post(events.WorkerTrains(SETTINGS.steps_per_epoch + num_ahead, step_s))
     assert swarm.reach(epoch + 1, 60)
     answer = swarm["a"].effects(effects.Answer)[-1]
-    # Not more than its own worker would have done meanwhile.
+    # It does not begin further than its own worker could have trained meanwhile.
     assert (answer.how, answer.local_step) == ("contributed", local_step)
 
 

@@ -1,4 +1,4 @@
-"""Who is there, and who is well, by one peer's own evidence."""
+"""Which peers are live, and which are healthy, by one peer's own evidence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_swarm(*names: str) -> Swarm:
 
 
 def look(swarm: Swarm, now: float) -> float:
-    """When it wants to look again."""
+    """Notice silent peers. Returns the time of the next check."""
     turn = Turn(now)
     swarm.notice_silence(turn)
     return turn.deadline
@@ -223,7 +223,7 @@ def test_a_newcomer_is_heard_though_thousands_have_come_and_gone():
 
 
 def test_strangers_slow_down_nobodys_heartbeat():
-    """A peer that beats more slowly than others expect is lost to them again and again."""
+    """Others would lose a peer again and again if its heartbeat were slower than they expect."""
     timing = Timing.of(SETTINGS)
     swarm = Swarm(timing)
     swarm.roster = frozenset("ab")
@@ -243,7 +243,7 @@ def test_the_round_trip_is_the_median_of_those_that_are_known():
     swarm.roster = frozenset("abcdefg")
     for peer_id in "bcdefg":
         swarm.heard(peer_id, status(HEAD), 0.0)
-    # Among many, a peer has channels with a few others only.
+    # In a large swarm, a peer has channels to only a few others.
     swarm.measured("b", 0.4)
     swarm.measured("c", 0.5)
     swarm.measured("d", 60.0)
@@ -254,10 +254,10 @@ def test_the_round_trip_is_the_median_of_those_that_are_known():
 
 @pytest.mark.parametrize("phase", ["training", "fetching"])
 def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back(phase):
-    """Also one that fetches another state there: until it is elsewhere it may take part in the next commit."""
+    """Also if it fetches another state there: until it has moved, it may still take part in the next commit."""
     swarm, ahead = a_swarm("b"), commit(HEAD, "b")
     look(swarm, 1.0)
-    # For long it trains ahead of this peer; then it is lost, and this peer comes to where it stood.
+    # `b` is one commit ahead for long; then it is lost, and this peer arrives at the head where `b` stood.
     swarm.heard("b", status(ahead, phase, sequence=2), 1.5)
     for now in range(2, 31):
         swarm.heard("b", None, float(now))
@@ -273,7 +273,7 @@ def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back(ph
 def test_a_majority_that_signed_the_head_that_this_peer_comes_to_is_not_taken_for_one_that_was_elsewhere(
     roster, is_off
 ):
-    """It may be past it already, by a commit that this peer does not know yet."""
+    """The majority may already have left that head, by a commit that this peer does not know yet."""
     swarm, ahead = a_swarm("b", "c"), commit(HEAD, "bc")
     for now in range(1, 31):
         for name in "bc":

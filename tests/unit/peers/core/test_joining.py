@@ -15,7 +15,7 @@ from tests.support.announcements import announced
 
 
 def received(fields):
-    """What comes of a manifest that another peer sends."""
+    """Decode and check a manifest as if another peer had sent it."""
     joining.check_manifest(
         decode(Decoder(Manifest), encode({"type": "manifest", "fields": fields}), 1 << 20).fields
     )
@@ -137,7 +137,7 @@ def test_models_that_differ_go_by_their_names_and_else_by_what_differs():
         "lr: here 0.1, in the swarm 0.2",
         "model: here 2m, in the swarm demo",
     ]
-    # A directory has no name elsewhere; what a peer says of it need not be JSON, nor fit for a terminal.
+    # A directory's name means nothing on other machines, and what a peer sends may be neither JSON nor printable.
     assert told(ours, {"model": large, "path_model": ""}) == [
         "model: here hidden_size 64, in the swarm hidden_size 96"
     ]

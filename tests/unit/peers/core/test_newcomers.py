@@ -113,7 +113,7 @@ def test_donors_that_never_deliver_do_not_keep_a_newcomer_out():
 def test_a_newcomer_is_led_to_no_old_head_by_one_that_stays_there():
     way = chain_of(GENESIS, "bc", 25)
     newest = way[-1]
-    # Of one chain all heads have as many behind them: the smallest hash is the liar's best choice.
+    # All heads of one chain have the same support, so the smallest hash is the liar's best choice.
     old = min(way[:-1], key=lambda certificate: certificate.head)
     a = Driven("a")
     a.know(way)
@@ -124,7 +124,7 @@ def test_a_newcomer_is_led_to_no_old_head_by_one_that_stays_there():
 
 
 def made_up(before: Certificate, *, last: bool = False, salt: object = "") -> Certificate:
-    """What `z` has signed together with keys of its own, as many as it likes."""
+    """A commit that `z` has signed together with eight keys of its own making."""
     names = ["z", *(f"y{number}" for number in range(8))]
     works = {name: work(based_on=before.plan.epoch, last=True) for name in names[1:]} if last else {}
     return commit(before, names, works=works, off="abc", salt=salt)
@@ -144,7 +144,7 @@ def test_a_member_that_restarts_does_not_believe_one_member_that_has_gone_on_wit
 
 @pytest.mark.parametrize("salt", range(4))
 def test_nor_where_its_commit_is_beside_one_that_most_have_signed(salt):
-    """Whichever of the two has the smaller hash, and however late the attempt that the liar names."""
+    """Whichever of the two has the smaller hash, and even if the liar names a later attempt."""
     three = genesis("abz")
     one = commit(three, "abz")
     head = commit(one, "bz")

@@ -26,7 +26,7 @@ Tamper = Callable[[str, str, Message], Message | None]
 
 
 def assert_they_go_on(swarm: Swarm, honest: str, *, epochs: int, seconds: float) -> None:
-    """So many in so long, all of them on one chain, and none of their commits is lost."""
+    """Within `seconds` the honest peers make at least `epochs` commits, on one chain, and lose none of them."""
     before = min(swarm[name].machine.epoch for name in honest)
     swarm.run(seconds)
     reached = [swarm[name].machine.epoch for name in honest]
@@ -36,7 +36,7 @@ def assert_they_go_on(swarm: Swarm, honest: str, *, epochs: int, seconds: float)
 
 
 def say_for_ever(swarm: Swarm, sender: str, status_for: Callable[[Node], Status]) -> None:
-    """A stranger's statuses, to each of those who are there now."""
+    """Have the stranger `sender` send statuses to every live peer, without end."""
     sequence = count(1)
 
     def beat() -> None:
@@ -112,7 +112,7 @@ def test_a_stranger_that_tells_each_member_another_world_rank(phase):
     say_for_ever(swarm, "z", status_for)
     swarm.run(30)
     swarm.start("n")
-    # The stranger's first attempt on each head fails where it says that it is ready.
+    # Where the stranger claims to be ready, its first attempt on each head fails.
     assert_they_go_on(swarm, "abcd", epochs=20, seconds=300)
     taken_in = ["n" in c.plan.signers for c in committed(swarm["a"])]
     assert sum(taken_in) >= 10
@@ -200,7 +200,7 @@ def test_one_that_says_it_trains_and_is_never_ready_is_not_waited_for_longer_and
 
 @pytest.mark.parametrize("is_preferred", [True, False])
 def test_a_commit_that_is_here_waits_for_no_state_that_is_held_back(is_preferred):
-    """Another certificate on the same head comes to light meanwhile, and nobody hands its state over."""
+    """The peer fetches a rival commit on the same head, whose state nobody sends, when its own certificate arrives."""
     a, leader = led_by_another()
     plan = plan_at(a)
     liar = next(name for name in "bcde" if name != leader)
@@ -208,7 +208,7 @@ def test_a_commit_that_is_here_waits_for_no_state_that_is_held_back(is_preferred
     reduced(a, plan)
     body = a.peer.round.voted_result
     rivals = (commit(a.peer.certificate, "abcde", salt=salt) for salt in range(100))
-    # As many have signed the one as the other: the smaller hash counts for more.
+    # Equally many peers have signed each of the two, so the smaller hash decides.
     rival = next(rival for rival in rivals if (body.head < rival.head) == is_preferred)
     a.say(liar, Certificates(head=rival.head, certificates=(rival,)))
     a.announce(rival, [liar])
@@ -236,7 +236,7 @@ def test_what_strangers_have_signed_on_this_peers_head_is_not_even_checked():
         crowd = commit(head, signers)
         swarm.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
     assert checked == []
-    # One that names a majority falsely is found out by their signatures, before the crowd's are looked at.
+    # If it falsely names a majority, their forged signatures are checked before the crowd's.
     crowd = commit(head, [*sybils, "a", "b"])
     forged = tuple(Keys("z").sign(b"") if p in "ab" else s for p, s in signatures(crowd))
     crowd = Certificate(body=crowd.body, signatures=forged)
@@ -259,7 +259,7 @@ def epochs_in(swarm: Swarm, seconds: float) -> int:
 
 
 def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
-    """Of four, one was cut off and made commits of its own; one spoils every attempt of the other three."""
+    """One of four was cut off and committed alone; one of the other three spoils each of their attempts."""
     swarm, liar = founded("abcd"), "d"
     swarm.tamper = lambda sender, to, message: (
         None if sender == liar and isinstance(message, Vote | Propose) else message
@@ -276,7 +276,7 @@ def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
-    """What each member's reduction makes of it: another one is suspected, by the word of this one."""
+    """Each member's reduction times out and suspects another honest member, on the liar's word."""
     swarm, liar, turn = founded(names), names[-1], count()
 
     def reduces(name: str, plan: Plan) -> tuple[str, frozenset[str], frozenset[str]] | None:
@@ -292,7 +292,7 @@ def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
 
 @pytest.mark.parametrize("seconds", [60, 75, 90, 120, 180])
 def test_two_sides_do_not_change_places_while_one_spoils_every_attempt(seconds):
-    """Two of five went on alone; to the other two, who have left the fifth out, they seem to be as many."""
+    """Two of five went on alone; two others have left the liar out, so that both sides seem equally large."""
     swarm, liar = founded("abcde"), "d"
     swarm.tamper = lambda sender, to, message: (
         None if sender == liar and isinstance(message, Vote | Propose) else message
@@ -331,7 +331,7 @@ def test_where_others_stood_before_a_link_broke_sends_nobody_back():
     swarm.partition("ae", "bcd")
     swarm.run(75)
     gone_on, before = swarm["b"].machine.epoch, len(swarm["a"].done)
-    # Channels stand again a moment before anybody has said where it is.
+    # Channels are open again a moment before any peer has announced its head.
     swarm.heal_partition("ae", "bcd")
     swarm.run(60)
     fetched = [effect for _, effect in swarm["a"].done[before:] if isinstance(effect, effects.Fetch)]

@@ -1,4 +1,4 @@
-"""Broken links: each side goes on as it may, and all are on one chain after the links are well."""
+"""Broken links: each side goes on if it may, and all are on one chain again once the links are repaired."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_side_without_a_majority_waits_and_takes_over_what_the_others_have_d
 SIDES = [("abc", "de"), ("ab", "cd"), ("a", "b"), ("a", "bc"), ("ab", "cd", "e"), ("a", "b", "c")]
 
 
-# The majority of five after 12 s: in the next test.
+# The split of five for 12 s is in the next test.
 @pytest.mark.parametrize(
     ("sides", "seconds"), [*((sides, 12) for sides in SIDES[1:]), *((sides, 40) for sides in SIDES)]
 )
@@ -45,7 +45,7 @@ def test_two_sides_or_more_become_one_chain(sides, seconds):
     assert come_together(swarm)
 
 
-# At 33 and 38 s both sides have made as many commits, at the others not.
+# After 33 and 38 s both sides have made equally many commits, after the other times not.
 @pytest.mark.parametrize(
     ("sides", "seconds"),
     [(("abc", "de"), 12), (("abc", "de"), 33), (("abc", "de"), 36), (("bc", "a"), 36), (("bc", "a"), 38)],

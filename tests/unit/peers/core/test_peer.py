@@ -1,4 +1,4 @@
-"""What a peer tells its worker, at every stage of a round, and what becomes of its work."""
+"""What a peer answers its worker at every stage of a round, and what becomes of the worker's work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hand_out(driven: Driven, certificate: Certificate, sender: str = "b") -> lis
 
 
 def voted() -> tuple[Driven, str, Certificate]:
-    """`a` has voted; the certificate that would come of it."""
+    """`a`, which has voted; the leader; and the certificate that the votes would make."""
     a, leader = led_by_another()
     plan = plan_at(a)
     a.say(leader, Propose(plan=plan))
@@ -172,7 +172,7 @@ def test_who_needs_longer_for_a_step_than_the_others_for_an_epoch_is_in_a_commit
 
 
 def test_work_that_was_voted_for_waits_to_know_whether_it_is_in_a_commit():
-    """A worker that went on with it in its weights would bring it a second time, should the commit come to light."""
+    """If the worker kept it in its weights and the commit came to light later, the work would count twice."""
     a, leader, certificate = voted()
     a.say(leader, Abort(head=certificate.plan.parent, attempt=0, reason="no"))
     others = commit(a.peer.certificate, "bcde", attempt=1)
@@ -333,7 +333,7 @@ def test_who_loses_a_fork_keeps_the_work_in_hand_and_says_what_is_lost():
 
 
 def test_a_fragment_that_is_not_the_one_to_be_averaged_is_not_brought_to_a_commit():
-    """The worker has gone on to the next epoch's fragment, and the state that it was told of has not come."""
+    """The worker trains the next epoch's fragment already, but the fetch of the state it goes with has failed."""
     a = Driven.at(GENESIS, "bc", settings=with_settings(num_fragments=2))
     a.ready(work(40))
     newer = commit(GENESIS, "bc", fragment=0, tokens=100)

@@ -1,4 +1,4 @@
-"""What a plan must be: the leader makes it, and every member finds what is wrong with another's."""
+"""The rules for plans: a leader's plan satisfies them, and every member finds the faults of a wrong one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_joiner_gets_the_rank_that_it_claims_where_it_is_free():
 def test_joiners_get_the_lowest_free_ranks_where_theirs_are_taken_or_none():
     parent = genesis({"a": 0, "b": 2, "c": 5})
     plan = made(["a", "b", "c", "x", "y", "z"], parent=parent, claims={"x": 2, "y": -1, "z": 1})
-    # In order of their names: x takes the lowest free one, which z claims as well.
+    # Ranks are given in order of names: `x` takes the lowest free one, though `z` claims it.
     assert ranks(plan) == {"a": 0, "x": 1, "b": 2, "y": 3, "z": 4, "c": 5}
     assert fault(plan, parent=parent, data_width=6) == ""
 
@@ -217,7 +217,7 @@ def test_a_robust_rule_takes_no_group_of_two():
 
 
 def test_one_newcomer_does_not_make_a_pass_over_the_data_end():
-    # A rank of a million hands out a million blocks an epoch, of which a few are trained.
+    # A rank of a million would hand out a million blocks an epoch, of which only a few are trained.
     plan = made([*ROSTER, "n"], claims={"n": 1 << 20})
     assert plan.data_base < 1000
 

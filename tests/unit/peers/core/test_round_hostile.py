@@ -1,4 +1,4 @@
-"""One peer in a round whose others send whatever they like."""
+"""One peer in a round with others that may send any message."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES = "abcde"
 
 
 def led_by_another(names: str = NAMES, **kwargs) -> tuple[Driven, str]:
-    """Everybody is ready; the leader of attempt 0 is not `a`."""
+    """All peers are ready. Returns `a` and the leader of attempt 0, which is another peer."""
     for salt in range(50):
         certificate = genesis(names, tokens=salt)
         driven = Driven.at(certificate, names[1:], **kwargs)
@@ -59,7 +59,7 @@ def led_by_another(names: str = NAMES, **kwargs) -> tuple[Driven, str]:
 
 
 def led_by_me(names: str = NAMES, **kwargs) -> Driven:
-    """Everybody is ready, and `a` has proposed."""
+    """All peers are ready, and `a`, the leader of attempt 0, has proposed."""
     for salt in range(50):
         certificate = genesis(names, tokens=salt)
         driven = Driven.at(certificate, names[1:], **kwargs)
@@ -378,13 +378,13 @@ def test_newcomers_stand_in_for_a_member_that_makes_attempts_fail_where_too_few_
             last_suspects=frozenset(),
         )
         groups.append("".join(sorted(ready)))
-    # Three lead in turn.
+    # The three members lead in turn.
     assert groups == ["abcde", "abc", "abde", "abc", "abde", "abc"]
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_newcomer_that_never_votes_does_not_stop_the_last_one_of_the_roster(place):
-    """Whichever of the attempts it leads."""
+    """Whether that member leads attempt 0 or attempt 1."""
     start = next(g for g in (genesis("ab", tokens=n) for n in range(50)) if Driven.at(g).leads(place))
     a = Driven.at(start, "b")
     a.hush("b")
@@ -439,7 +439,7 @@ def test_proposals_of_the_far_future_are_not_kept():
 # Over many epochs, in a swarm
 
 EPOCHS = 24
-"""A liar costs fewer attempts than that, by half: it is left out for longer than it is let in."""
+"""In so many epochs a liar costs fewer attempts, since it is left out for longer than it is let in."""
 
 
 def attempts_lost(swarm: Swarm, name: str, since: int) -> int:
@@ -636,7 +636,7 @@ def test_a_peer_that_has_signed_at_the_last_attempt_says_nothing_that_others_can
 
 
 def test_who_has_left_may_be_heard_at_different_times_and_nobody_is_blamed():
-    """Else a member that tells the leader alone that it leaves has the leader left out by all others."""
+    """Otherwise a member could tell only the leader that it leaves, and all others would leave the leader out."""
     a, leader = led_by_another()
     gone = next(name for name in reversed(NAMES) if name != leader)
     others = NAMES.replace(gone, "")
@@ -645,7 +645,7 @@ def test_who_has_left_may_be_heard_at_different_times_and_nobody_is_blamed():
     made = a.say(leader, Propose(plan=plan))
     assert "to remove members that are not gone" in a.of(Decline, made)[0].reason
     assert a.peer.swarm.strikes(leader) == 0
-    # With the same excuse nothing else is wrong with impunity.
+    # The same excuse does not cover any other fault of the plan.
     b, leader = led_by_another()
     wrong = replace(
         plan_of(b.peer.certificate, 0, entries, off=(), data_width=5, settings=SETTINGS), tokens=1
@@ -655,7 +655,7 @@ def test_who_has_left_may_be_heard_at_different_times_and_nobody_is_blamed():
 
 
 def proposed_without_e() -> tuple[Driven, Plan]:
-    """`a` leads, and has proposed a plan that takes `e` off, who leaves."""
+    """`a` leads, and has proposed a plan that takes `e` off the roster because `e` is leaving."""
     certificate = next(
         one
         for salt in range(50)
@@ -687,7 +687,7 @@ def test_whom_a_decline_names_is_blamed_though_the_plan_takes_somebody_off():
 
 
 def test_what_a_peer_has_signed_is_awaited_until_its_leader_cannot_have_committed_it():
-    """An earlier attempt of others is not taken over meanwhile: the later one may win, with this peer's work in it."""
+    """Meanwhile an earlier attempt of others is not adopted: the later one, with this peer's work in it, may win."""
     a, leader = led_by_another()
     for _ in range(3):
         plan = plan_at(a, attempt=a.peer.round.attempt)

@@ -1,4 +1,4 @@
-"""Rounds of real peers in a virtual swarm: leaders that die, keep silent or differ, members that are late or leave."""
+"""Rounds of real peers in a virtual swarm: leaders that die, go silent or disagree; members that are late or leave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.peers.core.swarm import Swarm, founded
 
 
 def at_the_end_of_an_epoch(swarm: Swarm) -> str:
-    """The leader of the attempt to come, which nobody has begun."""
+    """Run until just before an epoch's end. Returns the leader of the next attempt, which nobody has begun."""
     swarm.run(1)
     return next(iter(swarm.live.values())).machine.round.leader_of(0)
 
@@ -156,7 +156,7 @@ def test_peers_that_have_struck_each_other_commit_again_once_their_link_is_well(
 
 
 def test_peers_that_all_hear_each_other_stay_together():
-    """Whatever their workers do: one stops, comes back, and another stops."""
+    """Even if one worker after another stops and comes back."""
     swarm = founded("abcd")
     for _ in range(5):
         leader = at_the_end_of_an_epoch(swarm)
@@ -336,7 +336,7 @@ def test_a_vote_whose_leader_is_lost_is_resolved_by_a_certificate_from_anybody()
     assert swarm.run_until(lambda: swarm[first].machine.epoch > epoch, 20)
     swarm.kill(leader)
     assert swarm.run_until(lambda: swarm[second].machine.head == swarm[first].machine.head, 3)
-    # It still holds the result, so that nothing is fetched.
+    # It still holds the result of its reduction, so it need not fetch the state.
     assert swarm[second].effects(effects.Apply)[-1].certificate == last(swarm, first)
     assert swarm[second].answers[-1] == "contributed"
 
@@ -490,7 +490,7 @@ def test_a_leader_that_alters_the_work_of_a_member_costs_an_attempt():
 def test_newcomers_that_hold_the_state_go_on_where_all_of_the_roster_is_gone(newcomers, comes_back):
     swarm = founded("a")
     for name in newcomers:
-        # Too late for a commit with the only member that there is.
+        # Its worker is slower than that of `a`, so `a` commits without it.
         swarm.start(name).train_in(6.0)
     assert swarm.run_until(
         lambda: all(swarm[name].machine.head == swarm["a"].machine.head for name in newcomers), 20

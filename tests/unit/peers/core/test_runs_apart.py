@@ -1,4 +1,4 @@
-"""Runs that were founded apart, or know no common past: which of them gives way, and when."""
+"""Runs that were founded separately, or have no known common ancestor: which of them gives way, and when."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
 @pytest.mark.parametrize("founders", ["ab", "ba"])
 @pytest.mark.parametrize("is_deserted", [False, True])
 def test_of_two_founders_that_stand_alone_one_gives_way_whoever_follows_the_other(founders, is_deserted):
-    """By their hashes, but who has followers waits for its first commit with them. If both went by the number of
-    followers, a newcomer that each thinks is the other's would have them change places; `is_deserted`: a second member
+    """The hashes decide, but a founder with followers first waits for a commit with them. If the number of followers
+    decided, two founders that each count a newcomer as the other's would change places. `is_deserted`: a second member
     has left the other run for this one."""
     left, right = founders
     mine, theirs = genesis(left), genesis(right + "c" * is_deserted, epoch=1)
@@ -79,7 +79,7 @@ def test_followers_of_a_founder_go_with_it_to_two_members_of_another_run(founder
 
 
 def test_a_newcomer_asks_where_its_run_came_from_once_it_sees_another_part_of_it():
-    """It came to a part that one member had made alone, and two go on with the other part."""
+    """It joined the part that one member had made alone, while two members go on with the other part."""
     pair = genesis("abc")
     alone = chain_of(pair, "c", 3)
     n = Driven("n")
@@ -97,7 +97,7 @@ def test_a_newcomer_asks_where_its_run_came_from_once_it_sees_another_part_of_it
 
 
 def test_a_founder_that_stands_alone_goes_to_two_members_of_another_run_whoever_follows_it():
-    """They would not come to it."""
+    """The two members would not come to the founder."""
     mine, theirs = genesis("a"), genesis("bc", epoch=1)
     a, b = Driven.at(mine, me="a"), Driven.at(theirs, "c", me="b")
     a.announce(mine, "xyz")
@@ -130,7 +130,7 @@ def test_two_parts_of_one_run_become_one_though_one_of_them_knows_no_common_past
     c.run(5)
     c.fetched()
     assert c.peer.head == mine.head
-    # The member that it came to has gone over to the other part, and nobody is left here but itself.
+    # `b`, which it had joined, has gone over to the other part, so that only `c` is left on this one.
     theirs = chain_of(pair, "ab", 20)
     c.know([pair, *theirs])
     for newest in theirs:
@@ -141,7 +141,7 @@ def test_two_parts_of_one_run_become_one_though_one_of_them_knows_no_common_past
 
 @pytest.mark.parametrize("own", [None, genesis("n")])
 def test_of_two_runs_that_go_on_one_after_the_other_the_one_that_is_fetched_first_is_fetched(own):
-    """A newcomer, or a founder that nobody has followed; now the one run is further, now the other."""
+    """`n` is a newcomer, or a founder that nobody followed; the two runs overtake each other in turn."""
     n = Driven("n") if own is None else Driven.at(own, me="n")
     runs = {names: [genesis(names)] for names in ("ab", "cd")}
     for names, way in runs.items():
@@ -152,7 +152,7 @@ def test_of_two_runs_that_go_on_one_after_the_other_the_one_that_is_fetched_firs
     assert len(first) == 1
     for epoch in range(2, 12):
         for names, way in runs.items():
-            # One of the two hears of the commit later, and its certificate takes a moment.
+            # The two members announce the commit one after the other, and its certificate arrives a moment later.
             for name in names:
                 n.mute = {name}
                 n.announce(way[epoch], name)
@@ -185,7 +185,7 @@ def test_commits_are_not_given_up_to_strangers_though_nobody_else_is_left(founde
 
 
 def alone(me: str, others: str, commits: int, path: list[Certificate]) -> Driven:
-    """It joined at the end of `path`, and has made so many commits alone since the others were cut off."""
+    """A peer that joined at the end of `path` and made `commits` commits alone after the others were cut off."""
     driven = Driven(me, settings=with_settings(galaxy_size=3))
     driven.know(path)
     driven.announce(path[-1], others)
@@ -231,7 +231,7 @@ def test_who_was_away_for_longer_than_certificates_are_kept_goes_back_to_its_mem
     a.announce(theirs[-1], members)
     a.run(30)
     went = fetched_heads(a) == [theirs[-1].head]
-    # A single one may also come here.
+    # If only one peer is on the other side, it may come to this one instead.
     assert went or (members == "b" and a.peer.head < theirs[-1].head)
 
 

@@ -48,7 +48,7 @@ def test_a_time_budget_moves_slow_peers_on_and_leaves_fast_ones_to_their_steps()
     assert after(7, 1.0) == 7
     assert after(3, schedule.elapsed_at(3, 5.0)) == 3
     assert after(7, 1e6, 0.0) == 7
-    # Steps of two seconds end at 4 s and at 6 s, and both are as near; steps of one at 5 s.
+    # Steps of two seconds end at 4 s and 6 s, equally near to the epoch's 5 s; steps of one second end at 5 s.
     assert [after(1, 4.0, step_s=step_s) for step_s in (1.0, 2.0)] == [8, 10]
 
 

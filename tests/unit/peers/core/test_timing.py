@@ -1,4 +1,4 @@
-"""Every waiting time follows from what has been measured, and none is without a bound."""
+"""Every waiting time is derived from measurements, and every one is bounded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_peer_that_takes_many_times_as_long_as_the_others_is_not_waited_for():
 
 
 def test_a_member_that_is_never_ready_does_not_make_the_others_wait_ever_longer():
-    """Epochs contain the waiting, so what is learned from them must not feed itself."""
+    """The length of an epoch includes the wait, so a wait learned from it must not increase itself."""
     timing, waits = a_timing(), []
     for _ in range(300):
         wait = timing.grace_s(60.0)

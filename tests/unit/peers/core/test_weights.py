@@ -46,7 +46,7 @@ def test_a_robust_rule_needs_three_members_and_the_others_one():
 def test_mean_goes_by_the_tokens_as_claimed():
     assert weights("mean", [100, 300]) == pytest.approx((0.25, 0.75))
     assert weights("mean", [1, MAX_TOKENS])[1] > 0.999999
-    # Norms say nothing, nor does the manifest's bound.
+    # `mean` ignores the norms and the manifest's bound.
     assert weights("mean", [100, 300], [1.0, 1e9], max_tokens_per_epoch=1) == pytest.approx((0.25, 0.75))
 
 
@@ -70,7 +70,7 @@ def test_a_claim_of_hardly_any_tokens_does_not_raise_the_weight_of_the_one_that_
 
 
 def test_nobody_counts_for_more_than_the_manifest_lets_it_train_since_its_work_was_last_in():
-    # Of the second, one epoch; of the third, three of them.
+    # The second may count for one epoch of tokens, the third for three.
     found = weights(
         "clip",
         [100, 10_000, 10_000],
@@ -100,20 +100,20 @@ def test_every_commit_that_a_contribution_has_missed_discounts_it():
     assert weights(
         "mean", [100, 100], based_on=[6, 5], epoch=10, num_fragments=4, staleness_discount=0.5
     ) == (pytest.approx((2 / 3, 1 / 3)))
-    # Work of the distant past weighs nothing, and is no error.
+    # Work based on a very old epoch has weight zero and raises no error.
     assert weights(
         "mean", [100, 100], based_on=[MAX_COUNT - 1, 0], epoch=MAX_COUNT, staleness_discount=0.5
     ) == (pytest.approx((1.0, 0.0)))
 
 
 def test_weights_have_the_same_bits_under_every_python_and_on_every_system():
-    # Added from left to right and rounded each time, as sum() did before Python 3.12, these end one bit lower.
+    # Added left to right with rounding at each step, as sum() did before Python 3.12, these end one bit lower.
     claims = [100.0, *[100 * (0.8 * 0.8)] * 3]
     total = float(sum(map(Fraction, claims)))
     assert ((claims[0] + claims[1]) + claims[2]) + claims[3] < total
     found = weights("mean", [100] * 4, based_on=[9, 7, 7, 7], epoch=10, staleness_discount=0.8)
     assert found == tuple(claim / total for claim in claims)
-    # Where pow() rounds to another bit than the multiplications do.
+    # Here pow() would round to a different last bit than repeated multiplication.
     fourth = (0.7 * 0.7) * (0.7 * 0.7)
     found = weights("mean", [1, 1], based_on=[9, 5], epoch=10, staleness_discount=0.7)
     assert found == (1 / (1 + fourth), fourth / (1 + fourth))

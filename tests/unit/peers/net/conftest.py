@@ -5,5 +5,5 @@ from tests.support.in_process import Network
 
 @pytest.fixture
 def network():
-    """Transports in this process. Tasks that they run end with the test."""
+    """A network of transports in this process, whose tasks end with the test."""
     return Network()

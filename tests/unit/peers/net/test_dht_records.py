@@ -50,7 +50,7 @@ def test_under_other_keys_little_is_kept_and_not_for_long(monkeypatch):
 
 
 async def found_at_another_node(value):
-    """What `kept` lets through of what another node returns for the known key."""
+    """What `kept` lets through when another node returns `value` for the known key."""
     key = DHTID.generate(source="run")
     protocol = SimpleNamespace(call_find=None)
 

@@ -21,7 +21,7 @@ PROTOCOL = "test/data"
 
 
 class Peer:
-    """One end: a listener on loopback, and the streams that were opened to it."""
+    """One peer: a listener on loopback, and the streams that others opened to it."""
 
     def __init__(self, me, known, *, plain=False, allows=None):
         self.me, self.known, self.streams = me, known, asyncio.Queue()
@@ -121,7 +121,7 @@ async def test_garbage_and_silence_on_the_port_keep_nobody_else_out(tmp_path, mo
                 sock.sendall(os.urandom(300) if index % 2 else b"GET / HTTP/1.1\r\n\r\n"[: index % 19])
         await assert_reaches(a, b)
         for sock in noise:
-            # Every one of them is closed in time.
+            # The acceptor closes every one of them in time.
             sock.settimeout(5)
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(sock.recv, 1) == b""
@@ -148,7 +148,7 @@ async def test_who_begins_greetings_and_stops_in_the_middle_is_bounded(tmp_path)
 
 @contextlib.contextmanager
 def half_greetings(port, hellos, source):
-    """Connections from this address that show these certificates, and then nothing."""
+    """Connections from the address `source` that send one of `hellos` each, and then nothing."""
     with contextlib.ExitStack() as stack:
         for hello in hellos:
             sock = stack.enter_context(
@@ -194,7 +194,7 @@ async def test_the_silent_give_way_to_newcomers_when_there_are_too_many(tmp_path
 @pytest.mark.parametrize("flips", [(True, False), (False, True), (True, True)])
 async def test_nobody_on_the_way_talks_two_peers_out_of_tls(tmp_path, plain, flips):
     def flipped(data):
-        # Behind the magic.
+        # The flag follows the magic of 8 bytes.
         return data[:8] + bytes([data[8] ^ 1]) + data[9:]
 
     num_greeted = 0
@@ -220,7 +220,7 @@ async def test_nobody_on_the_way_talks_two_peers_out_of_tls(tmp_path, plain, fli
         a.known[b.me.peer_id] = [f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"]
         opening = asyncio.create_task(a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=60))
         if (plain[0] and flips[1]) or (plain[1] and flips[0]):
-            # One end takes the other's flag for a yes to its own, and waits for a request where TLS is begun.
+            # One end believes that the other agreed to plain, and waits for a request while the other begins TLS.
             await until(lambda: num_greeted == 2)
             await asyncio.wait({opening}, timeout=0.3)
             opening.cancel()
@@ -228,7 +228,7 @@ async def test_nobody_on_the_way_talks_two_peers_out_of_tls(tmp_path, plain, fli
                 await opening
             assert b.streams.empty()
         else:
-            # Where a flag says less than it did, nothing is lost.
+            # Otherwise no end believes that both agreed to plain, and the stream uses TLS.
             for stream in (await opening, (await b.next())[1]):
                 assert isinstance(stream, ssl.SSLSocket)
                 stream.close()
@@ -257,7 +257,7 @@ async def test_a_greeting_that_was_recorded_opens_nothing_when_it_is_played_agai
         reader, writer = await asyncio.open_connection("127.0.0.1", b.direct.port)
         writer.write(bytes(recorded))
         answer = await asyncio.wait_for(reader.read(), 10)
-        # Its hello, and no verdict.
+        # Only its hello, without a verdict.
         assert len(answer) == len(Hello.of(b.me, plain=True).encode())
         assert b.streams.empty()
         writer.close()
@@ -265,7 +265,7 @@ async def test_a_greeting_that_was_recorded_opens_nothing_when_it_is_played_agai
 
 
 def why_no_ipv6() -> str:
-    """Empty: this machine has it, on loopback at least."""
+    """Why the tests of IPv6 are skipped; empty if this machine has it, at least on loopback."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
@@ -280,7 +280,7 @@ async def test_a_peer_on_ipv6_alone_is_reached(tmp_path, shown):
         six = Direct(b.acceptor, lambda _: ())
         six.listen("/ip6/::/tcp/0")
         if shown.startswith("/dns/"):
-            # The name may stand for either.
+            # The name may resolve to either version.
             six.listen(f"/ip4/127.0.0.1/tcp/{six.port}")
         a.known[b.me.peer_id] = [f"{shown}/tcp/{six.port}"]
         await assert_reaches(a, b)
@@ -288,7 +288,7 @@ async def test_a_peer_on_ipv6_alone_is_reached(tmp_path, shown):
 
 
 async def test_names_that_are_looked_up_for_ever_hold_up_nobody_else(tmp_path, monkeypatch):
-    # Whatever else runs in this process may look up names of its own.
+    # Other code in this process may look up names too.
     answer, num_asked, real = threading.Event(), 0, socket.getaddrinfo
 
     def slow(host, *arguments, **options):
@@ -380,7 +380,7 @@ async def test_the_pool_keeps_direct_streams_across_rounds(tmp_path, plain):
             for pool, kept in zip(pools, streams, strict=True):
                 pool.give_back(kept)
         assert len(descriptors) == 1
-        # One end closes: the other finds out before it uses the stream again.
+        # One end closes; the other notices before it uses the stream again.
         pools[1].drop(a.me.peer_id)
         streams = await connected()
         for pool, kept in zip(pools, streams, strict=True):

@@ -8,7 +8,7 @@ from peers.net.paths.forwarding import Forwarder
 
 
 def forwarded(forwarder):
-    """Both far ends of a forwarded stream, and where its end is told."""
+    """Both far ends of a forwarded stream, and the queue that is told when it has ended."""
     (one, near), (other, far) = socket.socketpair(), socket.socketpair()
     ended = queue.Queue()
     forwarder.forward(near, far, lambda: ended.put(True))

@@ -18,7 +18,7 @@ def word(peer_id, number=1, incarnation=1, lost=()):
 
 
 class Town:
-    """Peers that pass on what they hear, without a network: everything arrives, in any order."""
+    """Peers that pass on what they hear, without a network: everything arrives, but in any order."""
 
     def __init__(self, count, seed=0):
         self.chance, self.now = random.Random(seed), 0.0
@@ -28,7 +28,7 @@ class Town:
         for peer_id in self.peers:
             self.say(peer_id)
         for one in self.peers:
-            # All have met once.
+            # Every peer has heard every other once.
             for other in self.peers.keys() - {one}:
                 self.peers[one].heard(word(other), b"", self.now, other)
 
@@ -40,7 +40,7 @@ class Town:
         return said
 
     def pass_on(self):
-        """Until nobody has anything to pass on. Returns how many rounds that takes."""
+        """Pass on until nobody has any news. Returns how many rounds that takes."""
         rounds = 0
         while True:
             told = [
@@ -62,7 +62,7 @@ class Town:
                     gossip.heard(newest, b"", self.now, by)
 
     def ask(self):
-        """Everybody asks a neighbour what it has missed."""
+        """Every peer asks a neighbour for what it has missed."""
         for peer_id, gossip in self.peers.items():
             asked = self.peers[self.chance.choice(sorted(gossip.neighbours & self.peers.keys()))]
             for one in asked.missing(peer_id, gossip.versions(), self.now + 1):
@@ -93,7 +93,7 @@ def test_who_has_missed_something_gets_it_by_asking_its_neighbours(seed):
     town = Town(50, seed)
     town.pass_on()
     said = town.say("p0")
-    # What they pass on is lost on its way.
+    # Lose what the neighbours pass on.
     for gossip in town.peers.values():
         list(gossip.due(gossip.neighbours))
     missed = 49 - town.knowing("p0", said.number)
@@ -124,7 +124,7 @@ def test_an_older_word_is_no_news_and_changes_nothing():
 
 
 def kill(town, peer_id):
-    """Its neighbours lose their channels to it, and say so."""
+    """Remove this peer; its neighbours lose their channels to it and report the loss."""
     neighbours = town.peers[peer_id].neighbours & town.peers.keys()
     del town.peers[peer_id]
     for neighbour in neighbours:
@@ -145,13 +145,13 @@ def test_a_death_is_known_to_all_once_its_neighbours_have_said_so(seed):
     town = Town(50, seed)
     town.pass_on()
     kill(town, "p7")
-    # Some know it and others do not, so that they differ about who tells whom.
+    # While only some know of the death, peers disagree on who passes news to whom.
     for _ in range(8):
         town.pass_on()
         town.ask()
         take_rumours(town)
     assert not any("p7" in gossip.here for gossip in town.peers.values())
-    # Whoever comes back has more to say.
+    # A peer that comes back sends something newer, and is heard.
     town.now += PROBE_S
     for gossip in town.peers.values():
         assert gossip.heard(word("p7", incarnation=2), b"", town.now, "p8")
@@ -193,7 +193,7 @@ def test_words_that_were_on_their_way_bring_nobody_back_to_whom_the_channel_has_
     gossip.lose("p3", 10.0, by_own_channel=True)
     assert not gossip.heard(word("p3", number=2), b"", 10.1, "p4")
     assert "p3" not in gossip.here
-    # And whoever counts the losses counts this word as one from before.
+    # The reported loss covers this word too, so that others take it for one from before the loss.
     assert gossip.lost_lately(10.2) == (Lost(peer_id="p3", incarnation=1, number=2),)
     assert gossip.heard(word("p3", number=3), b"", 10.1 + PROBE_S, "p4")
     assert gossip.heard(word("p3", number=4), b"", 10.2, "p3")

@@ -35,7 +35,7 @@ def test_a_key_of_the_libp2p_specification_is_read_and_its_public_half_matches(t
     path.write_bytes(SPEC_ED25519_PRIVATE_KEY)
     peer = load(path)
     assert peer.public_key == SPEC_ED25519_PUBLIC_KEY
-    # An Ed25519 id is the key itself behind 0x00 0x24, which base58 shows as 12D3KooW.
+    # An Ed25519 id is the key itself after the header that base58 shows as 12D3KooW.
     assert libp2p_keys.base58_decode(peer.peer_id) == b"\x00\x24" + SPEC_ED25519_PUBLIC_KEY
     assert peer.peer_id.startswith("12D3KooW")
 

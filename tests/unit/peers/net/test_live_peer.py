@@ -25,7 +25,7 @@ async def test_a_status_is_told_in_the_interval_unless_another_one_was_told_mean
         )
         heard, said = Decoder(Said), Channel(theirs)
         for _ in range(10):
-            # The core's own come in time, so that the channel adds none.
+            # The core's own statuses come often enough, so the channel adds none.
             peer.enqueue(Announced(record=b"of the core"))
             assert await said.read(heard, 5.0) == Announced(record=b"of the core")
             await asyncio.sleep(0.02)
@@ -45,7 +45,7 @@ async def test_a_peer_that_answers_no_heartbeat_is_silent_until_it_says_somethin
             peer.send_forever(lambda: b"", lambda: 0.01, on_silence=lambda: found.append(peer.is_silent))
         )
         while not peer.is_silent:
-            # Far oftener than the heart beats.
+            # Far more often than the heartbeat.
             peer.enqueue(WantManifest())
             await asyncio.sleep(0.001)
         assert found == [True]

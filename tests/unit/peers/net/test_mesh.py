@@ -34,7 +34,7 @@ def record(peer_id):
 
 
 class Transport:
-    """Every peer that is dialled is silent for a while, and then found to be none."""
+    """A transport on which every dialled peer is silent for `silence_s`, and then unreachable."""
 
     def __init__(self, silence_s=0.0):
         self.unanswered = []
@@ -74,7 +74,7 @@ def mesh_over(
 
 @contextlib.contextmanager
 def channel_to(mesh, peer_id="b", **status):
-    """The other end of a channel of this mesh, which a peer has just introduced itself on."""
+    """The other end of a channel of this mesh, on which peer `peer_id` has just introduced itself."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         keep(mesh, ours, peer_id, **status)
@@ -124,7 +124,7 @@ def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_
         ("training", True, 0.0, ["b"], []),
         ("training", False, 0.0, ["b"], ["b"]),
         ("leaving", True, 0.0, [], []),
-        # Nobody makes us dial as fast as it hangs up.
+        # A peer that hangs up again at once is not dialled again at once.
         ("training", True, 60.0, [], []),
     ],
 )
@@ -158,7 +158,7 @@ async def test_the_core_hears_the_round_trip_to_a_peer_where_the_kernel_knows_it
             await mesh.close()
     (round_trip,) = [event for event in posted if isinstance(event, events.RoundTrip)]
     assert round_trip.peer_id == "b" and 0 < round_trip.seconds < 1
-    # The core must know the peer by then.
+    # The core must know the peer before it gets its round trip.
     assert posted.index(events.Connected("b")) < posted.index(round_trip)
 
 
@@ -192,7 +192,7 @@ async def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeyp
     monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.01)
     transport = Transport()
     mesh = mesh_over(transport)
-    # The time is over, and not one heartbeat has been sent.
+    # The silence is already too long when this peer has not sent a single heartbeat.
     with channel_to(mesh, state="training"):
         await until(lambda: not mesh.peers)
         assert not transport.unanswered
@@ -200,7 +200,7 @@ async def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeyp
 
 
 class Wire:
-    """Connects meshes: a call reaches the other's handler after a while."""
+    """Connects meshes: a call reaches the other mesh's handler after the caller's delay."""
 
     def __init__(self, delays_s):
         self.handlers, self.delays_s, self.tasks = {}, delays_s, []
@@ -226,7 +226,7 @@ class Wire:
 @pytest.mark.parametrize("delays_s", [{"a": 0.0, "b": 0.0}, {"a": 0.02, "b": 0.0}, {"a": 0.0, "b": 0.02}])
 @pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.02])
 async def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeypatch, delays_s, lag_s):
-    # However short a channel stood, its loss is noted.
+    # Note the loss of a channel however briefly it was open.
     monkeypatch.setattr(channels_module, "OFTEN_S", 0.0)
     identities = [claim_slot(tmp_path, "run", rank) for rank in range(2)]
     by_id = sorted(identities, key=lambda identity: identity.peer_id)
@@ -260,7 +260,7 @@ async def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, m
 
 
 class Ends:
-    """Two meshes of a closed run, over a wire. Each has the lists that it is given, by peer id."""
+    """Two meshes of a closed run over a Wire, in the order of their peer ids, each with one of the ban `lists`."""
 
     def __init__(self, directory, lists):
         self.key = AdmissionKey.new()
@@ -293,7 +293,7 @@ class Ends:
         )
 
     async def introduced(self, caller):
-        """What comes of a call of one to the other."""
+        """Whether a call of this mesh to the other succeeds."""
         for mesh in self.meshes:
             await mesh.start()
         reached = await self.meshes[caller].reach(self.record(1 - caller))
@@ -359,7 +359,7 @@ async def test_after_the_introduction_a_refusal_and_what_is_no_message_end_the_c
 
 
 class Many:
-    """Meshes that hear of each other at once, over a wire."""
+    """Many meshes over a Wire, which all hear of each other at once."""
 
     def __init__(self, directory, count):
         self.wire, self.heard, self.lost, self.still_here = Wire({}), {}, {}, {}
@@ -442,7 +442,7 @@ async def test_many_are_told_again_and_again_who_is_still_here_and_few_hear_ever
     few = Many(tmp_path / "few", 4)
     await few.meet()
     for _ in range(5):
-        # One after the other: meanwhile each mesh has had its turn as often.
+        # One short sleep at a time, so that each mesh gets as many turns.
         await asyncio.sleep(mesh_module.OFTEN_S)
     await few.close()
     assert not any(few.still_here.values())
@@ -487,7 +487,7 @@ async def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_t
     await many.meet()
     speaker = next(iter(many.meshes))
     mesh = many.meshes[speaker]
-    # Those that were made while fewer were known are idle by now.
+    # Channels that were opened while fewer peers were known become idle and are closed first.
     await until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
     other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels.open, speaker})
     asked = [Ask(head=letter * 64) for letter in "abc"]
@@ -499,7 +499,7 @@ async def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_t
         assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
         assert other in mesh._channels.open
     await until(lambda: other not in mesh._channels.open)
-    # Neither end takes that for a loss.
+    # Neither end takes the closing for a loss.
     await until(lambda: speaker not in many.meshes[other]._channels.open)
     assert not many.lost[speaker] and not many.lost[other]
     assert other in mesh._gossip.here

@@ -6,7 +6,7 @@ from peers.net.overlay import FULL_MESH, Ring
 
 
 def hops_from(start, peer_ids):
-    """How many hops what `start` says takes to each."""
+    """How many hops a message from `start` takes to each peer."""
     ring, hops, left = Ring(peer_ids), {start: 0}, deque([start])
     while left:
         here = left.popleft()

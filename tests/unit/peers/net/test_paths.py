@@ -25,12 +25,12 @@ BIG = 64 << 20
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Whoever is reached directly is, however long a busy machine takes for a greeting."""
+    """A direct stream is used where one is possible, however long a busy machine takes for the greeting."""
     monkeypatch.setattr(paths_module, "DIRECT_HEAD_START_S", 60.0)
 
 
 class StandIn:
-    """A relay, as far as a caller sees it: it hands over one end of a socket pair."""
+    """A relay as its caller sees it: it returns one end of a socket pair."""
 
     def __init__(self, works=True):
         self.works, self.num_asked = works, 0
@@ -83,7 +83,7 @@ async def pair(directory, mode="auto", relay=None):
 
 
 async def a_round(a, b, *, num_bytes=BIG, seconds=1.0, fails=False):
-    """One attempt of both; the path of a's bytes."""
+    """One attempt of both peers. Returns the path of the bytes from `a`."""
     attempt = os.urandom(16)
     ours, theirs = await asyncio.gather(
         a.pool.connect(attempt, {1: b.peer_id}, timeout_s=10),
@@ -170,7 +170,7 @@ async def test_a_state_goes_direct_from_the_first_stream_on_and_else_as_control_
         stream = await a.paths.open(b.peer_id, BULK, timeout_s=5)
         assert isinstance(stream, ssl.SSLSocket) and not network.opened
         stream.close()
-        # Where it stands for one stream it does for the rounds' too.
+        # If one direct stream works, the rounds' streams go direct too.
         assert await a_round(a, b) is Path.DIRECT
     monkeypatch.undo()
     async with pair(tmp_path) as (network, a, b):
@@ -206,7 +206,7 @@ async def test_packets_that_vanish_delay_a_relayed_stream_once_only(tmp_path, mo
         started = time.monotonic()
         (await a.paths.open(b.peer_id, CONTROL, timeout_s=30)).close()
         assert time.monotonic() - started >= 0.3
-        # Who let libp2p go first again would not come to the relay in time.
+        # If libp2p went first again, the timeout would end before the relay's turn.
         monkeypatch.setattr(paths_module, "LIBP2P_HEAD_START_S", 60.0)
         (await a.paths.open(b.peer_id, CONTROL, timeout_s=30)).close()
 
@@ -239,7 +239,7 @@ async def test_whoever_did_not_answer_is_reached_through_a_third_peer_until_a_di
         assert not a.paths.may_be_dead(b.peer_id, relayed)
         better = await a.paths.improved(b.peer_id, relayed)
         assert a.paths.in_use == {b.peer_id: Path.DIRECT}
-        # That one has been greeted on, so the link carries again.
+        # The greeting on `better` has shown that the link carries again, so control needs no relay.
         control = await a.paths.open(b.peer_id, CONTROL, timeout_s=5)
         assert relay.num_asked == 1
         assert not a.paths.may_be_dead(b.peer_id, standing)

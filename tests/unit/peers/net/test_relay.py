@@ -1,6 +1,6 @@
-"""Streams through a third peer, relays that lie, hang or give out, and callers that want more than their share.
+"""Streams through a third peer; relays that lie, hang or die; callers that want more than their share.
 
-libp2p is in this process.
+The transport below, libp2p in the product, is a Network in this process.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Member:
 
 @contextlib.asynccontextmanager
 async def members(directory, names):
-    """The first and the last have no path between them; all know all."""
+    """Members that all know each other; only the first and the last have no path between them."""
     network, made = Network(), {}
     ids = {name: credentials(directory, name) for name in names}
     peers = {me.peer_id for me in ids.values()}
@@ -71,7 +71,7 @@ async def hang(_peer_id, sock):
 
 
 async def promise(taken_by, peer_id, sock):
-    """A relay that offers the most, says that it is ready to who takes its offer, and forwards nothing."""
+    """A relay that makes the best offer, says that it is ready to the peer that takes it, and forwards nothing."""
     channel = Channel(sock)
     await channel.read(Decoder(Want), 5)
     await channel.send(Offer(rate=1e12, load=0))
@@ -82,7 +82,7 @@ async def promise(taken_by, peer_id, sock):
 
 
 async def relay_between(member, other, timeout_s=10.0):
-    """Through whom a stream goes."""
+    """Open a stream to `other`. Returns the relay that it goes through."""
     stream = await member.relay.open(other.peer_id, PROTOCOL, timeout_s=timeout_s)
     relay, _ = member.relay._way_of[stream]
     stream.close()
@@ -129,7 +129,7 @@ async def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(
         network.opened.clear()
         with pytest.raises(PeerUnreachable, match="no connection with it"):
             await a.relay.open(b.peer_id, PROTOCOL, timeout_s=20)
-        # It did not go on to ask anybody else.
+        # The relay did not ask anybody else.
         assert network.opened == ["diloco/run/relay"]
 
 
@@ -152,7 +152,7 @@ async def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_
         def forwarding():
             return [m[name] for name in "rs" if m[name].relay._forwarded]
 
-        # The other one has made an offer as well, which nobody took.
+        # The other relay has made an offer too, which is withdrawn because nobody took it.
         await until(lambda: len(forwarding()) == 1)
         (used,) = forwarding()
         a.relay.blame(first)
@@ -173,7 +173,7 @@ async def test_a_relay_that_does_not_answer_holds_up_no_offer_of_another(tmp_pat
     async with members(tmp_path, "ahrb") as (network, m):
         network.handlers[m["h"].peer_id, asking("run")] = hang
         with monkeypatch.context() as patient:
-            # Who waited for its answer would have no time left.
+            # Waiting for the answer of `h` would use up the time of the whole call.
             for module in (offers, relay_module):
                 patient.setattr(module, "PROBE_S", 60.0)
             assert await relay_between(m["a"], m["b"]) == m["r"].peer_id
@@ -186,7 +186,7 @@ async def test_a_relay_that_promises_and_does_nothing_leaves_time_for_another_an
     async with members(tmp_path, "ahrb") as (network, m):
         promised = []
         network.handlers[m["h"].peer_id, asking("run")] = partial(promise, promised)
-        # Both legs of the honest one are slow.
+        # Both legs through the honest relay `r` are slow.
         m["a"].rates[m["r"].peer_id] = m["r"].rates[m["b"].peer_id] = 1e3
         assert await relay_between(m["a"], m["b"], timeout_s=6.0) == m["r"].peer_id
         assert await relay_between(m["a"], m["b"], timeout_s=6.0) == m["r"].peer_id
@@ -206,7 +206,7 @@ async def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_ot
 async def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(offers, "GRACE_S", 5.0)
     for module in (offers, relay_module):
-        # For so long an offer that nobody turns down is kept.
+        # Otherwise an offer that nobody turns down would expire during the test.
         monkeypatch.setattr(module, "PROBE_S", 60.0)
     async with members(tmp_path, "arsb") as (_, m):
         stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
@@ -222,12 +222,12 @@ async def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monke
 
 
 def num_sockets():
-    """Ends of socket pairs, as which streams come: what else runs in this process opens others."""
+    """Counts the ends of socket pairs, which streams are here; other code in this process opens other sockets."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     unnamed = {f"socket:[{words[6]}]" for words in lines if len(words) == 7}
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        # That of the listing itself is gone by now.
+        # The descriptor of the directory listing itself is closed by now.
         with contextlib.suppress(FileNotFoundError):
             found += str(descriptor.readlink()) in unnamed
     return found
@@ -236,7 +236,7 @@ def num_sockets():
 async def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
     async with members(tmp_path, "arsb") as (_, m):
         a, b = m["a"], m["b"]
-        # Both relays have their thread from now on.
+        # Use both relays once, so that each has started its thread.
         for _ in range(2):
             stream = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=10)
             a.relay.blame(stream)

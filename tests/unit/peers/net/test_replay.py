@@ -1,4 +1,4 @@
-"""A joiner makes the commits that have come while it downloaded."""
+"""A joiner repeats the commits that were made while it downloaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def optimizer_for(num_members: int) -> OuterOptimizer:
 
 
 def commit(state, log: CommitLog, codec: str, seed: int, *, record: bool = True) -> Certificate:
-    """As a round of three members does it."""
+    """Commit to `state` as a round of three members does, and record the commit in `log`."""
     fragment, parent = state.epoch % 2, state.head
     size = SIZES[fragment]
     plan = ReducePlan(
@@ -88,7 +88,7 @@ async def test_the_commits_since_lead_to_the_very_same_bits(network, codec):
     path = [commit(state, log, codec, seed) for seed in range(3 if codec != "fp32" else 2)]
     await serve(network, state, log)
     assert_same(await replayed(network, have, path, codec, ("nobody", "a")), state)
-    # What the joiner held is as it was, should it be needed still.
+    # The state that the joiner already held is unchanged, in case it is still needed.
     assert have.head == before and have.is_intact()
 
 
@@ -126,7 +126,7 @@ def test_only_certificates_that_follow_one_by_one_on_the_state_that_is_here_are_
         assert can_be_repeated(snapshot, path)
         for others in ([], path[1:], [path[0], path[2]], [state.header.certificate] * 2):
             assert not can_be_repeated(snapshot, others)
-        # A fork's genesis averages nothing, and this state may have fewer fragments.
+        # A fork's genesis averages nothing, and its plans may name a fragment that this state does not have.
         for changes in ({"contributors": ()}, {"fragment": len(SIZES)}):
             assert not can_be_repeated(snapshot, [with_plan(path[0], **changes)])
     with OuterState.initial([torch.ones(size) for size in SIZES]).snapshot() as uncertified:

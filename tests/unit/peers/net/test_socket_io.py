@@ -23,7 +23,7 @@ async def test_a_receive_that_is_cancelled_as_bytes_arrive_loses_none(pair):
         receiving = asyncio.create_task(socket_io.receive(ours, 100))
         await asyncio.sleep(0)
         theirs.send(b"x")
-        # Readiness is seen in the same turn of the loop in which this is called, before the receiver runs again.
+        # The loop sees the bytes in the same turn in which it cancels, before the receiver runs again.
         asyncio.get_running_loop().call_later(0, receiving.cancel)
         await asyncio.wait({receiving})
         if receiving.cancelled():

@@ -35,7 +35,7 @@ async def test_a_state_arrives_bit_for_bit(network, donors):
         network, donors, state, progress=lambda done, total: reported.append((done, total))
     )
     assert_same(loaded, state)
-    # The second fragment's momentum is still zero, and is not sent.
+    # The second fragment's momentum is still zero, so it is not sent.
     num_bytes = 4 * (2 * SIZES[0] + SIZES[1])
     assert reported[-1] == (num_bytes, num_bytes)
     assert loaded.is_intact() and loaded.anchor_digest == state.anchor_digest
@@ -55,7 +55,7 @@ async def test_of_a_state_only_what_has_changed_is_fetched_and_what_is_wrong_her
             network, ["a"], state, have=have, progress=lambda done, total: reported.append(total)
         )
     assert_same(loaded, state)
-    # Fragment 1 has not been averaged since.
+    # Fragment 1 has not been averaged since, so only a spoilt chunk of it is fetched.
     spoilt = 4 * STATE_CHUNK_NUMEL if is_spoilt else 0
     assert reported[-1] == 4 * 2 * sizes[0] + spoilt
 
@@ -126,7 +126,7 @@ async def test_nobody_to_ask_is_an_error(network):
         await download(network, ["x"], committed_state((4,)))
 
 
-# Donors that misbehave: what they fail to deliver, a good one does.
+# Donors that misbehave: a good one delivers what they do not.
 
 
 @pytest.mark.parametrize("answer", [lambda b: b"\xff" + b[1:], lambda b: None, lambda b: b[:-8] + bytes(8)])
@@ -209,7 +209,7 @@ async def nothing_first(channel, sock, state):
 
 
 async def assert_hangs_up(network, request_, first=nothing_first):
-    """A donor, on whoever sends it this; and it keeps no snapshot for it."""
+    """A donor hangs up when it receives this request after `first`, and keeps no snapshot for it."""
     state = committed_state((8,))
     await serve(network, "a", state)
     sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)

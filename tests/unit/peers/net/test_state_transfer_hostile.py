@@ -1,4 +1,4 @@
-"""Donors and joiners that mean ill, or hang: what they may cost the others."""
+"""What hostile or hanging donors and joiners may cost the others."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _STATE = Decoder(State)
 
 
 async def ask(network, joiner, head):
-    """A joiner's stream after its first request: the channel and the socket under it."""
+    """A joiner's stream after its first request: the channel and its socket."""
     sock = await network.transport(joiner).open("a", state_protocol(RUN), timeout_s=1)
     channel = Channel(sock)
     await channel.send(WantState(head=head))
@@ -109,7 +109,7 @@ async def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(network
     await channel.read(_STATE, 5)
     await asyncio.get_running_loop().sock_recv(sock, 64)
     assert len(state._snapshots) == 1
-    # A request that was not read any more resets the stream.
+    # A request that the donor no longer reads resets the stream.
     with pytest.raises((PeersError, ConnectionResetError)):
         while True:
             await channel.send(WantChunk(values="anchor", position=0), 5)
@@ -137,7 +137,7 @@ async def test_recorded_commits_are_held_for_no_longer_than_a_download_may_take(
     channel = Channel(sock)
     await channel.send(WantCommits(since=parent, until=state.head))
     await channel.read(Decoder(Commits), 5)
-    # It never says that it wants them.
+    # The joiner never confirms that it wants the commits.
     with pytest.raises(PeerUnreachable, match=r"closed|broke"):
         await channel.read(Decoder(Commits), 10)
     channel.close()
@@ -192,5 +192,5 @@ async def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are
     await serve(network, "a", state)
     assert_same(await download(network, ["a"], state), state)
     assert threading.main_thread() not in hashed
-    # One for what a chunk of zeros is, one for each chunk of the anchor.
+    # One hash of a chunk of zeros, and one of each of the anchor's 100 chunks.
     assert len(hashed) == 101

@@ -35,7 +35,7 @@ async def connect_both(a, b, attempt):
 
 
 async def keep_streams(a, b):
-    """As a round leaves them that went well."""
+    """Connect both and give the streams back, as after a successful round."""
     streams = await connect_both(a, b, os.urandom(16))
     a.give_back(streams[0])
     b.give_back(streams[1])
@@ -153,7 +153,7 @@ async def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_non
         with pytest.raises(RoundFailed, match="peer 1 has not begun the exchange") as failure:
             await a.connect(os.urandom(16), {1: "b", 2: "c"}, timeout_s=10, prompt_s=0.2)
         assert failure.value.suspects == failure.value.silent == {1}
-        # Of streams that are yet to be opened nobody knows how long they take.
+        # A stream that has yet to be opened may take any time, so `prompt_s` does not apply.
         attempt = os.urandom(16)
         connecting = asyncio.create_task(a.connect(attempt, {2: "c"}, timeout_s=10, prompt_s=0.05))
         await asyncio.sleep(0.3)
@@ -197,7 +197,7 @@ async def test_who_stood_still_itself_blames_nobody_for_what_it_has_not_read(lim
         await still
 
 
-# Whoever was quiet before has a way of its own to come, perhaps.
+# A peer that was quiet from the start may still come by another path, so it has until the timeout.
 @pytest.mark.parametrize(
     ("quiet_before", "said"), [(False, "peer 1 has fallen silent"), (True, r"with peer 1 in 1 s")]
 )
@@ -219,7 +219,7 @@ async def test_a_stream_that_is_on_its_way_when_its_peer_is_found_to_be_silent_s
 
     async with pools("a", "b") as (_, (a, b)):
         connecting = asyncio.create_task(a.connect(bytes(16), {1: "b"}, timeout_s=10, quiet=quiet))
-        # It has been found silent, and is still waited for.
+        # `b` has been found silent, and `a` still waits for it.
         await until(lambda: looks > 2)
         await b.connect(bytes(16), {0: "a"}, timeout_s=10)
         assert (await connecting).send.keys() == {1}
@@ -266,7 +266,7 @@ async def test_no_peer_holds_more_than_a_few_streams():
         assert len(b._named) == MAX_IDLE_PER_PEER
         for sock in opened:
             sock.close()
-        # And of one that is gone, nothing.
+        # Of a peer that is gone, no stream is kept.
         await until(lambda: not b._idle)
 
 

@@ -28,7 +28,7 @@ def socket_pair():
 
 
 def shake(caller, called, *, shown_by_called=None, shown_by_caller=None):
-    """Both ends' outcomes: a blocking TlsSocket or the error."""
+    """The outcome of each end: a blocking TlsSocket or the error."""
     a, b = socket_pair()
 
     async def both():
@@ -62,7 +62,7 @@ def close(*ends):
 
 @pytest.fixture
 def both(tmp_path):
-    """A stream between two peers, whose ends block."""
+    """The two blocking ends of a stream between two peers."""
     a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
     with a, b:
         yield a, b
@@ -95,10 +95,10 @@ def test_a_certificate_that_its_own_key_did_not_sign_names_nobody(tmp_path):
 
 def test_whatever_else_is_in_place_of_a_certificate_is_refused_as_such(tmp_path):
     certificate = credentials(tmp_path, "a").certificate
-    # How many bits of the signature's last byte do not count: where those are zeros, some other number is as good.
+    # The byte with the number of unused bits in the signature: if those bits are zero, other numbers are valid too.
     unused_bits = len(certificate) - 65
     generator = random.Random(0)
-    # The version is the byte that the parser has an error of its own for.
+    # Always include the version byte, for which the parser raises a different error.
     version = certificate.index(b"\xa0\x03\x02\x01\x02") + 4
     for position in [version, *(generator.randrange(len(certificate)) for _ in range(2000))]:
         mutated = bytearray(certificate)
@@ -246,7 +246,7 @@ def test_the_reduction_notices_a_stall_and_a_stop_on_a_stream_of_tls(both):
     begun = time.monotonic()
     with pytest.raises(frames.Stopped):
         frames.receive_into(a, memoryview(bytearray(10)), 60, lambda: time.monotonic() > begun + 0.1)
-    # Nobody reads there, so the buffers fill up.
+    # Nobody reads at the other end, so the buffers fill up.
     payload = memoryview(bytearray(16 << 20))
     header = frames.Header(frames.Kind.RESULT, 0, len(payload))
     with pytest.raises(frames.Stalled):
