@@ -1,4 +1,4 @@
-"""The plan of faults, the links that they strike, and above all the checker: one that finds nothing proves nothing."""
+"""The plan of faults, the links that they hit, and the checker, which must find every fault that it is shown."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def a_commit(rank: int, epoch: int, *, at: float, **other: Any) -> dict[str, Any
 
 
 def an_epoch(rank: int, epoch: int, *, at: float, **other: Any) -> Records:
-    """What its worker has written down: handed over, and told."""
+    """The worker's records of one epoch: the work that it handed over, and the outcome that it was told."""
     told = {
         "kind": "epoch", "time": at + 0.1, "epoch": epoch, "head": f"l{epoch}", "anchor_digest": f"a{epoch}",
         "contributors": [0, 1, 2],
@@ -55,7 +55,7 @@ def an_epoch(rank: int, epoch: int, *, at: float, **other: Any) -> Records:
 
 @pytest.fixture
 def good() -> tuple[dict[int, Records], dict[int, Records]]:
-    """Three peers, three epochs: what their daemons have noted, and what their workers have."""
+    """Three peers and three epochs: the commits that their daemons recorded, and the records of their workers."""
     epochs = [(epoch, 10.0 + 5 * epoch) for epoch in (1, 2, 3)]
     commits = {
         rank: [a_commit(rank, epoch, at=at + 0.01 * rank) for epoch, at in epochs] for rank in range(3)
@@ -86,7 +86,7 @@ def test_nothing_is_found_where_nothing_is_wrong(tmp_path, good):
     found = history(tmp_path, *good)
     assert found.faults_found() == []
     assert (found.num_forks, found.lost_tokens, found.epoch_s()) == (0, 0, pytest.approx(5.0))
-    # 60 tokens in the ten seconds between the first commit and the last, by three peers.
+    # Three peers commit 60 tokens in the ten seconds between the first commit and the last.
     assert found.tokens_per_live_second() == pytest.approx(60 / 30)
 
 
@@ -162,7 +162,7 @@ def test_recovery_is_what_the_others_take_beyond_an_epoch_and_time_away_is_no_li
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """A port that gives back what it gets."""
+    """The port of a server that echoes what it receives."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

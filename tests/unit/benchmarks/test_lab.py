@@ -1,4 +1,4 @@
-"""The network laboratory: rates, delays, rules, and that nothing of it stays. Needs root; skipped elsewhere."""
+"""The network laboratory: rates, delays, rules and cleanup. Needs root; skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_bytes_take_the_time_that_the_slowest_link_needs() -> None:
         sent = (lab.counters(0) - before).sent_bytes
         # 1 MiB each way at 20 Mbit/s takes 0.43 s with its headers.
         assert seconds > 0.43
-        # On a busy machine TCP takes some of it for lost, and sends it again.
+        # On a busy machine TCP takes some packets for lost and sends them again.
         assert 1 << 20 < sent < 3 << 20
 
 
@@ -42,7 +42,7 @@ def test_a_link_can_be_changed_while_it_is_used() -> None:
 
 def test_a_round_trip_takes_twice_the_delay_of_both_links() -> None:
     with Lab([Link(up_mbps=100, down_mbps=100, delay_ms=delay) for delay in (5, 10)]) as lab:
-        # A packet may come out half a tick of the switch early, each way.
+        # In each direction a packet may come out half a tick of the switch early.
         assert 29 <= round_trip_ms(lab, 0, 1) < 58
 
 
@@ -92,7 +92,7 @@ with Lab([Link(up_mbps=1, down_mbps=1, delay_ms=1)]) as lab:
 
 
 def round_trip_ms(lab: Lab, sender: int, receiver: int) -> float:
-    """The fastest of several handshakes."""
+    """The fastest of several TCP handshakes."""
     server = listen(lab, receiver)
     program = (
         "import socket, sys, time\n"

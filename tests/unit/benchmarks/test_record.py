@@ -1,4 +1,4 @@
-"""What a benchmark leaves in its file."""
+"""What a benchmark writes into its file."""
 
 from __future__ import annotations
 

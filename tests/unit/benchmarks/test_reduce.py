@@ -9,7 +9,7 @@ from benchmarks.reduction.seats import Outcome, Round
 
 
 def outcome(*seconds, error=0.0, digests="aaaa"):
-    """One group of four peers; each round lasts as long for its slowest peer."""
+    """The outcome of a group of four peers: one round for each of `seconds`, the time of its slowest peer."""
     return Outcome(
         [
             [Round(10.0, 10.0 + s / (1 + peer), 0.5, error, digests[peer]) for peer in range(4)]

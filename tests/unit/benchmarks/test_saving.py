@@ -6,7 +6,7 @@ from benchmarks.saving import Setting, results_of
 
 
 def test_the_epochs_that_begin_with_a_save_are_compared_with_those_after_them():
-    """Steps of a second; the first of an epoch that begins with a save takes a second and a half."""
+    """A step takes one second, but the first step of an epoch that begins with a save takes 1.5 s."""
     setting = Setting(local_steps=10, num_pairs=2)
     records, now = [], 0.0
     for step in range(1, setting.num_steps + 1):

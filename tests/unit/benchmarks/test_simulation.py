@@ -1,4 +1,4 @@
-"""What the simulator is checked by: how figures are taken from records, and published ones that it comes close to."""
+"""Checks of the simulator: how it takes figures from records, and how close it comes to published figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.swarm import simulate
 
 ONE_POINT = 1.01 * published.GRID[1] / published.GRID[0]
-"""Of the grid of bandwidths."""
+"""The ratio of two neighbouring points on the grid of bandwidths, with 1 % to spare."""
 
 
 def test_epochs_end_with_the_last_peer_and_parts_are_the_longest():
@@ -44,7 +44,7 @@ def test_what_is_committed_agrees_with_the_laboratory_within_a_tenth():
     rows = json.loads((RESULTS / "simulation-cpu-2cores.json").read_text())["results"]
     ratios = {(row["case"], row["metric"]): row["median"] for row in rows if row["unit"] == "ratio"}
     lab_ratios = {key: ratio for key, ratio in ratios.items() if key[0].startswith("lab ")}
-    # Three bandwidths, blocking and overlapped; epochs and rounds.
+    # For each of three bandwidths, blocking and overlapped: one ratio of epochs, one of rounds.
     assert len(lab_ratios) == 3 * 2 * 2
     assert all(0.9 < ratio < 1.1 for ratio in lab_ratios.values()), lab_ratios
     assert len([case for case, _ in ratios if case.startswith("Streaming DiLoCo")]) == 12
@@ -59,7 +59,7 @@ def test_two_of_intellect_1s_times_follow_from_the_third():
 
 
 def test_unlike_peers_that_fail_train_most_of_the_time_and_never_wait_for_the_slowest():
-    """The scenario of a thousand, with as many as a test has time for, and as many losses."""
+    """The scenario of a thousand peers with 40 of them, which fail 25 times as often, so that as many are lost."""
     few = replace(thousand.scenario(40, num_epochs=6), mtbf_s=24 * 3600.0 / 25)
     assert {round(peer.step_s) for peer in few.peers} <= set(range(8, 33))
     figures = simulate(few)

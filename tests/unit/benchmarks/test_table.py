@@ -1,4 +1,4 @@
-"""The page of results is what the generator makes of the committed files."""
+"""The results page equals what the generator makes of the committed files."""
 
 from benchmarks.table import README, RESULTS, rendered
 

@@ -1,4 +1,4 @@
-"""What Linux has and other systems do not: one file, and everything goes without."""
+"""What only Linux has is used in one file, and everything works without it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ except TimeoutError:
 LINUX_ALONE = re.compile(
     r"memfd_create|sched_getaffinity|prctl|socket\.TCP_(?:INFO|KEEP\w+|USER\w+)|/proc/self/fd|get_native_id|\.unshare\("
 )
-# Judging programs that models have written needs namespaces, and is refused elsewhere.
+# Judging programs that models have written needs namespaces, so it is refused on other systems.
 ISOLATION = ROOT / "diloco" / "rl" / "sandbox" / "run.py"
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """As on macOS, as far as Python shows the difference."""
+    """Makes this system look like macOS, as far as Python shows the difference."""
     for owner, name in (
         *((os, name) for name in ("memfd_create", "sched_getaffinity")),
         *((socket, name) for name in ("TCP_INFO", "TCP_KEEPIDLE")),

@@ -9,11 +9,11 @@ import peers
 
 ROOT = Path(peers.__file__).parent
 NOT_WAITS = ("MAX_", "PER_S")
-"""Limits on what others may say, and rates."""
+"""Parts of the names of rates and of limits on what others may send."""
 
 
 def seconds_named_in(path: Path) -> list[str]:
-    """Constants of time that get their seconds there, and not from another."""
+    """The time constants whose seconds this file defines, rather than deriving them from another constant."""
     found = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and not any(isinstance(n, ast.Name) for n in ast.walk(node.value)):

@@ -18,7 +18,7 @@ ranks = st.integers(0, 4)
 
 
 class LedgerUnderRequests(RuleBasedStateMachine):
-    """`holders` is what the ledger must say."""
+    """`holders` maps each rank to the peer that must hold it in the ledger."""
 
     def __init__(self) -> None:
         super().__init__()

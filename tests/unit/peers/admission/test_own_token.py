@@ -1,4 +1,4 @@
-"""Asking for a token: whom, and how long the answer of the wrong one is waited for."""
+"""Which issuers a peer asks for a token, and how long it waits for the answer of a false one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SILENT, BROKEN = "silent", "broken"
 
 
 class Issuers:
-    """The DHT as an applicant sees it: issuers by name, of whom some only say that they are."""
+    """The DHT as an applicant sees it: issuers by name, some of which only claim to be issuers."""
 
     def __init__(self, directory, announced):
         self.key = AdmissionKey.new()

@@ -23,7 +23,7 @@ class FakeDht:
 
 @pytest.fixture
 def store(monkeypatch):
-    """Stores records of this length under the run's key, at this time, and says whether they were taken."""
+    """A function that stores a record of this length under the run's key, and returns whether it was accepted."""
     monkeypatch.setattr(Announcement, "decode", lambda peer_id, *_, run_id: announced(peer_id))
     dht = FakeDht()
     guard_storage(dht, "run", Gate.open("run"))
@@ -41,7 +41,7 @@ def test_strangers_cannot_fill_a_key_until_its_records_exceed_a_message_and_know
     num_taken = sum(store(f"stranger {number}", MAX_RECORD_BYTES) for number in range(1200))
     assert 0.95 * MAX_NEW_BYTES < num_taken * MAX_RECORD_BYTES < MAX_NEW_BYTES
     assert store("honest", 3000, NOW + 1)
-    # What has expired makes room.
+    # Expired records make room.
     assert not store("new", MAX_RECORD_BYTES, NOW + 1)
     assert store("new", MAX_RECORD_BYTES, NOW + 20)
 

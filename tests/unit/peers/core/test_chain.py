@@ -219,10 +219,7 @@ def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
 def part_of(
     way: Fork, *, me: str, gone: str = "", stands: str = "", left_lately: str = "", has_worker: bool = True
 ) -> int:
-    """How many certificates of `way.theirs` the peer `me` may adopt, if it sees the peers in `gone` as gone.
-
-    Peers in `stands` are still at the common ancestor and may object; peers in `left_lately` have only just left it.
-    """
+    """How many certificates of `way.theirs` the peer `me` may adopt. `stands`: the peers that may still object."""
     part = adoptable_prefix(
         way,
         me=me,

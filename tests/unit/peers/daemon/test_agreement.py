@@ -1,4 +1,4 @@
-"""How a peer agrees with the swarm on the manifest, over a mesh that is faked."""
+"""How a peer agrees with the swarm on the manifest, over a fake mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from peers.protocol.mesh import Manifest, WantManifest
 
 @dataclass
 class Swarm:
-    """A presence whose only other peer is of a run that has begun, and hands over its manifest."""
+    """A fake presence with one other peer, whose run has begun and which sends its manifest when asked."""
 
     theirs: dict
     me: str = "me"
@@ -45,7 +45,7 @@ class Swarm:
 
 
 def test_only_the_manifest_that_was_announced_is_taken_from_whoever_sends_it(monkeypatch):
-    """The other peer announces one manifest and sends another, so long as it is asked at all."""
+    """The other peer announces one manifest and sends another whenever it is asked."""
     monkeypatch.setattr(agreement, "FETCH_TIMEOUT_S", 0.01)
     swarm = Swarm(announced := {"hv.local_steps": 7}, galaxy_size=2)
     asked = []
@@ -78,7 +78,7 @@ def test_a_manifest_that_no_peer_can_run_by_is_an_error_of_its_sender():
 
 
 class Quiet(Exception):
-    """This peer waits for others to come."""
+    """Raised when this peer waits for a change in the swarm."""
 
 
 async def swarm_is_quiet():
@@ -101,7 +101,7 @@ def proposed(*argv, has_own_worker):
 
 
 def agreed(here, swarm):
-    """The manifest, where this peer and the swarm were started with `--worker` or without."""
+    """The manifest that is agreed on; `here` and `swarm`: whether this peer and the swarm have `--worker`."""
     ours, named = proposed(has_own_worker=here)
     theirs, _ = proposed("--hv.local-steps", "7", has_own_worker=swarm)
     return asyncio.run(Swarm(theirs).agreement.reach(ours, named, deadline=math.inf))
@@ -130,5 +130,5 @@ def test_of_a_swarm_that_trains_a_program_of_its_own_nothing_is_said_that_only_o
     manifest = agreed(True, True)
     ours = {"path_model", "model", "tokenizer", "total_steps", "total_batch_size", "lr"}
     assert not ours & manifest.keys()
-    # The outer step follows it.
+    # The outer step depends on the optimizer, so that one stays.
     assert manifest["optimizer"] == "adamw"

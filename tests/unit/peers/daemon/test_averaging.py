@@ -1,4 +1,4 @@
-"""What a worker goes on from, by what became of the work that it has handed over."""
+"""Which weights a worker goes on from, depending on what became of the work that it handed over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCAL, OLD, NEW = (torch.full((8,), value) for value in (5.0, 3.0, 10.0))
 
 
 def put_back(how: str, *, is_rebased: bool) -> torch.Tensor:
-    """What is in *in* for a worker whose weights were LOCAL, on the anchor OLD, while the state's is NEW."""
+    """What a worker finds in `inn` if its weights were LOCAL, on the anchor OLD, and the state's anchor is NEW."""
 
     async def answered() -> torch.Tensor:
         memories = SimpleNamespace(out=[LOCAL.clone()], inn=[torch.zeros(8)])

@@ -1,4 +1,4 @@
-"""What a worker offers the run to begin from."""
+"""The state that a worker offers the run to begin from."""
 
 from __future__ import annotations
 

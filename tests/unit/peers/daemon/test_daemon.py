@@ -11,7 +11,7 @@ from peers.tasks import cancelled
 
 
 class WaitingDaemon(Daemon):
-    """One that waits for other peers until it is told to leave."""
+    """A daemon that waits for other peers until it is told to leave."""
 
     def __init__(self, fail):
         self._tasks, self.is_waiting = [], asyncio.Event()

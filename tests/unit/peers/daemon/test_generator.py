@@ -20,7 +20,7 @@ Answer = Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]
 
 
 def generates(path: Path, answer: Answer, num_requests: int) -> threading.Thread:
-    """A process, or rather a thread, that answers so many requests and then dies."""
+    """A thread in place of the generating process. It answers `num_requests` requests, then dies."""
 
     def live() -> None:
         link = WorkerLink.connect(path, silence_s=None)
@@ -72,7 +72,7 @@ async def test_weights_that_cannot_be_used_are_not_held(tmp_path):
 
 
 async def test_a_request_that_nobody_waits_for_any_more_is_made_to_its_end(tmp_path):
-    """Its answer would otherwise be taken for that of the next one."""
+    """Otherwise its answer would be taken for the answer to the next request."""
     release = threading.Event()
 
     def slow(request: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
 
 
 class SlowHost(WorkerHost):
-    """A host that is its own runtime, monitor and disk, and averages for as long as the test likes."""
+    """A host that is its own runtime, monitor and disk, and averages until the test sets `go_on`."""
 
     phase = Phase(name="testing")
     core = SimpleNamespace(world_rank=0, timing=SimpleNamespace(set_sizes=lambda **_: None))
@@ -86,7 +86,7 @@ def connect(path: Path, weight: float) -> WorkerLink:
 
 
 def hang_up(link: WorkerLink) -> None:
-    """As a death does it; returns once the daemon has noticed."""
+    """Hang up as a dying worker does; returns once the daemon has noticed."""
     link._sock.shutdown(socket.SHUT_WR)
     link._sock.settimeout(5.0)
     while link._sock.recv(1):
@@ -204,7 +204,7 @@ async def test_a_worker_may_load_for_long_between_its_connection_and_its_first_m
 
 
 class TrainingHost(SlowHost):
-    """Has a state, as every worker life after the first one finds it."""
+    """A host that already has a state, as every life of a worker finds it after the first one."""
 
     needs_offer = False
 
@@ -244,7 +244,7 @@ async def test_a_later_life_of_a_worker_offers_no_state_where_there_is_one(tmp_p
 
 
 class LateHost(SlowHost):
-    """Has the worker train on at once, and its commit when the test likes."""
+    """A host that lets the worker train on at once, and has its commit when the test sets `go_on`."""
 
     async def average(self, work: WorkInHand) -> EpochOutcome:
         work.ahead.set_result(Ahead(epoch=1, data_base=3))

@@ -1,4 +1,4 @@
-"""What a peer has signed is known to its next life, whatever became of this one."""
+"""After a restart a peer knows what it has signed before, however its last life ended."""
 
 from __future__ import annotations
 

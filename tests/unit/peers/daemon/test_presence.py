@@ -27,7 +27,7 @@ def test_few_peers_announce_news_at_once_and_many_in_turn():
     assert rest_s(2) == rest_s(8) == 0.0
     assert announce_interval_s(5, is_early=True) == EARLY_INTERVAL_S
     assert announce_interval_s(5, is_early=False) == ANNOUNCE_INTERVAL_S
-    # However many there are, they put about as much on the DHT as sixteen do.
+    # However many peers there are, together they write to the DHT as often as sixteen do.
     assert 32 / rest_s(32) == 64 / rest_s(64) == 16 / rest_s(16)
 
 
@@ -44,7 +44,7 @@ def test_many_look_rarely_and_few_whenever_they_announce():
 
 
 class SilentDht:
-    """One initial peer, which is connected; what it answers is `records`, or None."""
+    """A DHT with one connected initial peer, which answers with `records`, or not at all if they are None."""
 
     def __init__(self, records=None):
         self.records = records
@@ -58,7 +58,7 @@ class SilentDht:
         return self.records is not None
 
     async def get(self, key):
-        """Renewed each time."""
+        """The records, with the time of this call."""
         now = time.time()
         return {
             other.peer_id: replace(record, time=now).encode(other) for other, record in self.records or ()
@@ -87,7 +87,7 @@ def a_presence(identity, dht=None):
 
 
 def met(tmp_path, monkeypatch, dht, how):
-    """Has a peer look for the others for a second, while each of its calls ends like this."""
+    """Have a peer look for the others for a second, while each of its calls returns `how`."""
     monkeypatch.setattr(presence, "RECORD_TTL_S", 1.0)
     monkeypatch.setattr(presence, "EARLY_INTERVAL_S", 0.02)
     identity = load_or_create(tmp_path / "key")

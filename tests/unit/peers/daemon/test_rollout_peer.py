@@ -1,4 +1,4 @@
-"""Which learner a rollout peer works for, and when it gives up. Learners are made up."""
+"""Which learner a rollout peer works for, and when it gives up. The learners are fakes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from peers.protocol.rollouts import learner_for
 
 RUN, ME = "run", "me"
 THEIRS = learner_for(RUN, ME, {"a", "b"})
-"""The learner that this peer is to work for, of these two."""
+"""Which of the two learners this peer is to work for."""
 OTHER = "b" if THEIRS == "a" else "a"
 
 
 class Learners:
-    """Announced until they are forgotten."""
+    """Fake learners, announced for as long as they are in `there`."""
 
     def __init__(self) -> None:
         self.there = {
@@ -30,7 +30,7 @@ class Learners:
         }
         self.opened: list[str] = []
         self.fails: list[Exception] = []
-        """With what the next streams fail."""
+        """The errors with which the next streams fail, in order."""
         self.welcome = SimpleNamespace(manifest=SimpleNamespace(fields={}))
 
     async def announced(self, *_: Any) -> dict[str, Any]:

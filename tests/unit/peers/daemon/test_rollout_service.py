@@ -35,7 +35,7 @@ LEARNER: Any = SimpleNamespace(peer_id=ME, maddrs=())
 
 
 class Loopback:
-    """Streams to one service, by a socket pair each."""
+    """Streams to one service, each over a socket pair."""
 
     def __init__(self, service: RolloutService, caller: str) -> None:
         self._service, self._caller = service, caller
@@ -146,7 +146,7 @@ async def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
     publish(service, tmp_path)
     assert await service._take(1, 0.0) == Taken()
     assert await service._take(1, 0.01) == Taken()
-    # Its patience begins anew with every rollout, also one that alone is too few.
+    # Every rollout restarts the trainer's patience, even one that alone is too few.
     service._arrived_at = time.monotonic() + 0.1
     assert await service._take(1, 0.0) == Taken()
     assert time.monotonic() >= service._arrived_at
@@ -170,7 +170,7 @@ async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
         looked.add(asyncio.current_task())
         return now
 
-    # How long the peer has been silent is by this clock alone, however busy the machine.
+    # Only this clock decides how long the peer has been silent, however busy the machine.
     clock = SimpleNamespace(monotonic=monotonic, time_ns=time.time_ns)
     monkeypatch.setattr(rollout_service, "time", clock)
     monkeypatch.setattr(rollout_service, "_SILENCE_S", 0.2)

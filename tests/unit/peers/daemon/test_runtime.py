@@ -1,4 +1,4 @@
-"""One daemon's runtime with nobody else around: the worker is answered once, in order, and nothing outlives it."""
+"""One daemon's runtime without other peers: it answers the worker once and in order, and nothing outlives it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def fetch(*_args: Any) -> OuterState:
 
 
 class Told:
-    """What others would have been told."""
+    """Records the messages that other peers would have been sent."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -160,7 +160,7 @@ async def test_no_worker_begins_between_anothers_readiness_and_its_commit(runtim
         await runtime.begin_worker(first.inn, offered())
         averaging = asyncio.create_task(runtime.average(work_in(first, step=2)))
         await asyncio.sleep(0)
-        # The worker has died, and its successor asks where to begin: not before this work is in.
+        # The worker has died; its successor may not begin before this work is committed.
         runtime.post(events.WorkerGone())
         start = await runtime.begin_worker(second.inn, offered())
         assert start.epoch == 1 and (await averaging).contributors == [0]
@@ -232,7 +232,7 @@ def test_while_an_effect_takes_long_the_last_status_stands_and_cancelling_waits_
             monkeypatch.setattr(Pledges, "add", slow)
             averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
             await asyncio.to_thread(began.wait, 20)
-            # The mesh repeats it at every heartbeat.
+            # The mesh reads the status at every heartbeat.
             status = runtime.status
             assert status is not None and status.epoch == 0
             may_end.set()
@@ -267,7 +267,7 @@ async def test_what_a_peer_says_while_nobody_listens_takes_bounded_memory(runtim
     for _ in range(100_000):
         runtime.post(events.Received("talker", Ask(head="a" * 64)))
     assert runtime._events.qsize() < 10_000
-    # What the daemon itself has to know is never lost.
+    # Events from the daemon itself are never dropped.
     mine = memories()
     async with running(runtime):
         await runtime.begin_worker(mine.inn, offered())
@@ -287,7 +287,7 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
         (directory := tmp_path / str(local_steps)).mkdir()
         with a_runtime(directory, codec="topk", local_steps=local_steps) as runtime:
             kept = asyncio.run(kept_after(runtime, local_steps))
-        # Of equal values the first ones are sent, as they are.
+        # Of equal values top-k sends the first ones, without loss.
         assert float(kept[0]) == 0 and float(kept[-1]) == pytest.approx(-decay)
 
 
@@ -311,7 +311,7 @@ def test_while_a_commit_stores_residuals_nobody_takes_hold_of_the_state_before_i
 
 
 class ScriptedCore(SimpleNamespace):
-    """Answers each event that the script knows by its effects, and keeps all of them."""
+    """A core that answers each event with the effects from its script, and records all events."""
 
     def __init__(self, script: Callable[[events.Event], Sequence[effects.Effect]]) -> None:
         super().__init__(me="me", world_rank=0, phase="waiting", deadline=0.0, head="", last_failures=())
@@ -372,7 +372,7 @@ async def test_a_fetched_state_that_is_not_needed_any_more_is_not_kept(runtime):
         nonlocal first
         if path is paths[1]:
             await asyncio.Event().wait()
-        # Handled before the runtime hears of the end of this fetch.
+        # The runtime handles this event before it hears that the fetch has ended.
         runtime.post(events.WorkerGone())
         found, first = first, None
         return found

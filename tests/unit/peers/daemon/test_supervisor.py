@@ -77,12 +77,12 @@ async def test_progress_makes_earlier_deaths_not_count(tmp_path):
 
     supervisor = Supervisor(command(tmp_path, "raise SystemExit(3)"), on_exit, max_deaths=2)
     assert (await supervisor.run()).code == 3
-    # The first death is decided before the callback; two more follow the progress.
+    # The first death is judged before the callback reports progress; two more deaths follow the progress.
     assert exits == [3, 3, 3]
 
 
 async def test_it_gives_up_on_the_third_end_for_the_same_reason_of_this_life(tmp_path):
-    """However far the worker says that it has come; another reason in between begins the count anew."""
+    """Whatever progress the worker reports. Another reason in between restarts the count."""
     script = (
         "import pathlib, sys\nlives = pathlib.Path('lives')\n"
         "life = len(lives.read_text()) if lives.exists() else 0\nlives.write_text('x' * (life + 1))\n"

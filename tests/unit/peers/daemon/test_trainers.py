@@ -1,4 +1,4 @@
-"""Who is lost of those that train, and who is back."""
+"""Which of the trainers are lost, and which are back."""
 
 from __future__ import annotations
 

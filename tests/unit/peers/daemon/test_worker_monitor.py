@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_a_number_is_a_trouble_until_the_next_one_is():
         (OWN_WORKER, [0, 1], ["epoch 3 averaged by 2 peers, loss 0.125"]),
         (OWN_WORKER, [0], ["epoch 3 averaged by 1 peer, loss 0.125"]),
         (OWN_WORKER, [1], ["epoch 3 was averaged without this peer, whose work goes into the next"]),
-        # It writes records, of which the terminal shows as much.
+        # Diloco's own worker writes records, which the terminal shows already.
         (DILOCOS_WORKER, [0, 1], []),
     ],
 )

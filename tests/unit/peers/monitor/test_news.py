@@ -83,7 +83,7 @@ def test_whoever_took_part_for_so_short_that_only_its_end_was_seen_has_come_and_
         "peer 1 (…000001) joined, 2 peers",
         "peer 1 (…000001) left at epoch 3, 1 peer",
     ]
-    # The same word of farewell, said again.
+    # The same farewell, repeated.
     again = record(1, 4, epoch=3, state="leaving")
     assert watcher.update(seen(record(0, 4), again), 4) == []
     assert watcher.update(seen(record(2, 5, state="leaving")), 5) == []

@@ -29,7 +29,7 @@ def three(now: float = 0.0) -> Observations:
 
 
 def a_and_b_report(observations: Observations, now: float, *more: str) -> None:
-    """Each sees the other, and whoever else is named."""
+    """A and B report that they see each other and the peers in `more`."""
     for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
         reported(observations, peer_id, now, sees=(other, *more), world_rank=rank)
 
@@ -70,7 +70,7 @@ def test_a_witness_that_has_gone_quiet_does_not_count():
     observations.missed("C")
     late = QUIET_AFTER_S + 1.0
     reported(observations, "A", late, sees=("B",), world_rank=0)
-    # B has not said anything since, so its word on C is out of date.
+    # B has not reported since, so its word on C is out of date.
     assert states(observations, late) == {"A": "training", "B": "training", "C": "lost"}
 
 
@@ -197,7 +197,7 @@ def waiting_leader(observations: Observations, *missing: int, step: str = "seeki
 
 
 def test_what_a_peer_claims_of_the_future_is_not_taken_down():
-    """Nor could it be: there is no such time of day."""
+    """The time 1e18 could not even be shown, since no date is that late."""
     observations, now = three(), time.time()
     for at in (now - 5, now + 60, 1e18):
         point, round_ = Point(time=at, step=1 << 62, loss=1e18, tokens_per_s=1.0), entry(4, at)
@@ -210,7 +210,7 @@ def test_what_a_peer_claims_of_the_future_is_not_taken_down():
 
 def test_of_two_that_claim_one_rank_the_one_that_is_there_holds_it():
     observations = three()
-    # Z comes by the rank of B, whose machine has lost its key and all else.
+    # Z is the machine of B after it has lost its key: another peer id, the same rank.
     reported(observations, "Z", 0.1, sees=("A",), world_rank=1)
     observations.missed("B")
     for peer_id, other, rank in (("A", "Z", 0), ("C", "A", 2)):
@@ -273,7 +273,7 @@ def test_a_straggler_whose_turn_it_is_to_lead_is_named_by_those_who_are_ready():
     standing = Standing(step="seeking", leader=1, missing=(1,), waits_for="peers 1")
     reported(observations, "A", 0.5, sees=("B", "C"), world_rank=0, standing=standing, state="averaging")
     assert reasons(observations) == {1: "it still trains, at step 0 of its epoch"}
-    # C waits for A, as it thinks; its leader B does not say so.
+    # C believes that it waits for A, but its leader B does not confirm that.
     reported(
         observations, "C", 0.5, world_rank=2, standing=Standing(step="seeking", leader=1, missing=(0,)),
         time=time.time() + 1,
@@ -310,7 +310,7 @@ def test_a_fork_that_has_healed_is_no_fault_and_one_that_lasts_is_named_by_its_f
     def verdict(*last: str) -> str:
         observations = Observations()
         for rank, (own, end) in enumerate(zip("ab", last, strict=True)):
-            # Epoch 5 is told of by the first peer alone, as the other one went over to its side then.
+            # Only A reports epoch 5, as B would have changed sides then.
             epochs = {3: "c", 4: own, **({5: own} if own == "a" else {}), 6: end, 7: end}
             rounds = tuple(entry(e, 800.0 + e, anchor_digest=64 * digest) for e, digest in epochs.items())
             reported(observations, own.upper(), 0.6, world_rank=rank, rounds=rounds)
@@ -332,7 +332,7 @@ def test_signers_and_roster_are_those_of_the_certificate_of_the_state_that_a_pee
     certificate, observations = signed_genesis(tmp_path), three()
     shown = {"certified": Certified(time=900.0, certificate=certificate), "head": certificate.head}
     reported(observations, "A", 0.6, world_rank=0, anchor_digest=certificate.body.anchor, **shown)
-    # Another anchor than that of the certificate, and another head: nothing proves where they are.
+    # B's anchor and C's head are not those of the certificate, so nothing proves which state they have.
     reported(observations, "B", 0.6, world_rank=1, anchor_digest="b" * 64, **shown)
     reported(observations, "C", 0.6, world_rank=2, **{**shown, "head": "c" * 64})
     a, b, c = summary_of("run", observations, now=1.0, unix_now=1000.0)["peers"]

@@ -34,7 +34,7 @@ def swarm(*ranks: int, run_id: str = "run") -> dict[str, Any]:
 
 
 def values(text: bytes) -> dict[tuple[str, str], float]:
-    """By metric and labels; every line is a comment or a sample."""
+    """The values by metric and labels. Fails if a line is neither a comment nor a sample."""
     found = {}
     for line in text.decode().splitlines():
         if line.startswith("# "):
@@ -116,7 +116,7 @@ async def test_a_daemons_metrics_are_served_on_loopback():
         assert status == 200 and "# TYPE diloco_rounds_total counter" in text.decode()
         found = values(text)
         assert found["diloco_peers", 'run_id="a\\"b"'] == 2
-        # Of all peers it tells its own figures alone.
+        # A daemon serves the figures of its own peer alone.
         assert {labels for name, labels in found if name == "diloco_epoch"} == {
             'run_id="a\\"b",world_rank="1"'
         }

@@ -1,4 +1,4 @@
-"""One sentence on a run: what each thing that can go wrong is called, and that nothing else is."""
+"""The verdict on a run names each thing that can go wrong, and only what has gone wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peers.monitor.verdict import PeerFacts, SwarmFacts, judged_losses, judged_r
 
 
 def swarm(*changes: dict[str, Any], **of_swarm: Any) -> SwarmFacts:
-    """Three peers that are well, but for these changes of the first ones."""
+    """Three healthy peers, the first of which have these changes."""
     usual: dict[str, Any] = {"step": 500, "step_s": 1.0, "round_share": 0.02, "bytes_per_s": 1e8}
     peers = [
         PeerFacts(**{**usual, "world_rank": rank, **(changes[rank] if rank < len(changes) else {})})
@@ -21,7 +21,7 @@ def swarm(*changes: dict[str, Any], **of_swarm: Any) -> SwarmFacts:
 
 
 def falling(until: int, *, then: float = 0.0, last: int = 500) -> list[tuple[int, float]]:
-    """A loss that falls to 3 until a step, and then grows by so much a step."""
+    """A loss that falls from 6 to 3 at step `until`, and then grows by `then` at each step."""
     return [(s, 6 - 3 * min(s, until) / until + then * max(0, s - until)) for s in range(0, last, 5)]
 
 
@@ -174,7 +174,7 @@ def test_a_loss_of_few_points_that_stands_says_little():
 def test_a_curve_of_two_hundred_thousand_points_is_judged_at_once():
     began_s = time.thread_time()
     assert len(list(judged_losses(falling(100_000, then=1e-4, last=1_000_000)))) == 1
-    # A minute where each window is summed anew.
+    # It would take a minute if each window were summed anew.
     assert time.thread_time() - began_s < 10
 
 

@@ -192,7 +192,7 @@ async def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeyp
     monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.01)
     transport = Transport()
     mesh = mesh_over(transport)
-    # The silence is already too long when this peer has not sent a single heartbeat.
+    # The silence timeout passes before this peer has sent a single heartbeat.
     with channel_to(mesh, state="training"):
         await until(lambda: not mesh.peers)
         assert not transport.unanswered

@@ -1,4 +1,4 @@
-"""What is made of the answers to a request for a token or a rank; their limits are in test_limits.py."""
+"""How the answers to a request for a token or a rank are read; their limits are in test_limits.py."""
 
 from __future__ import annotations
 

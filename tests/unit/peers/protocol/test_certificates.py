@@ -1,4 +1,4 @@
-"""What a certificate proves, and that everybody comes to the same hash of it."""
+"""What a certificate proves, and that every peer computes the same hash of it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_head_changes_with_everything_that_is_signed_and_not_with_the_signat
 
 
 def test_the_head_of_a_body_is_what_it_always_was():
-    # A change of this value is a change of the protocol: peers of before and after cannot be in one swarm.
+    # A change of this value changes the protocol: peers from before and after it cannot share a swarm.
     body = body_of(["peer one", "peer two"])
     assert body.plan.digest == "79bea2724f738d3887006d9f19265e6b3828b3b59ebc8da4527fa3693903cb5d"
     assert body.head == "536e84cfb711a622b08e9acdbc7e81f5c79960c4f52d48659de0bf738d16b224"
@@ -167,7 +167,7 @@ def test_fifty_members_sign_and_check_a_commit_in_little_more_than_their_signatu
     plain = keys[0].sign(b"x" * 100)
 
     def unit_s() -> float:
-        """This machine's own: a signature made, and 51 checked."""
+        """The time that this machine takes to make one signature and check 51."""
         began = time.thread_time()
         keys[0].sign(b"x" * 100)
         for _ in range(51):
@@ -177,7 +177,7 @@ def test_fifty_members_sign_and_check_a_commit_in_little_more_than_their_signatu
     signatures = tuple(key.sign(body.signed_bytes) for key in keys)
 
     def commit_s() -> float:
-        """What one member does: it signs, and checks the certificate that comes."""
+        """The time of one member's part: it signs, and checks the certificate that arrives."""
         fresh = replace(body, anchor=body.anchor)
         began = time.thread_time()
         keys[0].sign(fresh.signed_bytes)
@@ -185,5 +185,5 @@ def test_fifty_members_sign_and_check_a_commit_in_little_more_than_their_signatu
         return time.thread_time() - began
 
     unit, used = min(unit_s() for _ in range(5)), min(commit_s() for _ in range(5))
-    # 20 ms on a machine that checks a signature in 130 microseconds.
+    # This is 20 ms on a machine that checks a signature in 130 microseconds.
     assert used < 3 * unit, f"{used * 1e3:.1f} ms; 51 signatures take {unit * 1e3:.1f} ms here"

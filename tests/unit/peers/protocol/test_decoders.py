@@ -1,6 +1,6 @@
-"""Whatever comes from the network, each decoder makes something of it or raises its one error, and takes no memory.
+"""Whatever comes from the network, each decoder decodes it or raises its one error, and takes little memory.
 
-Three kinds of garbage: any bytes, any values in the place of fields, and true messages that are cut or changed.
+Three kinds of garbage: any bytes, any values in place of fields, and valid messages that are cut or changed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from tests.support.rollout_messages import rollout
 from tests.support.sighted import full_report
 
 MAX_DECODED_BYTES = 4 << 20
-"""Far more than the garbage of these tests holds, far less than a number in it may ask for."""
+"""Far more than the garbage of these tests needs, far less than a length in it may ask for."""
 STATE = begun([torch.zeros(5)])
 CERTIFICATE = certified.commit(STATE, torch.ones(5))
 PLAN, SIGNATURE = CERTIFICATE.plan, CERTIFICATE.signatures[0]
@@ -136,7 +136,7 @@ VALUES = st.recursive(
 
 
 def of_structs(messages: list[Any]) -> tuple[list[dict[str, Any]], Callable[[Any], object], type[Exception]]:
-    """The decoder of any of these messages, by which each comes back as it was."""
+    """These messages unpacked, a decoder that takes any of them, and its error. Checks the round trip of each."""
     decoder = Decoder(functools.reduce(operator.or_, map(type, messages)))
     assert [decoder.decode(encode(message)) for message in messages] == messages
     return (
@@ -247,7 +247,7 @@ DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], objec
 
 
 def decoded(read: Callable[[Any], object], garbage: Any, error: Errors) -> None:
-    """What it says, or its error, for little memory."""
+    """Decode `garbage`, which may raise `error` alone and take no more than MAX_DECODED_BYTES of memory."""
     tracemalloc.start()
     try:
         read(garbage)
@@ -319,7 +319,7 @@ BODIES = st.binary(max_size=200) | VALUES.map(msgpack.packb)
 @settings(deadline=None)
 @given(body=BODIES, length=st.none() | st.integers(0, 2**32 - 1), cut=st.integers(0, 200))
 def test_any_bytes_on_a_channel_are_a_message_or_an_error(body, length, cut):
-    """The length that is said may be another than that of what comes, and the end may come early."""
+    """The announced length may differ from the actual one, and the frame may be cut off."""
     frame = struct.pack("<I", len(body) if length is None else length) + body
     ours, theirs = socket.socketpair()
 
@@ -360,7 +360,7 @@ def test_any_greeting_is_one_or_an_error(hello, data):
                 said = await greeting.read_hello(ours)
             assert said.peer_id
         except (ProtocolError, OSError):
-            # The latter where it breaks off.
+            # An OSError if the greeting breaks off.
             pass
 
     with ours, theirs:

@@ -1,4 +1,4 @@
-"""The limits of what peers send: the types that hold them, and that every message has them."""
+"""The limits of what peers send: the types that enforce them, and that every message does."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_texts_of_many_languages_are_shown():
 # All messages
 
 GOLDEN = Path(__file__).with_name("limits.txt")
-"""What the types of all messages take. After a deliberate change: python -m tests.unit.peers.protocol.test_limits"""
+"""The limits of all message types. After a deliberate change: python -m tests.unit.peers.protocol.test_limits"""
 SAMPLES = [*itertools.chain.from_iterable(WORDS.values()), *SAID, *INTRODUCTIONS, *STANDING, CERTIFICATE]
 
 
@@ -86,7 +86,7 @@ def structs() -> list[type[wire.Struct]]:
 
 
 def in_words(told) -> str:
-    """A type with everything that it demands."""
+    """A type in words, with all its constraints."""
     match told:
         case inspect.StructType():
             return told.cls.__name__
@@ -128,7 +128,7 @@ def test_the_types_of_all_messages_take_what_they_are_meant_to():
 
 
 def outside(told) -> list:
-    """Values that a field of this type must not take: of another type, and just beyond each limit."""
+    """Values that a field of this type must refuse: of another type, or just beyond a limit."""
     match told:
         case inspect.IntType():
             return ["1", 1.5, True, None, *([told.le + 1] if told.le else []), told.ge - 1]
@@ -158,7 +158,7 @@ def outside(told) -> list:
 
 
 def places(told, at):
-    """All values within this message: what holds each, under which key, and its type."""
+    """Every value within this message: its container, its key there, and its type."""
     if isinstance(told, inspect.UnionType):
         told = next(one for one in told.types if not isinstance(one, inspect.NoneType))
     if isinstance(told, inspect.StructType):

@@ -35,7 +35,7 @@ def test_addresses_are_read_and_written_back(text):
         ("/ip4/127.0.0.1/tcp", "not an address"),
         ("/ip4/127.0.0.256/tcp/1", "not a host"),
         ("/ip6/127.0.0.1/tcp/1", "not a host"),
-        # Python takes a zone of any length for part of the address; libp2p and its parsers do not.
+        # Python accepts a zone of any length as part of an address; libp2p and its parsers do not.
         ("/ip6/fe80::1%eth0/tcp/1", "not a host"),
         ("/dns4/-bad-/tcp/1", "not a host"),
         ("/ip4/127.0.0.1/tcp/65536", "not a port"),

@@ -33,7 +33,7 @@ from tests.support.sighted import entry, full_report
 
 
 def fields_of(report: Report) -> dict[str, Any]:
-    """As they travel."""
+    """The report's fields as they are sent."""
     return msgpack.unpackb(encode(report))
 
 

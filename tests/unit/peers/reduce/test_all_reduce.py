@@ -23,7 +23,7 @@ SEVERAL_CHUNKS = 2 * 3 * CHUNK_NUMEL + 1234
 
 
 def reference(swarm):
-    """The same average in float64, with what the codec does to every contribution and to the result."""
+    """The same average in float64, with the codec applied to every contribution and to the result."""
     codec, numel = codec_named(swarm.codec), swarm.anchor.numel()
 
     total = torch.zeros(numel, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_all_members_hold_the_same_bits_and_the_right_average(swarm, num_members
     outcomes(group, range(num_members))
     for result in group.results[1:]:
         assert torch.equal(result.view(torch.int32), group.results[0].view(torch.int32))
-    # In fp16 the sums' last bit may tip a rounding: one unit of half precision.
+    # In fp16 the last bit of a sum may change its rounding, by one unit of half precision.
     assert_close(group.results[0], reference(group), 1e-6 if codec == "fp32" else 2.0**-10)
 
 
@@ -70,7 +70,7 @@ def test_threads_stand_back_for_training_where_it_need_not_wait_for_them(swarm):
         found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     outcomes(swarm(2, SEVERAL_CHUNKS), range(2), settled=look, niceness=3)
-    # Nothing is nicer than 19.
+    # The highest niceness is 19.
     assert found == {min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 3, 19)}
 
 
@@ -156,7 +156,7 @@ def test_a_member_that_dies_midway_is_named_by_all_survivors(swarm, culprit):
     started = time.monotonic()
     failures = outcomes(group, survivors)
     thread.join()
-    # Below the stall timeout.
+    # Less than the stall timeout.
     assert time.monotonic() - started < 15
     assert_blamed(failures, culprit, group)
 
@@ -171,7 +171,7 @@ def test_a_member_that_stalls_is_named_by_all_survivors(swarm, culprit):
 
 
 def send_after_reading(group, culprit, payload):
-    """Let every other member have its bytes taken, and hear `payload` from the culprit."""
+    """The culprit reads all that the others send, and sends each of them `payload`. Returns the reading threads."""
 
     def drain(sock):
         with contextlib.suppress(OSError):
@@ -182,14 +182,14 @@ def send_after_reading(group, culprit, payload):
     for thread in threads:
         thread.start()
     for sock in group.send[culprit].values():
-        # A member may hear from another why the round is over, and stop reading.
+        # A member stops reading if it has heard from another that the round is over.
         with contextlib.suppress(OSError):
             sock.sendall(payload)
     return threads
 
 
 def end(group, threads, *culprits):
-    """Of those whose streams are still open, and of all threads."""
+    """End the streams of these culprits, if still open, and then all threads."""
     for sock in (sock for culprit in culprits for sock in group.send[culprit].values()):
         sock.shutdown(socket.SHUT_RDWR)
     for thread in threads:
@@ -229,7 +229,7 @@ def test_a_member_that_sends_bad_bytes_is_named(swarm, what):
 @pytest.mark.parametrize("ends", ["by itself", "cancelled"])
 def test_who_falls_silent_after_it_has_begun_is_told_from_who_has_not_begun(swarm, ends):
     group = swarm(3, 300)
-    # Half a frame comes from the second one; of the third nothing comes: it may still wait for streams of its own.
+    # Member 1 sends half a frame. Member 2 sends nothing: it may still be waiting for its own streams.
     threads = send_after_reading(group, 1, HEADER.pack(Kind.CONTRIBUTION, 0, 400) + b"\1" * 200)
     threads += send_after_reading(group, 2, b"")
     if ends == "cancelled":
@@ -258,7 +258,7 @@ def test_who_says_falsely_that_another_is_to_blame_is_named_by_all_who_hear_of_i
     failures = outcomes(group, range(3))
     said = {me: (failure.suspects, failure.told_by) for me, failure in failures.items()}
     assert said[listener] == ({RANKS[blamed]}, {RANKS[liar]})
-    # Whom it blames knows better, and the third one hears whose word it is.
+    # The blamed member suspects the liar itself, and the bystander at least hears whose word it is.
     assert RANKS[liar] in said[blamed][0]
     assert RANKS[liar] in said[bystander][0] | said[bystander][1]
     end(group, threads, liar)
@@ -279,13 +279,12 @@ def test_robust_rules_leave_every_member_with_the_same_bits_and_an_outlier_witho
 @pytest.mark.parametrize("numel", [300, SEVERAL_CHUNKS])
 def test_a_member_that_lies_about_its_norm_is_named_also_by_those_that_only_hear_of_it(swarm, numel):
     group = swarm(3, numel)
-    # Its excess lies in the share of member 0 alone.
+    # The excess of member 2 lies in the share of member 0 alone.
     group.locals[2] = group.locals[2].clone()
     group.locals[2][: group.bounds[1]] += 1.0
     failures = outcomes(group, range(3))
     assert failures[0].suspects == failures[0].offenders == {RANKS[2]}
-    # It has done nothing to this one, which may hear first that the liar blames its accuser: then it knows whose word
-    # that is.
+    # Member 1 has seen no offence. If it hears the liar's accusation first, it knows whose word that is.
     assert RANKS[2] in failures[1].suspects | failures[1].told_by and not failures[1].offenders
 
 
@@ -377,7 +376,7 @@ def test_a_plan_that_cannot_be_is_refused(changes, message):
 
 @contextlib.contextmanager
 def slowly(group, sender, receiver, bytes_per_s):
-    """Whatever `sender` sends to `receiver` comes a little at a time."""
+    """Make what `sender` sends to `receiver` arrive a little at a time, at this rate."""
     inlet, ours = socket.socketpair()
     outlet, group.send[sender][receiver] = group.send[sender][receiver], inlet
     stop = threading.Event()
@@ -401,9 +400,9 @@ def slowly(group, sender, receiver, bytes_per_s):
 @pytest.mark.parametrize(
     ("stall_timeout_s", "timeout_s", "bytes_per_s"),
     [
-        # A byte now and then, as one may that wants no stall to be seen.
+        # A byte now and then, as a liar sends it to avoid a stall.
         (3.0, math.inf, 50),
-        # As slow as a frame may be, until the others' time is up.
+        # As slow as a frame may be, until the time of the others is up.
         (6.0, 3.0, 4 * CHUNK_NUMEL / 5),
     ],
 )
@@ -423,7 +422,7 @@ def test_who_is_slow_to_one_member_has_no_two_others_blame_each_other(
     assert {me: failure.suspects for me, failure in failures.items()} == {
         me: {RANKS[liar]} for me in (1, 2, 3)
     }
-    # The victim has seen it, and the others have its word.
+    # The victim has seen the fault itself, and the others have its word.
     assert failures[victim].told_by <= {RANKS[1], RANKS[3]}
     assert {RANKS[victim]} <= failures[1].told_by | failures[3].told_by
 
@@ -431,7 +430,7 @@ def test_who_is_slow_to_one_member_has_no_two_others_blame_each_other(
 def test_one_that_keeps_all_others_waiting_is_named_when_the_time_is_up(swarm):
     group = swarm(3, SEVERAL_CHUNKS)
     stop = threading.Event()
-    # The header and a byte now and then: every deadline that counts from the last byte begins anew.
+    # The header, then a byte now and then, which restarts every deadline that counts from the last byte.
     headers = HEADER.pack(Kind.CONTRIBUTION, 0, 4 * CHUNK_NUMEL)
 
     def trickle():

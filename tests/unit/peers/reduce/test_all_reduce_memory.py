@@ -1,4 +1,4 @@
-"""What a reduction takes beyond its tensors, whatever their size."""
+"""How much memory a reduction takes beyond its tensors, whatever their size."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ PER_PEER_BYTES = 8 << 20
 
 @pytest.fixture(scope="module")
 def growths():
-    """By codec, of few chunks and of many."""
+    """The growth of memory by codec, with few chunks and with many."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

@@ -53,7 +53,7 @@ def test_bytes_that_only_wait_in_a_buffer_are_not_taken_for_the_links():
     with sender, receiver:
         meter = LinkMeter([sender], [receiver])
         meter.sample(0.0, 0, 0)
-        # Our own counts claim a gigabyte; the kernel knows of one megabyte.
+        # The samples claim a gigabyte, but the kernel has counted one megabyte.
         reader = threading.Thread(target=lambda: receiver.recv(1 << 20, socket.MSG_WAITALL))
         reader.start()
         sender.sendall(bytes(1 << 20))
@@ -86,7 +86,7 @@ def test_what_a_link_carries_for_others_counts_both_ways():
 
 
 def test_who_forwards_for_two_others_on_equal_links_comes_to_own_all_so_that_nothing_is_left_to_forward():
-    # Of what goes over the middle one's link, half is its own; the others' links are half idle, since they wait for it.
+    # Half of what goes over the middle member's link is its own; the others wait for it, with their links half idle.
     own, forwarded, others = 1.0, 1.0, 1.0
     assert bounds_of([own + forwarded, others, others], 1 << 22) == (0, 1 << 22, 1 << 22, 1 << 22)
 

@@ -1,4 +1,4 @@
-"""Every codec on any values: what comes back, how large it can be, and what a hostile payload is told."""
+"""Every codec on any values: what comes back, how large it can be, and how a hostile payload is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.commands import ROOT
 from tests.support.exhaustive import exhaustive_but
 
 INTEGERS = {"int8": (127, 256), "int4": (7, 128)}
-"""Their largest integer, and the values of a block."""
+"""The largest integer of each, and the number of values in a block."""
 CODECS = {name: codec_named(name) for name in CODEC_NAMES} | {"topk results": result_codec_named("topk")}
 WITH_SCALES = [name for name in CODECS if name not in ("fp32", "fp16", "bf16")]
 SIZES = [0, 1, 2, 3, 127, 128, 129, 255, 257, 4095, 4096, 4097, 3 * 4096 + 255, CHUNK_NUMEL - 1, CHUNK_NUMEL]
@@ -37,7 +37,7 @@ few = settings(max_examples=40, deadline=None)
 
 @st.composite
 def vectors(draw):
-    """Of any length up to a few blocks, of any magnitude, mostly noise; with zeros, outliers and denormals."""
+    """Vectors of up to a few blocks and of any magnitude: mostly noise, with zeros, outliers and denormals."""
     numel = draw(st.integers(0, 3 * BLOCK_NUMEL))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     values = torch.randn(numel, generator=generator) * 2.0 ** draw(st.integers(-149, 55))
@@ -145,7 +145,7 @@ def test_energy_bounds_hold_for_any_few_values(values, name):
 @given(st.floats(-40, 60), st.floats(0.4, 0.6), codec_name)
 @few
 def test_energy_bounds_hold_where_every_value_is_rounded_up(exponent, fraction, name):
-    # One large value sets the scale of each block, the others lie about half a step above zero.
+    # One large value sets the scale of each block; the others lie about half a step above zero.
     for top, block in INTEGERS.values():
         values = torch.full((4 * block,), fraction * 2.0**exponent / top)
         values[::block] = 2.0**exponent
@@ -170,7 +170,7 @@ def test_chunks_of_every_size_make_the_round_trip(name, numel):
     assert decoded.shape == values.shape
     if numel:
         largest = int(values.abs().argmax())
-        # The larger magnitude of two bits is the mean of a fifth of the values, that of one bit the mean of them all.
+        # The larger magnitude of 2bit is the mean of a fifth of the values; that of 1bit is the mean of all values.
         rel = {"2bit": 0.75, "1bit": 0.85}.get(name, 0.5)
         assert float(decoded[largest]) == pytest.approx(float(values[largest]), rel=rel)
 
@@ -406,7 +406,7 @@ def test_hostile_scales_of_one_bit_are_refused(scale):
 
 
 def reference_top_k(values, kept):
-    """Which are kept: the largest magnitudes of each block, of equal ones the first."""
+    """The indices that are kept: those of the largest magnitudes in each block, and the first among equal ones."""
     chosen = set()
     for start in range(0, values.numel(), BLOCK_NUMEL):
         block = values[start : start + BLOCK_NUMEL].abs().tolist()
@@ -481,7 +481,7 @@ def test_hostile_top_k_payloads_are_refused():
 
 def test_an_index_beyond_the_last_block_is_refused():
     with pytest.raises(ProtocolError, match="do not ascend"):
-        # One value in a section of one: only index 0 is within.
+        # The only section has one value, so only index 0 is valid.
         values = torch.ones(1)
         payload = encoded("topk", values)
         payload[9] = 1

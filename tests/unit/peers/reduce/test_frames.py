@@ -29,7 +29,7 @@ def test_the_kernel_counts_what_has_gone_through(connected):
     sender.sendall(bytes(1000))
     receiver.recv(1000, socket.MSG_WAITALL)
     assert (bytes_received(receiver), bytes_received(sender)) == (1000, 0)
-    # The acknowledgement comes along.
+    # This byte carries the acknowledgement.
     receiver.send(b"x")
     sender.recv(1)
     assert bytes_acked(sender) >= 1000

@@ -101,7 +101,7 @@ def test_the_bits_do_not_depend_on_who_comes_first(swarm):
 
 @contextlib.contextmanager
 def socket_delayed(group, sender):
-    """Whatever this member sends comes a moment later."""
+    """Make what this member sends arrive a moment later."""
     threads = []
     for receiver in list(group.send[sender]):
         inlet, ours = socket.socketpair()
@@ -214,7 +214,7 @@ def test_columns_are_of_one_length_where_few_neighbours_allow_it(num_members):
 
 
 def test_an_average_that_comes_before_this_peers_sum_is_refused(swarm):
-    """Else it would lie where the sum is still being added up, and be passed on with it."""
+    """Otherwise it would be written where the sum is still being added up, and be passed on with it."""
     group = swarm(6, 600, num_columns=2, codec="int8")
     assert group.plan(0).mates == (1, 2)
     early = HEADER.pack(Kind.RESULT, 0, 102) + bytes(102)
@@ -225,7 +225,7 @@ def test_an_average_that_comes_before_this_peers_sum_is_refused(swarm):
 
 
 def test_a_sender_gives_signs_of_life_while_others_have_frames_to_send(swarm):
-    """What this peer collects, or passes on, wakes the sender of a chunk that is not finished, too."""
+    """Chunks that this peer collects or passes on wake every sender, even if it has nothing to send."""
     group = swarm(4, 40 * CHUNK_NUMEL, num_columns=2)
     progress = Progress(group.plan(0))
     assert (group.plan(0).mates, group.plan(0).sources) == ((1,), (2,))
@@ -248,13 +248,13 @@ def test_a_sender_gives_signs_of_life_while_others_have_frames_to_send(swarm):
 
 
 def progress_of(progress, other):
-    """The contributions that this peer can send at once."""
+    """The contributions that this peer can send to `other` at once."""
     while (frame := progress.next_frame(other, 0.0)) != (Kind.ALIVE, 0):
         yield frame
 
 
 def test_hearsay_keeps_the_name_of_the_first_accuser_over_two_hops(swarm):
-    """Whoever has it from a member that has not seen it itself still knows whose word it is."""
+    """A member that hears it from one that has not seen the fault itself still knows whose word it is."""
     group = swarm(6, 6000, num_columns=2)
     stalled = 4
     failures = outcomes(group, [me for me in range(6) if me != stalled], stall_timeout_s=60.0, timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""Whom a reduction that takes too long is lost to."""
+"""Which member is to blame for a reduction that takes too long."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_who_alone_does_not_take_what_is_finished_keeps_the_others_waiting() -> 
     progress.everything_received(1)
     assert progress.slowest().culprit == 2
     progress.everything_received(2)
-    # Either may be slow to take it, or this peer to send.
+    # The others may be slow to take the result, or this peer slow to send it.
     assert progress.slowest().culprit is None
     progress.result_sent(1, 0)
     assert progress.slowest().culprit == 2
@@ -66,7 +66,7 @@ def test_who_owes_results_because_of_another_has_that_one_blamed_by_its_word() -
     progress.says_it_waits(3, Blame(1, (3,)))
     assert progress.slowest().culprit == 1
     assert progress.slowest().told_by in {(2,), (3,)}
-    # It names nobody, itself, or the listener.
+    # Member 2 names nobody, itself, or the listener.
     for nobody in (None, 2, 0):
         progress.says_it_waits(2, Blame(1, (2,)))
         progress.says_it_waits(2, Blame(nobody, (2,)))

@@ -22,11 +22,11 @@ from tests.support.reduction_group import ReductionGroup
 
 LOSSY = [name for name in CODEC_NAMES if not codec_named(name).lossless]
 SMALL = 9000
-"""Values: two blocks of top-k and a part of a third in the share of each of two members."""
+"""A number of values: with two members, each one's share is two blocks of top-k and part of a third."""
 
 
 class Group(ReductionGroup):
-    """Members that go through rounds with each other, with what each of them keeps back."""
+    """Members that go through rounds with each other, and the residuals that each of them keeps."""
 
     def __init__(self, num_members, numel, codec):
         super().__init__(num_members, numel, codec=codec)
@@ -34,7 +34,7 @@ class Group(ReductionGroup):
         self.residuals = [Residuals(numel) for _ in range(num_members)]
 
     def trained(self, size=1e-2):
-        """New weights of each member."""
+        """The local weights of each member after some training."""
         return [
             self.anchor + size * torch.randn(self.numel, generator=self.generator) for _ in self.residuals
         ]
@@ -49,14 +49,14 @@ class Group(ReductionGroup):
         return [self.plan(me) for me in range(len(self))]
 
     def attempt(self, locals_, bounds=None):
-        """The plans and the reports of one attempt that everybody goes through with."""
+        """The plans and the reports of one attempt in which no member fails."""
         plans = self.plans(locals_, bounds)
         with ThreadPoolExecutor(len(self)) as pool:
             reports = pool.map(lambda me: self.reduce(me, residuals=self.residuals[me]), range(len(self)))
             return plans, list(reports)
 
     def commit(self, plans, locals_):
-        """Each member's residuals, then the outer step of plain averaging."""
+        """Commit each member's residuals, then take the outer step of plain averaging."""
         for plan, residuals, local in zip(plans, self.residuals, locals_, strict=True):
             residuals.commit(plan, self.anchor, local, decay=self.decay)
         self.anchor = self.anchor - self.results[0]
@@ -78,7 +78,7 @@ def group():
 
 
 def kept_of_results(group):
-    """What the owners keep back of the average, laid over the whole vector."""
+    """The residuals that the owners keep of the average, each at its place in the whole vector."""
     whole = torch.zeros(group.numel, dtype=torch.float64)
     for residuals in group.residuals:
         with residuals.held() as tensors:
@@ -131,7 +131,7 @@ def test_feedback_keeps_the_error_of_the_sum_from_growing(group, codec):
     for _ in range(100):
         swarm.epoch([swarm.anchor - drift] * 2)
     arrived = (start - swarm.anchor) / 100
-    # Of top-k alone 2 % of these values would ever be sent; its decay keeps a small value from adding up for ever.
+    # Top-k alone would only ever send 2 % of these values; its decay keeps a small value from adding up for ever.
     least = {"int4": 0.99, "2bit": 0.98, "1bit": 0.95, "topk": 0.5}[codec]
     assert float(torch.dot(arrived, drift) / (arrived.norm() * drift.norm())) > least
 
@@ -157,10 +157,10 @@ def test_pseudo_gradients_that_shrink_at_once_leave_owners_within_their_bounds(g
     swarm = group(3, SMALL, codec)
     swarm.epoch(swarm.trained(size=100.0))
     for residuals in swarm.residuals:
-        # Otherwise the contributions themselves would carry the large values along.
+        # Otherwise the next contributions themselves would contain the large values.
         residuals.contribution_residual.zero_()
     for size in (1e-6, 0.0, 1e-3):
-        # A reduction that finds too much energy fails.
+        # The reduction would fail if it found too much energy.
         swarm.epoch(swarm.trained(size=size))
 
 

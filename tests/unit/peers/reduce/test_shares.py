@@ -47,7 +47,7 @@ def test_a_member_too_slow_to_own_anything_owns_nothing_and_the_round_takes_what
 
 
 def test_with_links_that_all_own_something_everybody_is_done_at_the_water_level():
-    # Powers of the step, so that what is rounded to them stays what it is.
+    # Their ratios are powers of the rounding step, so that rounding does not change them.
     bandwidths = [1e8, 1e8, 2**0.25 * 1e8, 2**-0.25 * 1e8, 2**-0.25 * 1e8, 1e8]
     bounds = bounds_of(bandwidths, NUMEL)
     size = 4.0 * NUMEL
@@ -65,7 +65,7 @@ def test_shares_come_close_to_the_optimum_where_no_cap_applies(factors):
     bandwidths = [factor * 1e8 for factor in factors]
     bounds = bounds_of(bandwidths, NUMEL)
     if max(sizes(bounds)) < (MAX_ADVANTAGE / len(factors) - 0.001) * NUMEL:
-        # Half a step of rounding on either side of a ratio.
+        # Rounding changes each side of a ratio by up to half a step.
         assert round_seconds(bandwidths, bounds) <= 1.2 * optimal_seconds(bandwidths, 4 * NUMEL)
 
 

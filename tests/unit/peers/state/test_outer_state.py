@@ -256,7 +256,7 @@ def test_a_header_is_written_as_the_versions_before_wrote_it_and_read_back(tmp_p
     path.write_text(json.dumps(saved, indent=1))
     assert state_files._header_bytes(header) == path.read_bytes()
     assert state_files._load_header(path) == header
-    # One from before certificates, with what it wrote beside.
+    # A header from before certificates, with the fields that it had instead.
     del saved["certificate"]
     path.write_text(json.dumps({**saved, "lineage": "ab", "committed_tokens": 5}))
     loaded = state_files._load_header(path)

@@ -43,7 +43,7 @@ async def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothin
 
     saving = Saving()
     await saving.begin(state, [kept], tmp_path)
-    # Two, so that nothing is written where the held state lies.
+    # Two commits, neither of which may be written over the state that is being saved.
     commit(state)
     commit(state)
     gate.set()

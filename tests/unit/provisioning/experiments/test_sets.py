@@ -54,7 +54,7 @@ def test_the_built_in_sets_hold_the_values_of_the_original_ones():
 @pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_value_reaches_the_trainers_resolved_configuration(name, trainer):
-    """Through the trainer's own parser, with a flag of the user's in between."""
+    """Checked through the trainer's own parser, together with a flag of the user."""
     for placed in built_in(name).experiments:
         config = replace(placed.config, custom_args=("--seed", "7"))
         words = argv(trainer, config, "python", "/tmp/run", has_gpus=True)

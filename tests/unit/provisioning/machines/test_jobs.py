@@ -8,7 +8,7 @@ from provisioning.machines.machine import Answer
 
 
 class FlakyMachine:
-    """Answers in turn; None: the connection is lost."""
+    """A machine that gives these answers in turn; None stands for a lost connection."""
 
     def __init__(self, *answers: str | None) -> None:
         self.answers = list(answers)

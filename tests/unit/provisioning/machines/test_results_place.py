@@ -1,4 +1,4 @@
-"""Where results cannot be kept is known before anything is rented."""
+"""A place that cannot keep results is refused before anything is rented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What providers say of offers and pods is checked where it becomes one."""
+"""A provider's answer is checked when an Offer or a Pod is made from it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ httpx = pytest.importorskip("httpx", reason="the package httpx is not installed"
 
 
 async def asked(monkeypatch, kind, status, body, *, is_order=False):
-    """What a request to such a cloud that is answered so ends with, and the headers that it had."""
+    """What a request to this kind of cloud returns or raises after such an answer, and the headers that it sent."""
     headers = {}
 
     def answer(request):
@@ -45,7 +45,7 @@ def of_vast(code):
 
 
 CASES = {
-    # The API, its answer, and what that is of an order, and of another request.
+    # The API, its answer, and the error that the answer means for an order and for any other request.
     "lambda: no room": (
         LambdaProvider,
         400,

@@ -1,4 +1,4 @@
-"""A provider that is named in the registry is tested and documented."""
+"""Every provider in the registry is tested and documented."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whatever a provider answers, and wherever a command dies: every pod that was ever made is deleted, or shown.
 
-DILOCO_POD_SCHEDULES=10000 tries so many schedules in place of a few.
+DILOCO_POD_SCHEDULES=10000 tries 10000 schedules in place of 200.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 @dataclass
 class Life:
-    """Of one command: it ends at this step, or never."""
+    """The life of one command, which is killed after `steps_left` steps, or never if that is None."""
 
     steps_left: int | None
 
@@ -59,7 +59,7 @@ class Life:
 
 
 class MortalLedger(Ledger):
-    """Its command may die before and after everything that it writes."""
+    """A ledger whose command may die before and after everything that it writes."""
 
     life = Life(None)
 
@@ -73,7 +73,7 @@ class MortalLedger(Ledger):
 
 @dataclass
 class World:
-    """One state file and one provider, through many commands."""
+    """One state file and one provider, which many commands use in turn."""
 
     path: Path
     provider: HostileProvider = field(init=False)
@@ -146,7 +146,7 @@ class World:
             raise result
 
     def check_not_rented_twice(self, ledger: Ledger, order: Row) -> None:
-        """While a pod of its name is known and lives, no other is ordered."""
+        """No pod is ordered while a known pod of the same name lives."""
         living = {pod.id for pod in self.living}
         rows = [
             row
@@ -188,7 +188,7 @@ class World:
                 assert pod.id in in_ledger, f"{pod} may come yet, and its order is forgotten"
 
 
-# By the number of the request within its command; all others go well.
+# Fates by the number of the request within its command; all other requests succeed.
 fates = st.dictionaries(
     st.integers(1, 4) | st.integers(1, 20),
     st.tuples(st.integers(0, NUM_FATES - 1), st.sampled_from(DELAYS_S)),
@@ -212,7 +212,7 @@ PART_IS_SILENT = (LISTS.index("a part is silent"), 0.0)
 
 @settings(max_examples=NUM_SCHEDULES)
 @given(commands, st.booleans())
-# A command dies after its order, and the next one cannot look everywhere for the pod.
+# A command dies after its order, and part of the provider is silent when the next one looks for the pod.
 @example(
     [
         ("provision", 1, None, {}, 1.0),

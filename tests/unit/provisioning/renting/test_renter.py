@@ -1,4 +1,4 @@
-"""Renting and giving back at a provider that is a list."""
+"""Renting pods and giving them back, at a provider that keeps them in a list."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.virtual_time import run_virtually
 
 @dataclass
 class ListProvider:
-    """Each request takes a moment, as real ones do; `settle_s` after an order its pod may be missing."""
+    """A provider whose requests take a moment, as real ones do. A pod may be missing until `settle_s` after its order."""
 
     there: list[Pod] = field(default_factory=list)
     orders: list[Row] = field(default_factory=list)
@@ -80,7 +80,7 @@ def one(tmp_path: Path, provider: ListProvider) -> Renter:
 
 
 def rented(one: Renter, *, at: float, ttl_hours: float | None = None) -> Row:
-    """A pod that is there, ordered at this time by this clock."""
+    """The row of a pod that exists, ordered when the renter's clock showed `at`."""
     spec = PodSpec(name="pod-0", provider="list", ttl_hours=ttl_hours)
     row = one.ledger.add(spec, OFFERS[0], now=at)
     row = one.ledger.advance(row, State.CREATING, asked_at=at)
@@ -91,12 +91,12 @@ def rented(one: Renter, *, at: float, ttl_hours: float | None = None) -> Row:
 async def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_back_at_once(
     one, provider
 ):
-    """As when a command died that had just ordered them, and `down` is typed at once."""
+    """As when a command dies just after it has ordered them, and the user types `down` at once."""
     for index in range(4):
         row = one.ledger.add(PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock())
         row = one.ledger.advance(row, State.CREATING, asked_at=one.clock())
         if index < 2:
-            # These two got through; the second is known.
+            # Only these two orders reached the provider; the second pod's id is known.
             provider.there.append(Pod(id=f"id-{index}", label=row.label, is_ready=True))
             if index:
                 one.ledger.set_pod(row, f"id-{index}", 1.0)
@@ -153,7 +153,7 @@ async def test_a_pod_whose_host_key_is_not_pinned_is_not_up_yet(one):
 
 
 async def test_an_interrupted_command_leaves_no_order_in_doubt_that_it_has_not_sent(tmp_path):
-    """As with Lambda, which takes one order in twelve seconds."""
+    """As with Lambda, which accepts one order every twelve seconds."""
 
     class SlowProvider(ListProvider):
         async def create(self, order: Row) -> str:
@@ -198,9 +198,9 @@ def test_a_watcher_is_started_for_an_order_whose_answer_was_lost_and_pods_of_fai
 
         run_virtually(work(), now=1e6)
         provider.clock = clock
-    # Before the orders are sent and at the end, of each.
+    # For each provider: before the orders are sent, and at the end.
     assert watched == [False, True, False, False]
-    # The next offer was taken instead.
+    # Only the denied order's pod was given back, and the next offer was taken instead.
     assert [pod.deleted_at is not None for pod in lost.pods_made] == [False]
     assert [pod.deleted_at is not None for pod in denied.pods_made] == [True, False]
 

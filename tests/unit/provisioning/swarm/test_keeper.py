@@ -1,4 +1,4 @@
-"""What is taken for the death of a pod, and what of a swarm is still wanted."""
+"""When a pod counts as dead, and which pods of a swarm are still wanted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def looked(*, is_running: bool = False, code: int | None = None) -> PeerProgress
         (Status(row(), True, "", looked()), 0.0, Fate.DIED),
         (Status(row(), True, "", looked(code=0)), 0.0, Fate.ENDED),
         (Status(row(), True, "", looked(code=1)), 0.0, Fate.ENDED),
-        # A connection that is lost for a while is no death, nor is a provider that does not answer.
+        # Neither a connection that is lost for a while nor a provider that does not answer makes a pod dead.
         (Status(row(), True, ""), 60.0, Fate.LIVES),
         (Status(row(), True, ""), 301.0, Fate.DIED),
         (Status(row(), None, ""), 301.0, Fate.LIVES),
@@ -75,7 +75,7 @@ def test_a_pod_is_dead_when_something_says_so_of_it(status, silent_s, is_so):
 
 @dataclass
 class Watched:
-    """A keeper that sees `seen`, and only writes down what it would do."""
+    """A keeper that sees the pods in `seen`, and only records what it would do."""
 
     ledger: Ledger
     keeper: keeper.Keeper = field(init=False)
@@ -91,7 +91,7 @@ class Watched:
         )
 
     def look(self, *seen: Status, passed_s: float = 15.0) -> list[str]:
-        """What is done at the next look."""
+        """What the keeper does when it looks next, `passed_s` later."""
         self.seen, self.now, before = list(seen), self.now + passed_s, len(self.done)
         asyncio.run(self.keeper.tick())
         return self.done[before:]
@@ -132,7 +132,7 @@ def test_a_night_in_which_this_machine_slept_is_no_silence_of_its_pods(watched):
     wanted().write(watched.ledger)
     silent = (first(), second(RUNS))
     assert watched.look(*silent) == []
-    # The lid was closed, and the network is not up yet.
+    # The laptop's lid was closed, and its network is not up yet.
     assert watched.look(*silent, passed_s=8 * 3600.0) == []
     for _ in range(15):
         assert watched.look(*silent) == []
@@ -146,11 +146,11 @@ def test_no_pod_is_replaced_while_none_answers(watched):
     assert watched.told == [
         "no pod answers: this machine's own network may be down, so none is replaced for that"
     ]
-    # The network is there again, and so far one connection.
+    # The network is back, but so far only one pod is connected.
     assert watched.look(first(), second(RUNS)) == []
     assert watched.told[1:] == ["pods answer again"]
     assert watched.look(first(RUNS), second(RUNS)) == []
-    # What the provider says counts, whoever answers.
+    # The provider's word counts, whichever pods answer.
     assert watched.look(first(), replace(second(), failure="preempted")) == ["replaces pod-1"]
     assert watched.look(first(), replace(second(), is_there=False)) == ["replaces pod-1"]
 
@@ -160,7 +160,7 @@ def test_a_machine_of_which_nobody_knows_is_not_replaced(watched):
     for _ in range(40):
         assert watched.look(replace(first(), is_there=None), second(RUNS)) == []
     assert watched.told == ["pod-0 is silent, but not replaced: it is unknown whether it still runs"]
-    # Its provider answers again: it has not been asked yet.
+    # Its provider answers again, but the pod itself has not been asked since.
     assert watched.look(first(), second(RUNS)) == []
 
 
@@ -252,7 +252,7 @@ def test_without_its_secrets_a_keeper_gives_back_and_says_why_it_replaces_nothin
 
 @dataclass
 class Returning:
-    """Renters that only write down what is given back."""
+    """Renters that only record which pods are given back."""
 
     returned: list[str]
 
@@ -283,7 +283,7 @@ def test_nothing_is_wanted_where_a_command_has_rented_nothing(watched):
 
 @dataclass
 class Odd:
-    """A provider with an answer that nobody ever thought of."""
+    """A provider that gives an unexpected answer."""
 
     name: str
     error: Exception | None
@@ -331,7 +331,7 @@ def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_o
     )
     asyncio.run(watching)
     assert any(f"unknown form ({type(error).__name__}: {error})" in text for text in told)
-    # Its provider says that the other one is gone.
+    # The row of the other pod is deleted: its provider says that it is gone.
     assert [one.name for one in ledger.rows()] == ["odd"]
     ledger.close()
 
@@ -360,7 +360,7 @@ def test_a_rental_ends_on_time_while_the_keeper_works(tmp_path, monkeypatch):
     )
 
     async def tick(self: keeper.Keeper) -> None:
-        """As one that replaces a pod: it holds the lock."""
+        """Holds the lock, as a tick does that replaces a pod."""
         with ledger.locked():
             ledger.advance(rented, rented.state, ends_at=1.0)
             for _ in range(1000):
@@ -416,7 +416,7 @@ def test_results_are_fetched_before_the_end_until_they_are_there_whatever_else_i
 
     assert [looked_at(1000.0) for _ in range(3)] == [60.0] * 3
     assert attempts == ["ending"] * 2
-    # Another attempt ends with the rental.
+    # The end of the rental cuts off another attempt.
     fetched.clear()
     assert looked_at(1099.99) == pytest.approx(0.01)
     assert attempts == ["ending"] * 3 and fetched == set()
