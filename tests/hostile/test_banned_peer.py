@@ -1,4 +1,4 @@
-"""A peer of a closed swarm is banned while a newcomer asks it for its state. It ignores the ban and goes on alone."""
+"""A peer of a closed swarm is banned while a newcomer asks it for the state. It ignores the ban and goes on alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_banned_peer_that_goes_on_takes_nobody_along(run, light, tmp_path):
     assert not light.peers[FETCHING].epochs
     before = honest[0].epoch
     run.change_bans(ban=[light.peer_id(BANNED)])
-    # It joins the DHT first, which takes its time.
+    # Read the clock only now: `change_bans` first joins the DHT, which takes some time.
     banned_at = time.time()
     is_banned.touch()
     wait_until(lambda: all("is banned" in peer.log for peer in honest), "word of the ban", OUT_WITHIN_S)
@@ -81,6 +81,6 @@ def has_round_of(peer: LightPeer, ranks: list[int], since: int = 0) -> bool:
 
 
 def rosters(run: Closed) -> list[set[str]]:
-    """As each admitted peer's last certificate has it."""
+    """The roster of each admitted peer's newest certificate."""
     shown = asyncio.run(read_swarm(RUN_ID, [run.address], timeout_s=20, secret=run.key.secret))
     return [{member["peer_id"] for member in peer["roster"]} for peer in shown["peers"]]

@@ -1,4 +1,4 @@
-"""Strangers run all the DHT nodes that are nearest to the run's keys, and keep nothing of what is stored there."""
+"""Strangers run all the DHT nodes that are nearest to the run's keys, and forget everything that is stored there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_founders_and_newcomers_find_each_other_through_any_initial_peer(hidden,
     wait_until(lambda: all(peer.epoch >= 2 for peer in founders), "epochs of both founders")
     assert founders[0].epochs[-1]["contributors"] == [0, 1]
     assert sum(store.num_forgotten for store in hidden) > 10
-    # One that does not know the bootstrap node, but only a peer.
+    # The newcomer does not know the bootstrap node, only a peer.
     light.initial_peers = [founders[1].address]
     newcomer = light.start(2)
     wait_until(

@@ -1,4 +1,4 @@
-"""A stranger in an open swarm says to be its coordinator, a newer one than the real, and answers newcomers falsely."""
+"""A stranger in an open swarm claims to be a newer coordinator than the real one, and answers newcomers falsely."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
 
 @pytest.fixture(scope="module")
 def light(run: Closed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
-    """Two honest peers, which train through this file. Nobody brings a rank; `start` counts directories."""
+    """Two honest peers, which train throughout this file. No peer is given a rank; `start` only numbers directories."""
     directory = tmp_path_factory.mktemp("honest")
     with LightSwarm(directory, [run.address], RUN_ID, local_steps=5, max_steps=10**9, step_s=0.04) as light:
         light.extra = {"world_rank": None, "galaxy_size": FOUNDERS}
         light.begin(*range(FOUNDERS))
-        # From here on it is the coordinator's to say.
+        # From now on the coordinator tells newcomers these settings.
         light.extra = {"world_rank": None, "galaxy_size": None}
         yield light
 
@@ -65,7 +65,7 @@ def test_a_newcomer_that_knows_only_a_member_goes_on_to_the_coordinator(light, t
 
 
 def join_and_leave(light: LightSwarm, **config: Any) -> None:
-    """A newcomer gets a rank that nobody else has, and trains with the others, who go on throughout."""
+    """A newcomer gets a rank that no other peer has, trains and leaves; the others train throughout."""
     before = {name: peer.epoch for name, peer in light.peers.items()}
     ranks = {peer.records("start")[-1]["world_rank"] for peer in light.peers.values()}
     usual, light.extra = light.extra, {**light.extra, **config}

@@ -1,4 +1,4 @@
-"""One member that lies among three honest ones, real daemons all: they go on, agree on every bit, and let newcomers in.
+"""One liar among three honest members, all real daemons: these go on, agree on every bit, and let newcomers in.
 
 The liars are those of the random schedules (`diloco/sim/liars.py`, `forgers.py`).
 """
@@ -28,7 +28,7 @@ def test_honest_members_go_on_beside_one_that(name, swarm):
     wait_until(lambda: light.least_epoch(HONEST) >= before + EPOCHS, f"{EPOCHS} more epochs", WITHIN_S)
     light.start(NEWCOMER)
     wait_until(lambda: light.peers[NEWCOMER].epochs, "an epoch of the newcomer", WITHIN_S)
-    # When a liar lies is up to its dice.
+    # The liar lies at random times.
     wait_until(lambda: LIES in light.peers[LIAR].log, "the lie", WITHIN_S)
     lied_by = light.least_epoch(HONEST)
     wait_until(lambda: light.least_epoch(HONEST) >= lied_by + 2, "two more epochs", WITHIN_S)
@@ -39,6 +39,6 @@ def test_honest_members_go_on_beside_one_that(name, swarm):
         for record in peer.epochs:
             digests.setdefault(record["epoch"], set()).add(record["anchor_digest"])
     assert all(len(found) == 1 for found in digests.values()), digests
-    # Nobody was led back, or away from the others.
+    # No honest peer was led back to an earlier epoch.
     epochs = [[record["epoch"] for record in peer.epochs] for peer in honest]
     assert all(of_one == sorted(of_one) for of_one in epochs), epochs

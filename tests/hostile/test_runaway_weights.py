@@ -1,7 +1,7 @@
 """One member of a group of five pushes its weights by +100 in every value at every local step.
 
-Under each rule the honest members go on, agree on every bit, and stay within what the rule promises; `mean` promises
-nothing. The outer step is plain here (learning rate 1, no momentum): an epoch's anchor is where the average leads.
+Under each rule the honest members go on, agree on every bit, and stay within the rule's bound; `mean` has no bound.
+The outer step is plain here (learning rate 1, no momentum): each anchor is the one before minus the average.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ PUSHER, NEWCOMER, NUM_FOUNDERS = 1, 5, 5
 PUSH, NUMEL, LOCAL_STEPS = 100.0, 64, 4
 EPOCHS = 4
 CLIP_FACTOR = 4.0
-"""What the documents promise: a longer step than so many times the median is scaled down to it."""
+"""The documented limit: a step longer than this multiple of the median is scaled down to it."""
 MAX_WEIGHT = 2.0
-"""And nobody counts for more than so many times the median of the tokens."""
+"""The documented limit: no member counts for more than this multiple of the median of the tokens."""
 ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class Step:
-    """A commit, seen from outside. The pusher is one more member beside the honest ones."""
+    """A commit, seen from outside. Its members are the honest ones and the pusher."""
 
     before: np.ndarray
-    """The anchor that all members have trained from [numel]."""
+    """The anchor from which all members trained [numel]."""
     honest: np.ndarray
-    """What the honest members handed over [members, numel]."""
+    """The weights that the honest members handed over [honest, numel]."""
     tokens: np.ndarray
-    """The tokens of their work, and last the pusher's [members + 1]."""
+    """The tokens of their work, and last those of the pusher's [honest + 1]."""
     after: np.ndarray
     """The anchor that the commit led to [numel]."""
 
@@ -45,8 +45,8 @@ Bound = Callable[[Step], bool]
 
 
 def clip_holds(step: Step) -> bool:
-    """The pusher, scaled down to 4 times the median step, moves the average by its share of so long a step at most,
-    and the honest lack that share of their way."""
+    """The pusher's step is scaled down to 4 times the median, so it moves the average by at most its share of that;
+    its share is also missing from the honest members' mean step."""
     shares = np.minimum(step.tokens, MAX_WEIGHT * statistics.median_low(step.tokens.tolist()))
     longest = max(np.linalg.norm(weights - step.before) for weights in step.honest)
     most = (CLIP_FACTOR + 1) * longest * shares[-1] / shares.sum()
@@ -55,15 +55,15 @@ def clip_holds(step: Step) -> bool:
 
 
 def trimmed_mean_holds(step: Step) -> bool:
-    """Of up to nine members one is left out on either side: every value lies between those of the honest."""
+    """Of up to nine members, one is left out on either side, so every value lies between those of honest members."""
     lowest, highest = step.honest.min(axis=0), step.honest.max(axis=0)
     return bool(((lowest - ROUNDING <= step.after) & (step.after <= highest + ROUNDING)).all())
 
 
 def centered_clip_holds(step: Step) -> bool:
-    """The centre begins at the median of each value, so no farther from any honest member than the spread of all.
-    From there one of n members pulls it by 1/n of the median distance at most in each iteration, and that distance is
-    some honest member's."""
+    """The centre begins at the median of each value, so it is no farther from any honest member than their spread.
+    In each iteration one of n members pulls it by at most 1/n of the median distance, which is no longer than the
+    distance of some honest member."""
     spread = np.linalg.norm(step.honest.max(axis=0) - step.honest.min(axis=0))
     most = (1 + 1 / len(step.tokens)) ** CLIP_ITERATIONS * spread
     return all(np.linalg.norm(step.after - weights) <= most + ROUNDING for weights in step.honest)
@@ -92,7 +92,7 @@ def test_under_mean_the_anchor_is_carried_away(swarm):
 
 
 def train_beside_the_pusher(swarm: Callable[..., LightSwarm], rule: str) -> dict[int, Step]:
-    """By epoch, the commits whose members were all in the commit before."""
+    """By epoch, the commits with the pusher whose members were all in the commit before."""
     light = swarm(numel=NUMEL, local_steps=LOCAL_STEPS, max_steps=10**9, step_s=0.02, tells_weights=True)
     light.manifest = {"hv.aggregation": rule, "hv.outer_lr": 1.0, "hv.outer_momentum": 0.0}
     light.galaxy_size = NUM_FOUNDERS
@@ -111,7 +111,7 @@ def train_beside_the_pusher(swarm: Callable[..., LightSwarm], rule: str) -> dict
 
 
 def steps_of(light: LightSwarm) -> dict[int, Step]:
-    # Whoever was not in a commit has late work on top of the anchor.
+    # A peer that was not in a commit has late work on top of the anchor.
     commits = {
         record["epoch"]: record
         for peer in light.peers.values()
@@ -129,7 +129,7 @@ def steps_of(light: LightSwarm) -> dict[int, Step]:
     steps = {}
     for epoch in sorted(commits):
         if members[epoch] <= members.get(epoch - 1, set()) and PUSHER in members[epoch]:
-            # From the worker's own records: one that went ahead, or was told to skip steps, has trained less.
+            # The tokens come from the workers' own records, as one that went ahead or skipped steps has trained fewer.
             brought = [works[epoch - 1, rank] for rank in (*sorted(members[epoch] - {PUSHER}), PUSHER)]
             honest = np.array([work["weights"] for work in brought[:-1]], np.float32)
             tokens = np.array([work["tokens"] for work in brought])

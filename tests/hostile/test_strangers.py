@@ -1,4 +1,4 @@
-"""A hostile peer among honest ones: whatever it says, they train on and agree on every bit."""
+"""A hostile peer among honest ones: whatever it sends, they train on and agree on every bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN_ID = "hostile"
 
 @pytest.fixture(scope="module")
 def light(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
-    """Two honest peers, which train through all tests of this file. Their ranks leave room below."""
+    """Two honest peers, which train throughout this file. Their ranks, 1 and 2, leave rank 0 free."""
     directory = tmp_path_factory.mktemp("honest")
     worker = {"numel": NUMEL, "local_steps": 5, "max_steps": 10**9, "step_s": 0.04}
     with LightSwarm(directory, [bootstrap], RUN_ID, **worker) as light:
@@ -163,7 +163,7 @@ def test_nobody_asks_a_peer_for_its_state_that_claims_to_be_far_ahead_and_shows_
 
 
 def member_of_every_round(hostile: Hostile, in_group: Callable[[str, Plan], Any]) -> None:
-    """Be ready whenever the others are, and do the worst once in the group, of which its leader has told."""
+    """Be ready for every round, and run `in_group` as soon as a leader has proposed a plan."""
 
     async def heard(_: Hostile, leader: str, message: Message) -> None:
         if isinstance(message, Propose):

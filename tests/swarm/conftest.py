@@ -11,7 +11,7 @@ from benchmarks.chaos.links import free_port
 
 @pytest.fixture
 def coordinator(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Coordinator]:
-    """The coordinator of the run that the test's file names in RUN; not started yet."""
+    """The coordinator, not started yet, of the run that the test's file names in RUN."""
     made = Coordinator(tmp_path / "coordinator", request.module.RUN, free_port())
     yield made
     made.kill()

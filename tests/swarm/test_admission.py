@@ -1,4 +1,4 @@
-"""A swarm with a secret, and those who are not meant to be in it, at every door they can knock at."""
+"""A swarm with a secret, and peers that must not join it, at every door that they can try."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.swarm import DEADLINE_S, LightPeer, LightSwarm, wait_until
 
 RUN_ID = "closed"
 REFUSED_WITHIN_S = 3.0
-"""Less than a door that stays open waits for a word."""
+"""Shorter than an open door waits for a message."""
 KNOCKS = 3
 DROPPED_WITHIN_S = 30.0
 FLOODS = 3
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
 
 @pytest.fixture(scope="module")
 def light(run: Closed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
-    """Two admitted peers, which train through all tests of this file."""
+    """Two admitted peers, which train throughout this file."""
     worker = {"numel": 1000, "local_steps": 5, "max_steps": 10**9, "step_s": 0.04}
     with run.swarm(tmp_path_factory.mktemp("admitted"), **worker) as light:
         yield light.begin(0, 1)
@@ -84,7 +84,7 @@ async def refused_a_token(hostile: Hostile, run: Closed, secret: Any) -> Why:
 
 
 async def hung_up_on(hostile: Hostile, peer_id: str, protocol: str, message: Any) -> None:
-    """A stream that is closed without a word."""
+    """Fails unless the peer closes this stream without an answer."""
     channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/{protocol}"))
     with contextlib.closing(channel), pytest.raises(PeerUnreachable):
         await channel.send(message, 5.0)
@@ -109,7 +109,7 @@ async def refused_a_direct_stream(hostile: Hostile, peer_id: str) -> None:
 
 
 def knock_everywhere(hostile: Hostile, run: Closed, secret: Any) -> dict[str, float]:
-    """Seconds until each door was shut. Fails where one opens."""
+    """The seconds until each door was shut. Fails if one opens."""
     took: dict[str, float] = {}
 
     async def at(door: str, knock: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_stranger_is_refused_everywhere_at_once_and_logged_once(run, light, tm
             run.change_bans(ban=[peer_id])
             secret = run.key.secret
         took = [knock_everywhere(hostile, run, secret) for _ in range(KNOCKS)]
-        # The fastest: this machine may have been busy with something else.
+        # Take the fastest knock, as the machine may have been busy during the others.
         fastest = {door: min(knock[door] for knock in took) for door in took[0]}
         print(f"{kind}: shut within {max(fastest.values()):.3f} s at the slowest of {len(fastest)} doors")
         assert max(fastest.values()) < REFUSED_WITHIN_S, took
@@ -185,7 +185,7 @@ def test_a_stranger_is_refused_everywhere_at_once_and_logged_once(run, light, tm
 
 @pytest.mark.parametrize("is_admitted", exhaustive_but((False,), [False, True]))
 def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_path, is_admitted):
-    """DILOCO_FLOOD_SECONDS=60 makes each of its rounds a minute."""
+    """Set DILOCO_FLOOD_SECONDS=60 for floods of a minute each."""
     seconds = float(os.environ.get("DILOCO_FLOOD_SECONDS", "2"))
     with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
         hostile.claims["token"] = run.token(hostile.identity.peer_id) if is_admitted else b""
@@ -194,7 +194,7 @@ def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_
         for _ in range(FLOODS):
             hostile.call(flood.run(seconds), timeout_s=seconds + 30)
             held.append(memory(light))
-        # Buffers and pools grow once, to what they need; what the flood leaves behind grows with every round.
+        # Buffers and pools grow only in the first floods; a leak grows with every flood, so compare the last two.
         grown = {name: now - held[-2][name] for name, now in held[-1].items()}
         figures = dict(flood.num_sent), flood.num_bytes >> 20, light.peers[0].epoch - epochs
         print(
@@ -206,13 +206,13 @@ def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_
             assert time.monotonic() < deadline, "no epoch under the flood"
             hostile.call(flood.run(1.0))
     assert max(grown.values()) < 32
-    # At every door; how often is the machine's business.
+    # The flood reached every door; how often depends on the machine.
     assert min(flood.num_sent.values()) >= 1
     light.goes_on()
 
 
 def memory(light: LightSwarm) -> dict[str, float]:
-    """MiB that the daemons and their p2pds hold."""
+    """The memory of each daemon and its p2pd, in MiB."""
     held = {}
     for rank, peer in light.peers.items():
         daemon = psutil.Process(peer.process.pid)
@@ -222,7 +222,7 @@ def memory(light: LightSwarm) -> dict[str, float]:
 
 
 def ended(peer: LightPeer) -> str:
-    """What a peer that ends by itself says."""
+    """The error of a peer that ends by itself."""
     wait_until(lambda: not peer.process.is_alive(), "its end")
     peer.process.join()
     assert peer.process.exitcode != 0
@@ -239,7 +239,7 @@ def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(r
     del light.peers[2]
 
     def are_told() -> bool:
-        """The coordinator and both peers."""
+        """Whether the coordinator and both peers have been told of the ban."""
         outcome = run.change_bans()
         return outcome.num_told == outcome.num_asked == 3
 
@@ -270,7 +270,7 @@ def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(r
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["without a token", "with a token that it signed itself"])
 def test_a_stranger_that_says_to_be_the_coordinator_is_asked_by_nobody(run, light, tmp_path, kind):
-    """Not even by a newcomer whose user has named it."""
+    """Not even by a newcomer whose user has named the stranger as an initial peer."""
     why, token_of = STRANGERS[kind]
     with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
         hostile.claims["token"] = token_of(run, hostile)
@@ -280,7 +280,7 @@ def test_a_stranger_that_says_to_be_the_coordinator_is_asked_by_nobody(run, ligh
             light.extra,
             {**light.extra, "initial_peers": [stranger.address, run.address], "world_rank": None},
         )
-        # Under a name of its own: each is another identity.
+        # A directory of its own, and so a new identity, for each case.
         newcomer = light.start(10 + light.num_started)
         light.extra = usual
         wait_until(lambda: newcomer.epochs or newcomer.error, "an epoch of the newcomer")

@@ -1,4 +1,4 @@
-"""Links that fail between two peers who live, and whom all others still hear: nobody's part in a round is lost."""
+"""The link between two live peers fails while all others still hear both: nobody's work is lost."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_a_link_that_fails_between_two_members_costs_neither_of_them_its_work(tm
         peers = [swarm.peers[rank] for rank in range(NUM_PEERS)]
         wait_until(lambda: all(peer.epoch >= 3 for peer in peers), "epoch 3")
         fail(swarm.doors, [pair], True)
-        # A peer may be back, through another one, before it counts as lost.
+        # Wait for the lost channels, as a peer may be back by a relay before it counts as lost.
         channel = "lost the channel to peer"
         wait_until(lambda: f"{channel} 2" in peers[3].log and f"{channel} 3" in peers[2].log, "the loss")
         epoch = peers[0].epoch
-        # Another peer forwards what they say to each other, and what they send.
+        # Another peer relays their messages and their data.
         wait_until(
             lambda: any(
                 record["epoch"] > epoch and record["contributors"] == [0, 1, 2, 3]
@@ -55,7 +55,7 @@ def test_a_link_that_fell_silent_between_two_rounds_holds_no_round_up(tmp_path):
         after = [record for record in peers[0].epochs if record["epoch"] > epoch]
         wait_until(lambda: peers[0].epochs[-1]["contributors"] == [0, 1, 2, 3], "an epoch of all of them")
         assert "by relay" in peers[2].log and "by relay" in peers[3].log
-        # One that first tries the silent link waits for its stream.
+        # A peer that tried the silent link first would wait for its stream until the timeout.
         assert all(record["round_s"] < STREAMS_S for record in after)
         for peer in peers[2:]:
             assert_all_work_is_counted(peer)
@@ -63,7 +63,7 @@ def test_a_link_that_fell_silent_between_two_rounds_holds_no_round_up(tmp_path):
 
 
 def assert_all_work_is_counted(peer: LightPeer) -> None:
-    """Tokens that are handed over are in that commit, or counted again with those that come after."""
+    """Tokens that a worker hands over are in that commit, or are handed over again with the next ones."""
     handed_over = [record["tokens"] for record in peer.records("ready")]
     for tokens, told, following in zip(handed_over, peer.epochs, handed_over[1:], strict=False):
         assert following > tokens or peer.rank in told["contributors"]

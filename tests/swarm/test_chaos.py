@@ -1,4 +1,4 @@
-"""Two minutes of faults, drawn from a seed, for six peers: whatever happens, every guarantee holds."""
+"""Six peers under two minutes of faults drawn from a seed: whatever happens, every guarantee holds."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_two_minutes_of_faults_break_no_guarantee(tmp_path):
     )
     assert outcome.history.faults_found() == []
     assert outcome.unplanned == []
-    # A third of the pace that six peers would keep on an idle machine without faults: they do get on.
+    # They make progress: at least a third of the pace of six peers without faults on an idle machine.
     assert len(outcome.history.chain) >= SECONDS / 5.0 / 3

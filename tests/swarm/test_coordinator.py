@@ -22,7 +22,7 @@ RUN = "coordinated"
 
 
 class Coordinator:
-    """A coordinator in this event loop, and what it said."""
+    """A coordinator in this event loop, and the lines that it printed."""
 
     def __init__(self, state_dir: Path, **options) -> None:
         self.lines: list[str] = []
@@ -116,7 +116,7 @@ async def test_without_a_coordinator_there_is_no_grant(tmp_path, bootstrap):
     async with joined(tmp_path, "a", bootstrap) as a:
         began = time.monotonic()
         assert await request_rank(a, "uncoordinated", 0, timeout_s=120) is None
-        # It has looked, and found nobody: its time was not over.
+        # It gave up because it found no coordinator, not because its time was over.
         assert time.monotonic() - began < 120
 
 

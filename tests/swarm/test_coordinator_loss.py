@@ -1,4 +1,4 @@
-"""A run whose coordinator, which is its bootstrap node too, is killed: real processes, ranks assigned by it."""
+"""A run whose coordinator is killed, which is also its bootstrap node and assigns the ranks; real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = "coordinatorloss"
 
 
 class CoordinatedSwarm(LightSwarm):
-    """Nobody brings a rank of its own; `start` counts directories."""
+    """A swarm in which no peer is given a rank; `start` only numbers directories."""
 
     def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
         return super().config_of(rank, directory, worker) | {"world_rank": None}
@@ -23,7 +23,7 @@ class CoordinatedSwarm(LightSwarm):
 
 @pytest.fixture
 def light(coordinator: Coordinator, tmp_path: Path) -> Iterator[LightSwarm]:
-    # 4 MB a peer: rounds last long enough to be hit.
+    # With 4 MB a peer, rounds last long enough to be hit.
     worker = {"numel": 1_000_000, "local_steps": 4, "max_steps": 10**6, "step_s": 0.1}
     made = CoordinatedSwarm(tmp_path, [coordinator.start()], RUN, **worker)
     made.extra = {"galaxy_size": 3}
@@ -59,7 +59,7 @@ def test_a_coordinator_killed_in_mid_round_comes_back_to_the_same_ranks_and_cost
     assert light.initial_peers == [coordinator.start()]
     light.peers[2].kill()
     back = light.start(2)
-    # Of two at once that hear nothing of the coordinator, either may claim the rank that is free.
+    # If both started at once and did not hear from the coordinator, either could claim the free rank.
     wait_until(lambda: back.records("start")[1:], "its second start")
     light.start(3)
     wait_until(
@@ -79,7 +79,7 @@ def test_without_its_coordinator_a_run_goes_on_and_grows_through_any_peer_and_no
     kill_in_mid_round(coordinator, light.peers[1])
     epoch = light.peers[1].epoch
     wait_until(lambda: light.peers[1].epoch >= epoch + 2, "epochs without the coordinator")
-    # One that is killed comes back by its own command, and those that are new, two at once, through any peer.
+    # A killed peer comes back by its own command, and two newcomers join at once through any peer.
     ranks = ranks_of(light)
     last = next(name for name, rank in ranks.items() if rank == 2)
     light.initial_peers = [*light.initial_peers, light.peers[0].address, light.peers[1].address]
@@ -90,7 +90,7 @@ def test_without_its_coordinator_a_run_goes_on_and_grows_through_any_peer_and_no
         lambda: all(has_trained_with(peer, 5) for peer in light.peers.values()), "an epoch of all five"
     )
     claimed = ranks_of(light)
-    # Its rank may be a newcomer's by now: epochs are short, and who misses three is taken off.
+    # A newcomer may have its old rank: epochs are short, and a peer that misses three is taken off the roster.
     assert sorted(claimed.values()) == [0, 1, 2, 3, 4]
     coordinator.start()
     light.start(5)

@@ -37,7 +37,7 @@ async def test_what_one_peer_stores_another_reads_until_it_expires(tmp_path, qui
             "a shorter life must not stop it from replacing"
         )
         assert (await a.get("store"))["second"] == b"three"
-        # Nobody takes what has expired on its way.
+        # A record that expired on its way is not accepted.
         await eventually(lambda: b.store("passing", "x", b"soon gone", 3))
         await eventually(lambda: _is_empty(a, "passing"))
         with pytest.raises(ValueError, match="at most"):
@@ -96,7 +96,7 @@ def test_a_member_that_is_busy_for_some_seconds_is_waited_for(swarm, tmp_path):
     light = swarm(step_s=0.05, max_steps=100000)
     member = light.start_all(1)[0]
     address = wait_until(lambda: member.address, "its address")
-    # Its p2pd goes on: there is an answer to a connection, and none to the DHT's question.
+    # Its p2pd keeps running, so the connection is answered, but the DHT's request is not.
     os.kill(member.process.pid, signal.SIGSTOP)
     thaw = threading.Timer(4.5, os.kill, (member.process.pid, signal.SIGCONT))
     thaw.start()
@@ -117,7 +117,7 @@ async def test_a_port_in_use_is_refused_though_p2pd_would_share_it(tmp_path, boo
 
 
 async def test_closing_leaves_no_process_and_no_socket(tmp_path_factory, bootstrap, monkeypatch):
-    # A short name: Unix sockets need one.
+    # Unix sockets need a short path.
     directory = tmp_path_factory.mktemp("d")
     monkeypatch.setattr("tempfile.tempdir", str(directory))
     async with joined(directory, "a", bootstrap) as dht:
@@ -153,7 +153,7 @@ async def test_a_swarm_comes_back_to_its_bootstrap_node_after_a_restart(tmp_path
 
 
 def forget_each_other(*members):
-    """As Hivemind does after a call without an answer; the connections stay."""
+    """Empty the routing tables, as Hivemind does after a call without an answer; the connections stay."""
     for member in members:
         table = member._node.protocol.routing_table
         for node_id in list(table.uid_to_peer_id):

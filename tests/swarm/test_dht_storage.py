@@ -1,4 +1,4 @@
-"""Nodes of a run keep nothing under its keys that is not in order, whoever has stored what elsewhere."""
+"""Nodes of a run keep only valid records under its keys, whatever others have stored on other nodes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ async def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
                 ("x" * 50, b"junk", 60.0),
             ):
                 await stranger.store(key, subkey, value, ttl_s)
-            # A value without subkeys would take the place of all that have them.
+            # A value without subkeys would replace all values with subkeys.
             await stranger._node.store(key, b"junk", time.time() + 60)
             assert (await a.get(key)) == {b.peer_id: mine}
             again = replace(record, epoch=1).encode(load(tmp_path / "b.key"))
-            # Whether it was taken is the last node's word: here perhaps that of the stranger, which keeps its own.
+            # Ignore the result: it is the last node's answer, perhaps that of the stranger, which keeps its own record.
             await b.store(key, b.peer_id, again, 20)
             assert (await a.get(key))[b.peer_id] == again
             assert await stranger.store(key, stranger.peer_id, forged, 20)

@@ -1,4 +1,4 @@
-"""Epochs without faults: what every peer holds afterwards."""
+"""Epochs without faults: all peers hold the same weights afterwards."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_two_peers_end_every_epoch_on_equal_bits(swarm):
 
 @pytest.mark.exhaustive
 def test_epochs_shorter_than_the_news_of_them_fork_nobody(swarm):
-    # Every peer is ready again before the others have heard that it has committed.
+    # Epochs are so short that a peer is ready again before the others have heard of its commit.
     light = swarm(local_steps=1, max_steps=150, numel=64, step_s=0.0)
     light.start_all(3)
     light.wait_finished()
     assert sorted(light.check_digests()) == list(range(1, 151))
     for peer in light.peers.values():
-        # One that had to wait for a processor is left out of a commit.
+        # A commit leaves out a peer that had to wait for a processor.
         assert sum(record["contributors"] == [0, 1, 2] for record in peer.epochs) > 100

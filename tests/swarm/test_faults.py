@@ -30,7 +30,7 @@ def test_a_peer_killed_while_training_costs_the_others_no_epoch_and_comes_back(s
 
     back = light.start(2)
     wait_until(lambda: back.records("start")[1:], "the killed peer's second start")
-    # Not the epochs of its own record: those that it only caught up with are there too.
+    # Use another peer's record, as its own also lists the epochs that it only caught up with.
     wait_until(
         lambda: any(2 in r["contributors"] for r in light.peers[0].epochs if r["epoch"] > before + 1),
         "an epoch with its work",
@@ -40,7 +40,7 @@ def test_a_peer_killed_while_training_costs_the_others_no_epoch_and_comes_back(s
 
 @pytest.mark.parametrize("victim", exhaustive_but((0,), [0, 2]))
 def test_a_peer_killed_while_its_bytes_are_on_the_wire_costs_one_attempt(swarm, victim: int):
-    # 64 MB a peer keep the wire busy long enough to be hit.
+    # With 64 MB a peer, reductions last long enough to be hit.
     light = swarm(numel=16_000_000, local_steps=2, max_steps=100000, step_s=0.2)
     light.start_all(3)
     survivors = [peer for rank, peer in light.peers.items() if rank != victim]
@@ -81,7 +81,7 @@ def test_a_straggler_is_left_behind_and_its_work_counts_next_time(swarm):
 
     wait_until(lambda: len(epochs(with_it=False)) >= 2, "epochs missed by the straggler")
     wait_until(lambda: len(epochs(with_it=True)) >= 3, "epochs with its work")
-    # Nothing of what it trains is lost: tokens are counted until they are in.
+    # None of its work is lost: its tokens are handed over again until they are in a commit.
     handed_over = [record["tokens"] for record in straggler.records("ready")]
     for tokens, record, following in zip(handed_over, straggler.epochs, handed_over[1:], strict=False):
         assert following >= tokens or 2 in record["contributors"]
@@ -110,7 +110,7 @@ def test_a_peer_that_sends_what_it_must_not_is_named_and_out_within_ten_epochs(s
     honest = light.start_all(4)[:3]
 
     def named() -> list[float]:
-        """When the others said so. Who sees it first ends the attempt for them all."""
+        """When the honest peers named it; one may be enough, as the first to notice ends the attempt for all."""
         left_out = r"^(\S+ \S+) .* peer 3 .* left out of the next \d+ epochs"
         said = [found[1] for peer in honest if (found := re.search(left_out, peer.log, re.MULTILINE))]
         return [datetime.fromisoformat(when).timestamp() for when in said]

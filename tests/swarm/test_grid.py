@@ -1,4 +1,4 @@
-"""As many real daemons as stand in a grid, on loopback."""
+"""Enough real daemons on loopback for a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever comes to a swarm that does not wait for it."""
+"""A newcomer to a swarm that does not wait for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.swarm import wait_until
 
 @pytest.mark.exhaustive
 def test_a_newcomer_arrives_though_epochs_are_shorter_than_its_download(swarm, tmp_path):
-    """Its download begins, and takes as long as two epochs and more."""
+    """The download takes longer than two epochs."""
     may_end = tmp_path / "may-end"
     light = swarm(numel=8_000_000, local_steps=2, max_steps=10**6, step_s=0.02)
     light.preparations = {rank: partial(hold_state_until, may_end) for rank in range(2)}
@@ -28,6 +28,6 @@ def test_a_newcomer_arrives_though_epochs_are_shorter_than_its_download(swarm, t
     started = wait_until(lambda: newcomer.records("start"), "its start")[0]
     wait_until(lambda: 2 in first.epochs[-1]["contributors"], "an epoch with its work")
     light.check_digests()
-    # What has come since is made here, and not downloaded whole.
+    # It repeats the commits that were made meanwhile, and does not download the whole state again.
     assert re.findall(r"made \d+ commits that have come", newcomer.log), newcomer.log
     assert started["epoch"] >= since

@@ -1,4 +1,4 @@
-"""Real daemons, watched from outside: who dies is seen to be dead at once."""
+"""Real daemons, watched from outside: a peer's death is seen at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ANSWER = Decoder(Report | Busy | Refusal)
 async def until(
     observer: Observer, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0
 ) -> float:
-    """When the swarm that is seen met the condition, by the wall clock."""
+    """Wait until the observed swarm meets the condition. Returns the time by the wall clock."""
     deadline = time.monotonic() + timeout_s
     while not condition(swarm := observer.swarm()):
         assert time.monotonic() < deadline, swarm
@@ -58,7 +58,7 @@ def has_all(swarm: dict[str, Any], *ranks: int) -> bool:
 
 
 def events_of(swarm: dict[str, Any], rank: int, *, since: float) -> list[str]:
-    """What the observer has seen itself become of a peer."""
+    """The events of a peer that the observer itself has seen."""
     return [
         event["what"]
         for event in swarm["events"]
@@ -67,7 +67,7 @@ def events_of(swarm: dict[str, Any], rank: int, *, since: float) -> list[str]:
 
 
 def all_have_signed(peers: list[dict[str, Any]]) -> bool:
-    """What all are at, and may sign what follows."""
+    """Whether these peers all signed the certificate that each is at, and are all on its roster."""
     members = [{"peer_id": peer["peer_id"], "world_rank": peer["world_rank"]} for peer in peers]
     ids = [member["peer_id"] for member in members]
     return all(
@@ -87,12 +87,12 @@ async def test_a_peers_death_and_its_return_are_seen_at_once(swarm):
         await asyncio.to_thread(light.peers[0].kill)
         died_at = light.peers[0].killed[-1]
         await until(observer, lambda seen: state_of(seen, 0) == "lost")
-        # At once, and not because the dead say nothing: a channel that breaks tells.
+        # A broken channel showed the death at once, rather than the silence after it.
         told = await asyncio.to_thread(
             wait_until, lambda: channels_lost(light)[num_before:], "a lost channel"
         )
         assert any("no message within" not in line for line in told), told
-        # A single look sees it too, before the DHT forgets the dead.
+        # A single look sees it too, before the dead peer's record expires in the DHT.
         while state_of(await read_swarm(light.run_id, light.initial_peers, timeout_s=20), 0) != "lost":
             assert time.time() - died_at < RECORD_TTL_S
         light.start(0)
@@ -104,12 +104,12 @@ async def test_a_peers_death_and_its_return_are_seen_at_once(swarm):
 
 
 def channels_lost(light: LightSwarm) -> list[str]:
-    """What peer 1 says of its channels to peer 0."""
+    """What peer 1 logs of its lost channels to peer 0."""
     return [line for line in light.peers[1].log.splitlines() if "lost the channel to peer 0" in line]
 
 
 def check_figures(seen: dict[str, Any], observer: Observer) -> None:
-    """Of peer 1, which was there all the time."""
+    """Check the figures of peer 1, which was there all the time."""
     one = next(peer for peer in seen["peers"] if peer["world_rank"] == 1)
     assert one["loss"] > 0 and one["steps_per_epoch"] == 4
     assert one["num_rounds"] >= 1 and one["sent_bytes"] > 0 and one["upload_bytes_per_s"] > 0
@@ -231,7 +231,7 @@ async def test_who_says_anything_else_is_hung_up_on(words):
 
 
 async def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp_path):
-    """A real daemon beside one whose reports hold no report: nobody who looks comes to harm."""
+    """A real daemon beside a peer whose reports are not valid: they do no harm to an observer."""
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.start_all(1)
     wait_until(lambda: light.peers[0].epoch >= 1, "epoch 1")
@@ -245,7 +245,7 @@ async def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swar
     maddrs = tuple(await liar.maddrs())
 
     async def announce_forever() -> None:
-        # As peers do: one record may not be taken, and none lasts.
+        # Repeat it as peers do, since a record may be refused and expires soon.
         while True:
             record = announced(
                 identity.peer_id, run_id=light.run_id, world_rank=7, state="joining",

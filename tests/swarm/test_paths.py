@@ -1,4 +1,4 @@
-"""Real daemons on loopback over every transport: the same bits, and the status tells the path."""
+"""Real daemons on loopback over every transport: the same bits, and the right path in the status."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.support.observing import read_swarm
 from tests.support.swarm import LightPeer, wait_until
 
 PATHS = {"auto": "direct", "tcp": "plain", "libp2p": "libp2p"}
-"""What `--hv.transport` leads to between two peers on one machine."""
+"""The path between two peers on one machine for each value of `--hv.transport`."""
 
 
 def paths_of(light) -> dict[str, dict[str, str]]:
-    """As `diloco status --json` has it: by world rank, this peer's path to every other."""
+    """By world rank, each peer's path to every other peer, as in `diloco status --json`."""
     swarm = asyncio.run(read_swarm(light.run_id, light.initial_peers, timeout_s=20.0))
     return {str(peer["world_rank"]): peer["paths"] for peer in swarm["peers"]}
 
 
 def data_paths(peer: LightPeer) -> list[str]:
-    """By which the streams of this peer's rounds went, one after the other."""
+    """The paths of the streams of this peer's rounds, one after the other."""
     return re.findall(r"data for \S+ goes by (\w+)", peer.log)
 
 
 def runs_smoothly(peer: LightPeer, *, after: int = 0) -> bool:
-    """Through three epochs. On a path that does not work every round fails."""
+    """Whether three epochs in a row had no failure. On a path that does not work, every round fails."""
     failures = [record["num_failures"] for record in peer.epochs if record["epoch"] > after]
     return any(failures[at : at + 3] == [0, 0, 0] for at in range(len(failures)))
 
@@ -50,7 +50,7 @@ def test_every_transport_gives_the_same_bits_and_is_shown_in_the_status(swarm, m
     wait_until(lambda: all(runs_smoothly(peer, after=before) for peer in peers), "epochs without a failure")
     wait_until(lambda: all(data_paths(peer)[-1:] == [path] for peer in peers), f"data by {path}")
     light.check_digests()
-    # libp2p goes first where a direct stream takes long.
+    # If a direct stream takes long, libp2p is used first.
     assert all(set(data_paths(peer)) <= {path, "libp2p"} for peer in peers)
 
 
@@ -76,13 +76,13 @@ def test_an_endpoint_that_leads_nowhere_costs_no_round(swarm):
     wait_until(lambda: all(peer.epoch >= 20 and runs_smoothly(peer) for peer in peers), "20 epochs")
     light.check_digests()
     for peer in peers:
-        # Once, and then it is left alone for half a minute, then for a minute.
+        # After a failure the endpoint is not tried again for half a minute, then for a minute.
         assert 1 <= peer.log.count("no direct stream to") <= 3
         assert data_paths(peer) == ["libp2p"]
 
 
 def half_closed(pid: int) -> int:
-    """TCP sockets of this process whose other end is gone, while it keeps its own."""
+    """The number of TCP sockets that this process keeps open though the other end is closed."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -102,7 +102,7 @@ def test_a_peer_that_is_lost_leaves_no_stream_behind(swarm):
 
 
 class Cable:
-    """A TCP port that leads to another one, until it is cut; then it leads nowhere."""
+    """A TCP port that forwards to another one until it is cut."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -153,7 +153,7 @@ def test_when_a_direct_path_breaks_in_mid_round_libp2p_takes_over(swarm):
     )
     light.check_none_is_missed()
     for peer in peers:
-        # On a very busy machine another path may have been the first to stand.
+        # Compare only the last two: on a very busy machine another path may have been ready first.
         assert data_paths(peer)[-2:] == ["direct", "libp2p"]
 
 

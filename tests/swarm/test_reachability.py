@@ -1,4 +1,4 @@
-"""A member that is asked whether a machine is reached, and those who would have it dial somebody else."""
+"""A member that is asked whether it can reach a machine, and callers that would have it dial somebody else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAID = Decoder(reach.Here | reach.Busy | reach.Dialled | reach.Burst | reach.Go
 
 @dataclass
 class Asker:
-    """A client of the DHT, which listens nowhere but where a test has it listen."""
+    """A client of the DHT, which listens on no port unless a test makes it listen."""
 
     dht: Dht
     credentials: Credentials
@@ -45,7 +45,7 @@ class Asker:
         return asking(self.dht.transport, self.answering, RUN, **options)
 
     async def conversation(self, *messages: Any) -> Channel:
-        """A stream on which all of this has been said, and all but the last of it answered."""
+        """A stream on which all these messages have been sent, and all but the last have been answered."""
         protocol = reach.reach_protocol(RUN)
         channel = Channel(await self.dht.transport.open(self.answering, protocol, timeout_s=10))
         for message in messages[:-1]:
@@ -58,7 +58,7 @@ class Asker:
 @contextlib.asynccontextmanager
 async def asker(directory: Path, bootstrap: str, gate: Gate | None = None) -> AsyncIterator[Asker]:
     async with joined(directory, "member", bootstrap) as member:
-        # The key file belongs to the member's DHT already: the same key, from a copy.
+        # The member's DHT has locked the key file, so load the same key from a copy.
         (directory / "copy.key").write_bytes((directory / "member.key").read_bytes())
         identity = load_or_create(directory / "copy.key")
         service = Reachability(RUN, identity, member.transport, gate or Gate.open(RUN))
@@ -74,7 +74,7 @@ async def asker(directory: Path, bootstrap: str, gate: Gate | None = None) -> As
 
 @contextlib.asynccontextmanager
 async def listening(credentials: Credentials) -> AsyncIterator[int]:
-    """A port at which the holder of a key answers."""
+    """A port on which the holder of this key answers."""
 
     async def hang_up(_peer_id: str, stream: socket.socket) -> None:
         stream.close()
@@ -111,7 +111,7 @@ async def test_a_member_tells_what_it_sees_and_calls_back_only_who_answers_with_
                 assert await asked.dial(others) == "this machine does not answer there"
                 assert await asked.dial(closed.getsockname()[1]) == "connection refused"
                 assert await asked.dial(port) == ""
-                # Four calls are what one conversation is good for.
+                # One conversation allows four calls.
                 with pytest.raises(PeerUnreachable):
                     await asked.dial(port)
         stranger.release()
@@ -133,7 +133,7 @@ async def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
             with pytest.raises((PeerUnreachable, ProtocolError)):
                 await asked.speed()
 
-        # Who sends without end is cut off.
+        # A caller that sends without end is cut off.
         channel = await ours.conversation(reach.Hello(token=b""), reach.Speed())
         while num_bytes := (await channel.read(_SAID, 10)).num_bytes:
             await channel.fill(memoryview(bytearray(num_bytes)), 10)

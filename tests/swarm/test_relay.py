@@ -11,7 +11,7 @@ from tests.support.swarm import LightPeer, wait_until
 def test_peers_with_no_path_between_them_train_through_a_third(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05, numel=300_000)
     light.no_path = {frozenset({1, 2})}
-    # What libp2p cannot reach, TCP cannot either.
+    # Only libp2p is blocked between the two, so they must not use TCP.
     light.extra["transport"] = "libp2p"
     light.start_all(3)
     wait_until(lambda: all(num_of_all_three(peer) >= 3 for peer in light.peers.values()), "three epochs")

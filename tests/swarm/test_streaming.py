@@ -42,7 +42,7 @@ def test_a_peer_killed_while_fragments_are_under_way_costs_the_others_no_epoch_a
         "an epoch with its work",
     )
     light.check_none_is_missed()
-    # One that catches up records the epoch that it comes to, and the fragment that it had handed over.
+    # Skip epochs that it only caught up with, as those are recorded with the fragment that it had handed over.
     averaged = [r for r in light.peers[0].epochs if len(r["contributors"]) > 1]
     assert all(r["fragment"] == (r["epoch"] - 1) % 2 for r in averaged)
 
@@ -54,7 +54,7 @@ def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(sw
         "tests.support.torch_worker",
         {**STREAMING, "hv.overlap_steps": overlap},
     )
-    # Of three, a commit may leave one out, which then keeps its own work until the next.
+    # Only two: with three, a commit may leave one out, which then keeps its own work until the next.
     light.start_all(2)
     light.wait_finished()
     digests = light.check_digests()
@@ -66,7 +66,7 @@ def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(sw
 
 
 def recorded_by_both(one: LightPeer, other: LightPeer, contributors: list[int]) -> list[tuple[Any, Any]]:
-    """Their records of the epochs that these peers averaged, and that neither only caught up with."""
+    """Both peers' records of the epochs with exactly these contributors, by their own records."""
     ours, theirs = [
         {record["epoch"]: record for record in peer.epochs if record["contributors"] == contributors}
         for peer in (one, other)
@@ -82,20 +82,20 @@ def test_peers_of_unlike_speed_find_out_how_long_an_epoch_should_take(streaming)
     fast, _, slow = light.start(0), light.start(1), light.start(2, step_s=0.2)
 
     def timed() -> list[tuple[Any, Any]]:
-        """Epochs of all three, from the first whose length the swarm has found out."""
+        """The epochs of all three, from the first one whose length the swarm has worked out."""
         return [pair for pair in recorded_by_both(fast, slow, [0, 1, 2]) if pair[0]["epoch"] >= 3]
 
     wait_until(lambda: len(timed()) >= 4, "four epochs of all three")
     light.check_digests()
     known = timed()
     lengths = [b["time"] - a["time"] for (a, _), (b, _) in itertools.pairwise(known)]
-    # The slow peer would need 4 s for its 20 steps, the fast ones need 0.8 s.
+    # The slow peer would need 4 s for 20 steps; the fast ones need 0.8 s.
     assert min(lengths) < 4
     check_steps(known, fewer_than=20)
 
 
 def check_steps(known: list[tuple[Any, Any]], *, fewer_than: int) -> None:
-    """The slow peer does what it can, which is not all, and the fast one more."""
+    """The slow peer trains fewer steps than all of an epoch, but some; the fast one trains more."""
     fast, slow = [[record["num_steps"] for record in records] for records in zip(*known, strict=True)]
     assert all(1 <= num_steps < fewer_than for num_steps in slow)
     # An epoch ends by the clock, so how many steps it holds depends on how busy the machine is.

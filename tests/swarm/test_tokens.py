@@ -1,4 +1,4 @@
-"""How tokens are come by, kept, renewed and lost: members of one DHT, some of which hold the admission key."""
+"""How tokens are issued, kept, renewed and lost, among members of one DHT, some of which have the admission key."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DAY_S = 86_400.0
 
 
 class Member:
-    """One that joins the run again and again under one identity, as its process would."""
+    """A member that can join the run several times under one identity, as its process would after restarts."""
 
     def __init__(self, directory: Path, name: str, bootstrap: str) -> None:
         self.directory, self.name, self.bootstrap = directory, name, bootstrap
-        # A run of each test's own: the DHT is shared.
+        # Each test has its own run, because the DHT is shared.
         self.run_id = directory.name[:60]
 
     @property
@@ -108,7 +108,7 @@ async def test_a_new_secret_shuts_out_the_old_one_and_nobody_who_has_a_token(tmp
 async def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(
     tmp_path, key_file, member, monkeypatch
 ):
-    """By the clock of who holds the token: the machine may be too busy for a token of seconds."""
+    """The holder's clock is moved instead of the token being short: a busy machine could miss a token of seconds."""
 
     def later(days: float) -> SimpleNamespace:
         return SimpleNamespace(time=lambda: time.time() + days * DAY_S, monotonic=time.monotonic)
@@ -118,7 +118,7 @@ async def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_err
 
     secret = {"swarm_secret_file": str(tmp_path / "secret")}
     lasting = {"admission_key_file": str(key_file), "token_days": 1.0}
-    # Whoever was not renewed tries again at once.
+    # A peer whose token was not renewed tries again at once.
     monkeypatch.setattr("peers.admission.service.LOOK_S", 0.1)
     monkeypatch.setattr(own_token, "_RENEWALS", DAY_S / 0.1)
     async with member("issuer").admitted(**lasting), member("peer").admitted(**secret) as peer:

@@ -14,7 +14,7 @@ def test_trainers_that_begin_with_unlike_weights_hold_the_same_bits_after_a_kill
     light.start_all(2)
 
     def weights_of_common_epochs() -> dict[int, list[str]]:
-        # Whoever came too late for an epoch, or trained on while its commit was awaited, has work of its own on top.
+        # A peer that was too late for an epoch, or trained on while it awaited the commit, has own work on top.
         of_peers = [
             {
                 r["epoch"]: r["weights"]
@@ -29,7 +29,7 @@ def test_trainers_that_begin_with_unlike_weights_hold_the_same_bits_after_a_kill
     wait_until(weights_of_common_epochs, "the first epoch")
     light.peers[1].kill_worker()
     killed_in = light.peers[0].epoch
-    # After a fault no trainer waits for a commit until RECENT_COMMITS later ones met with none.
+    # After a fault no trainer waits for a commit until RECENT_COMMITS commits have had no fault.
     wait_until(
         lambda: max(weights_of_common_epochs()) > killed_in + 1,
         "an epoch with the killed trainer and without own steps on top",

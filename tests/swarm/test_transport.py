@@ -28,7 +28,7 @@ class Word(Struct, frozen=True):
 
 
 class Accepted:
-    """A handler that hands each stream to whoever waits for the next one."""
+    """A handler that passes each stream to the next call of `next`."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[str, socket.socket]] = asyncio.Queue()
@@ -89,7 +89,7 @@ async def test_two_peers_that_dial_each_other_at_once_both_get_through(tmp_path,
 
 
 async def test_its_port_is_shared_with_nobody_so_that_it_is_not_dialled_from_either(tmp_path):
-    """From one port on either side two dials at a time would be one connection, which both have opened."""
+    """If both sides dialled from such a port at once, TCP would make one connection that both sides had opened."""
     keys = [tmp_path / "a", tmp_path / "b"]
     for key in keys:
         load_or_create(key)
@@ -124,7 +124,7 @@ async def test_a_ping_tells_the_living_from_the_stopped_and_the_dead(tmp_path, b
     async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
         assert await a.ping(b.peer_id, timeout_s=10)
         os.kill(b.p2pd_pid, signal.SIGSTOP)
-        # Its threads go on until the one that takes the signal has had its turn.
+        # Its threads run on until the one that handles the signal is scheduled.
         wait_until(lambda: has_stopped(b.p2pd_pid), "the stop")
         assert not await a.ping(b.peer_id, timeout_s=0.3)
         os.kill(b.p2pd_pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What goes wrong in a real swarm is named within ten seconds, one thing after the other."""
+"""The verdict on a real swarm names each fault within ten seconds, one after the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STARTS_WITHIN_S = 60.0
 
 
 class LinkedSwarm(LightSwarm):
-    """Whose daemons' links lie where the test finds them."""
+    """A swarm whose daemons' links are at paths that the test knows."""
 
     def link_of(self, rank: int) -> Path:
         return self.directory / f"link{rank}"
@@ -60,7 +60,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """To the last byte."""
+    """Fill the disk to the last byte. Returns the file that fills it."""
     filler = disk / "filler"
     with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
         while True:
@@ -69,14 +69,14 @@ def fill(disk: Path) -> Path:
 
 
 def shape(namespace: str, rate: str) -> None:
-    """So much may leave a spoke's machine."""
+    """Limit the upload rate of a spoke's machine."""
     limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
     command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", "up0", "root", *limit]
     subprocess.run(command, check=True)
 
 
 async def named(observer: Observer, words: str, timeout_s: float = NAMED_WITHIN_S) -> float:
-    """Until a finding has these words: how long that took."""
+    """Wait until a finding contains these words. Returns how many seconds that took."""
     began = time.monotonic()
     while True:
         verdict = observer.swarm()["verdict"]
@@ -104,7 +104,7 @@ def answers(observer: Observer, rank: int) -> bool:
 
 
 def has_round_since(observer: Observer, unix_s: float) -> bool:
-    """Whether a round that has begun since then is over, on every peer that was in it."""
+    """Whether both peers have finished a round that began after `unix_s`."""
     return any(
         len(round_["peers"]) == 2
         and all(entry["time"] - entry["round_s"] >= unix_s for entry in round_["peers"])
@@ -113,7 +113,7 @@ def has_round_since(observer: Observer, unix_s: float) -> bool:
 
 
 async def mended(observer: Observer) -> None:
-    """Until nothing is wrong: such short epochs are warned of."""
+    """Wait until the verdict is at most a warning, which epochs this short always cause."""
     await reached(observer, lambda: observer.swarm()["verdict"]["level"] in ("good", "warning"))
 
 
@@ -194,17 +194,17 @@ async def watch_link_and_disk(swarm: LinkedSwarm, spoke: str, disk: Path) -> Non
         await named(observer, "links carry")
         advice = r"averaging takes \d+% of the time: try --hv.compression"
         await reached(observer, lambda: re.search(advice, said(observer)) is not None)
-        # A bandwidth is the second highest of five reductions.
+        # The bandwidth is the second highest of five reductions, so it falls only after some of them.
         await reached(observer, lambda: carried(said(observer)) < 9)
 
 
 def carried(text: str) -> float:
-    """Mbit/s of the links."""
+    """The bandwidth of the links in Mbit/s, as the verdict gives it."""
     found = re.search(r"links carry ([\d.]+)Mbit/s", text)
     return float(found[1]) if found else math.inf
 
 
 def said(observer: Observer) -> str:
-    """All that the verdict finds."""
+    """The verdict and its further findings, one a line."""
     verdict = observer.swarm()["verdict"]
     return "\n".join((verdict["text"], *verdict["more"]))

@@ -1,4 +1,4 @@
-"""A run without a coordinator: peers claim world ranks, and certificates give them."""
+"""A run without a coordinator: peers claim world ranks, and certificates assign them."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_the_epochs_of_a_later_run_are_told_from_the_first_on():
 def test_the_epochs_of_a_run_are_told_that_the_same_peers_begin_anew():
     watcher = Watcher()
     watcher.update(seen(record(0, 1, epoch=40), record(1, 1, epoch=40)), 1)
-    # Both were killed, and neither is lost yet.
+    # Both were killed and started again before either counted as lost.
     watcher.update(seen(record(0, 2, incarnation=2), record(1, 2, incarnation=2)), 2)
     again = seen(record(0, 3, incarnation=2, epoch=1), record(1, 3, incarnation=2))
     assert watcher.update(again, 3) == ["epoch 1: 2 peers, 200 tokens/s"]

@@ -240,7 +240,7 @@ def test_a_new_neighbour_is_told_everything_a_message_at_a_time():
 def test_news_fit_into_a_message_however_long_the_words_are_and_whatever_their_order():
     gossip = Gossip("me")
     long = b"l" * MAX_SPOKEN_BYTES
-    # Of the longest ids and the greatest numbers; the long word comes last into a message that is almost half full.
+    # Longest ids and greatest numbers; the long record comes last, when the message is almost half full.
     short = b"s" * (MAX_SPOKEN_BYTES // 2 // (MAX_NEWS - 1) - 1)
     for number in range(MAX_NEWS):
         peer_id = f"{number:0128}"

@@ -21,7 +21,7 @@ from tests.support.virtual_time import run_virtually
 
 @dataclass
 class ListProvider:
-    """A provider whose requests take a moment, as real ones do. A pod may be missing until `settle_s` after its order."""
+    """A provider whose requests take a moment, as real ones do; for `settle_s` after its order a pod may be missing."""
 
     there: list[Pod] = field(default_factory=list)
     orders: list[Row] = field(default_factory=list)
