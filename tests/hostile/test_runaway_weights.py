@@ -38,7 +38,7 @@ class Step:
     tokens: np.ndarray
     """The tokens of their work, and last those of the pusher's [honest + 1]."""
     after: np.ndarray
-    """The anchor that the commit led to [numel]."""
+    """The anchor after the commit [numel]."""
 
 
 Bound = Callable[[Step], bool]

@@ -163,7 +163,7 @@ def test_nobody_asks_a_peer_for_its_state_that_claims_to_be_far_ahead_and_shows_
 
 
 def member_of_every_round(hostile: Hostile, in_group: Callable[[str, Plan], Any]) -> None:
-    """Be ready for every round, and run `in_group` as soon as a leader has proposed a plan."""
+    """Be ready for every round, and run `in_group` with the leader and the plan whenever a leader proposes one."""
 
     async def heard(_: Hostile, leader: str, message: Message) -> None:
         if isinstance(message, Propose):

@@ -1,4 +1,4 @@
-"""A closed swarm whose coordinator is gone for good still grows, where a peer was given the admission key."""
+"""A closed swarm whose coordinator is gone for good still grows if one of its peers has the admission key."""
 
 from __future__ import annotations
 

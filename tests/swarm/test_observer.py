@@ -165,7 +165,7 @@ Call = Callable[[], Awaitable[socket.socket]]
 
 @contextlib.asynccontextmanager
 async def serving(secret: SwarmSecret | None = None) -> AsyncIterator[Call]:
-    """A service of reports in this process, and how the peer `observer` calls it."""
+    """A service of reports in this process. Yields the function with which the peer `observer` calls it."""
     network = Network()
     service = ReportService("r", "peer", network.transport("peer"), lambda _: full_report(), secret=secret)
     await service.start()

@@ -70,7 +70,7 @@ def test_peers_that_differ_about_tls_use_it(swarm):
 
 def test_an_endpoint_that_leads_nowhere_costs_no_round(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.02)
-    # Nobody listens there.
+    # Nobody listens on this port.
     light.extra["announce_data_maddrs"] = ["/ip4/127.0.0.1/tcp/1"]
     peers = light.start_all(2)
     wait_until(lambda: all(peer.epoch >= 20 and runs_smoothly(peer) for peer in peers), "20 epochs")

@@ -66,7 +66,7 @@ def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(sw
 
 
 def recorded_by_both(one: LightPeer, other: LightPeer, contributors: list[int]) -> list[tuple[Any, Any]]:
-    """Both peers' records of the epochs with exactly these contributors, by their own records."""
+    """Both peers' records of each epoch that, by both records, exactly these contributors averaged."""
     ours, theirs = [
         {record["epoch"]: record for record in peer.epochs if record["contributors"] == contributors}
         for peer in (one, other)

@@ -1,4 +1,4 @@
-"""Constants of time are in one file."""
+"""All constants of time are defined in one file."""
 
 from __future__ import annotations
 

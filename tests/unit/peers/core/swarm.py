@@ -98,7 +98,7 @@ class Swarm(VirtualSwarm):
         self, names: Iterable[str] = "", *, settings: Settings = SETTINGS, train_s: float = 5.0
     ) -> None:
         durations = Durations(
-            load_s=(0.5, 0.5),  # By then it has heard the others.
+            load_s=(0.5, 0.5),  # Long enough for it to hear the others.
             step_s=train_s / settings.steps_per_epoch,
             reduce_s=(0.2, 0.2),
             fetch_s=(0.2, 0.2),

@@ -69,7 +69,7 @@ def test_a_token_and_a_ban_list_arrive_as_they_were_signed():
         ({}, OTHER_KEY, PEER, NOW, Why.FORGED),
         ({"run_id": "another"}, KEY, PEER, NOW, Why.FORGED),
     ],
-    # Peer ids are new each time.
+    # Peer ids differ in every test run, so they must not be part of the test ids.
     ids=range(8),
 )
 def test_a_token_opens_doors_for_its_holder_in_its_run_in_its_time(changes, key, shown_by, now, why):

@@ -157,7 +157,7 @@ def shows_each_another_state(to: str, message: Message) -> Message:
     ("liar", "lie"), [("a", keeps_the_genesis), ("d", never_signs), ("d", shows_each_another_state)]
 )
 def test_the_other_founders_begin_without_one_that(liar, lie):
-    """And nobody signs twice meanwhile."""
+    """Nor does any of them sign twice meanwhile."""
     swarm = founders("abcd", galaxy_size=3)
     swarm.tamper = lambda sender, to, message: lie(to, message) if sender == liar else message
     assert swarm.run_until(lambda: begun(swarm, "abcd".replace(liar, "")), 120)

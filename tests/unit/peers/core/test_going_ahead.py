@@ -1,4 +1,4 @@
-"""Where faults happen, a worker trains on while its commit is awaited (late_work.py)."""
+"""After a fault, or with overlapped rounds, a worker trains on while it awaits its commit (late_work.py)."""
 
 from dataclasses import replace
 from itertools import pairwise

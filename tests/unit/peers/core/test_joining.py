@@ -1,4 +1,4 @@
-"""Manifests that no honest peer has."""
+"""Which manifests are refused, which peer's manifest counts, and how their differences are named."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
 
 @pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
-    """Each member's reduction times out and suspects another honest member, on the liar's word."""
+    """Each member's reduction times out and suspects another member, on the liar's word."""
     swarm, liar, turn = founded(names), names[-1], count()
 
     def reduces(name: str, plan: Plan) -> tuple[str, frozenset[str], frozenset[str]] | None:

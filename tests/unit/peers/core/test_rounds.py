@@ -103,7 +103,7 @@ def test_a_leader_that_is_silent_in_every_attempt_does_not_stop_the_others():
 @pytest.mark.parametrize("at", [0.0, 4.995, 5.015, 5.1, 5.255, 5.265])
 @pytest.mark.parametrize("victim", "abc")
 def test_whoever_dies_and_whenever_the_others_commit_within_seconds(victim, at):
-    """While they train; once one is ready; with the plan, votes or the certificate under way; while they reduce."""
+    """`at`: in training; when one is ready; in a reduction; with the plan, votes or the certificate under way."""
     swarm = founded("abc")
     swarm.run(at)
     swarm.kill(victim)

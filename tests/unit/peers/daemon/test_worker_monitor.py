@@ -59,7 +59,7 @@ async def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_wor
     assert monitor.journal.loss == 2.5
     monitor.goes_ahead()
     shown.append(monitor.state)
-    # It has trained as far ahead as it may.
+    # The worker has trained as far ahead as it may.
     monitor.waits()
     shown.append(monitor.state)
     monitor.has_worker = has_worker

@@ -145,7 +145,7 @@ def test_a_death_is_known_to_all_once_its_neighbours_have_said_so(seed):
     town = Town(50, seed)
     town.pass_on()
     kill(town, "p7")
-    # While only some know of the death, peers disagree on who passes news to whom.
+    # While only some know of the death, the peers disagree on who passes news to whom, so several rounds are needed.
     for _ in range(8):
         town.pass_on()
         town.ask()

@@ -116,7 +116,7 @@ class World:
         )
 
     def check_overview(self, fates: Fates) -> None:
-        """`pods status` shows every living pod as one that may cost.
+        """Check that `pods status` shows every living pod as one that may cost money.
 
         With `fates`, a pod without a row may be missing: the provider may leave it out of its listing.
         """
@@ -230,7 +230,7 @@ def test_every_pod_ever_made_is_deleted_or_shown(tmp_path_factory, commands, rep
         world.check_overview({})
         world.check_overview(fates)
         world.now += pause_s
-    # From here on the provider behaves.
+    # From now on the provider makes no faults.
     world.now += max(DELAYS_S)
     for what in ("down", "reconcile", "reconcile", "down"):
         world.run(what, 0, None, {})

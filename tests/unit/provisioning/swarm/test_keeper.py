@@ -160,7 +160,7 @@ def test_a_machine_of_which_nobody_knows_is_not_replaced(watched):
     for _ in range(40):
         assert watched.look(replace(first(), is_there=None), second(RUNS)) == []
     assert watched.told == ["pod-0 is silent, but not replaced: it is unknown whether it still runs"]
-    # Its provider answers again, but the pod itself has not been asked since.
+    # Its provider answers again, from when on the pod's silence is counted anew.
     assert watched.look(first(), second(RUNS)) == []
 
 
