@@ -86,7 +86,7 @@ def test_a_machine_that_somebody_else_has_taken_is_not_offered(fleet, hosts):
 def test_another_host_key_than_the_pinned_one_ends_it_before_anything_is_sent(tmp_path, hosts, key):
     other = " ".join(asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().split()[:2])
     path = inventory(tmp_path / "machines.toml", hosts, key, host_key=f'"{other}"')
-    with pytest.raises(HostKeyChanged, match=r"another host key.*of one of yours, correct the host key"):
+    with pytest.raises(HostKeyChanged, match=r"another host key.*for your own, correct host_key"):
         TestFleet(tmp_path, lambda: SshProvider(path)).up(SPECS)
     assert not (hosts[0].home / PODS).exists()
 

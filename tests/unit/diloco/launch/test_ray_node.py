@@ -64,7 +64,7 @@ def test_nodes_of_different_sizes_are_refused_by_name(tmp_path):
 def test_pods_whose_ports_are_mapped_cannot_be_nodes_of_one_cluster(tmp_path):
     row = _row(Ledger(tmp_path / "pods.sqlite"), 0, 1)
     pod = Pod(id="1", label="x", is_ready=True, host="203.0.113.1", ports=((30001, 41001),))
-    with pytest.raises(UserError, match="pod-0 maps its ports"):
+    with pytest.raises(UserError, match="pod-0 is behind a port mapping"):
         check_reachable(row, pod, num_nodes=2)
     check_reachable(row, pod, num_nodes=1)
 

@@ -125,7 +125,7 @@ def test_a_batch_size_that_was_not_named_shrinks_to_fit():
 
 
 def test_batch_sizes_that_cannot_be_divided_among_ranks_are_refused():
-    with pytest.raises(UserError, match="the 5 ranks"):
+    with pytest.raises(UserError, match="this peer's 5 ranks"):
         with_fitting_batch_size(TrainConfig(total_batch_size=24), (), num_ranks=5)
 
 

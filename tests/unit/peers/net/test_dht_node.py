@@ -13,7 +13,11 @@ from peers.tasks import cancelled
 
 @pytest.mark.parametrize(
     ("ends", "words"),
-    [("p2pd", "has died .its last line"), ("read", "is not heard"), ("write", "is not heard")],
+    [
+        ("p2pd", "has died .its last line"),
+        ("read", "or lost its connection"),
+        ("write", "or lost its connection"),
+    ],
 )
 async def test_a_node_that_lost_p2pd_or_hears_it_no_more_says_so(monkeypatch, ends, words):
     monkeypatch.setattr(node, "PROBE_S", 0.0)
