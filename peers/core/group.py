@@ -1,8 +1,8 @@
 """The group rule: which peers are in the next commit on a head, whom it waits for, and how many are enough.
 
 A commit waits, within the grace (round.py), for every peer that trains on the head. A quorum of the roster is enough.
-Fewer are enough if every other roster member is gone or has been off this head for long (`can_do_without`). Every
-member evaluates this for itself, and checks the leader's plan against it.
+Fewer are enough if every other roster member is gone or off this head for long and not further (`can_do_without`).
+Every member evaluates this for itself, and checks the leader's plan against it.
 """
 
 from __future__ import annotations
