@@ -318,6 +318,10 @@ class Swarm:
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at
 
+    def is_silent_for(self, peer_id: str, seconds: float, now: float) -> bool:
+        """Whether `peer_id` is lost, or has sent nothing for so long."""
+        return not self.is_live(peer_id) or self.age_s(peer_id, now) >= seconds
+
     def strikes(self, peer_id: str) -> float:
         health = self._peers.get(peer_id)
         return health.strikes if health else 0.0

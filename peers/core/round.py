@@ -327,8 +327,9 @@ class Round:
         self._strike(turn, sender, decline.reason, 0.5)
         for peer_id in named:
             self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
-        gone = [peer_id for peer_id in named if not self._swarm.is_live(peer_id)]
-        lost = gone[0] if gone else self._pick_suspect([sender, *named])
+        # A peer that has missed half of the heartbeats after which it counts as lost is more likely to be at fault.
+        silent = [p for p in named if self._swarm.is_silent_for(p, self._timing.silence_s / 2, turn.now)]
+        lost = silent[0] if silent else self._pick_suspect([sender, *named])
         self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
 
     def _pick_suspect(self, peer_ids: Iterable[str]) -> str:

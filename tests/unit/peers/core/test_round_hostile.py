@@ -414,6 +414,18 @@ def test_a_member_cannot_have_the_leader_itself_or_strangers_left_out():
     assert set(a.of(Abort, made)[0].lost) <= {"b"}
 
 
+def test_of_a_member_and_the_one_it_accuses_the_one_that_has_missed_heartbeats_is_left_out():
+    for accuser, accused in (("b", "c"), ("c", "d"), ("d", "e")):
+        a = led_by_me()
+        a.hush(accused)
+        a.run(2)
+        made = a.say(
+            accuser,
+            Decline(head=a.peer.head, attempt=0, reason="no streams with it", suspects=(accused,)),
+        )
+        assert a.of(Abort, made)[0].lost == (accused,)
+
+
 def test_an_attempt_is_never_more_than_can_be_read_back():
     a, _ = led_by_another("abc")
     for name in "bc":
