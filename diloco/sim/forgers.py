@@ -14,7 +14,7 @@ from peers.core import effects, events
 from peers.core.effects import Broadcast, Effect, Send
 from peers.core.events import Event
 from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
-from peers.protocol.messages import Certificates, Propose, Status, Vote
+from peers.protocol.messages import Ask, Certificates, Propose, Status, Vote
 
 LONG_CHAIN = 8
 MANY_TOKENS = 1 << 61
@@ -103,28 +103,37 @@ def _alone(me: str, plan: Plan) -> Plan:
 
 @dataclass(kw_only=True)
 class Forger(Liar):
-    """Publishes certificates that it alone has signed, announces their head, and serves a made-up state for it."""
+    """Announces heads of certificates that it alone has signed; shows these, and serves a made-up state, to who asks."""
 
     length: int
-    _shown: Certificate | None = None
+    _shown: Sequence[Certificate] = ()
+    _forged: dict[str, Sequence[Certificate]] = field(default_factory=dict)
+    """Its made-up chains, by head."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
-        if isinstance(effect, Broadcast) and isinstance(effect.message, Status) and self._shown is not None:
-            head, epoch = self._shown.head, self._shown.plan.epoch
-            return (Broadcast(replace(effect.message, head=head, epoch=epoch, work=None)),)
+        match effect:
+            case Broadcast(Status() as status) if self._shown:
+                newest = self._shown[-1]
+                return (Broadcast(replace(status, head=newest.head, epoch=newest.plan.epoch, work=None)),)
+            case Send(_, Certificates(head)) if head in self._forged:
+                # Its Peer does not know this head.
+                return ()
         return (effect,)
 
     def answer(self, event: Event | None) -> Iterable[Effect]:
+        match event:
+            case events.Received(sender, Ask(head)) if head in self._forged:
+                return (Send(sender, Certificates(head=head, certificates=tuple(self._forged[head]))),)
         return ()
 
     def invent(self) -> Iterable[Effect]:
         if self.inner.certificate is None or self.rng.random() < 0.5:
             # Behave honestly for a while.
-            self._shown = None
+            self._shown = ()
             return ()
-        chain = self._forge(self._where_to_part())
-        self._shown = chain[-1]
-        return (Broadcast(Certificates(head=self._shown.head, certificates=tuple(chain))),)
+        self._shown = self._forge(self._where_to_part())
+        self._forged[self._shown[-1].head] = self._shown
+        return ()
 
     def _where_to_part(self) -> Certificate:
         """The head, or one of the two commits before it."""

@@ -118,6 +118,15 @@ def test_a_peer_that_adopts_a_forged_state_is_found():
         swarm.run(60.0)
 
 
+@pytest.mark.parametrize(("kind", "seed"), [("forges a commit", 133), ("forges a long chain", 285)])
+def test_a_peer_that_adopts_whatever_is_signed_is_found(monkeypatch, kind, seed):
+    monkeypatch.setattr(catch_up, "adoptable_prefix", lambda fork, **_: fork.theirs)
+    monkeypatch.setattr(catch_up.CatchUp, "_majority_stayed_at", lambda *_: False)
+    liar = schedules.draw(seed).liar
+    assert liar is not None and liar[1] == kind
+    assert "which no honest peer has held" in schedules.run(seed).fault
+
+
 def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
     monkeypatch.setattr(
         catch_up, "prefers_theirs", lambda fork: not fork.ours or not chain.prefers_theirs(fork)
