@@ -103,7 +103,7 @@ def _alone(me: str, plan: Plan) -> Plan:
 
 @dataclass(kw_only=True)
 class Forger(Liar):
-    """Announces heads of certificates that it alone has signed; shows these, and serves a made-up state, to who asks."""
+    """Announces heads of certificates that it alone has signed; gives these, and a made-up state, to whoever asks."""
 
     length: int
     _shown: Sequence[Certificate] = ()

@@ -122,8 +122,10 @@ class Invariants:
         if len(body.plan.contributors) < self._least_group:
             self.violated(f"{me} commits {certificate.head[:6]} with fewer than {self._least_group} members")
         given = [contributor.weight for contributor in body.plan.contributors]
-        if not all(map(math.isclose, given, fair := fair_weights(body.plan, self._settings))):
-            self.violated(f"{me} commits {certificate.head[:6]} with the weights {given}, not {fair}")
+        if peer.state is not None and peer.state.certificate is not None:
+            fair = fair_weights(body.plan, peer.state.certificate.plan, self._settings)
+            if not all(map(math.isclose, given, fair)):
+                self.violated(f"{me} commits {certificate.head[:6]} with the weights {given}, not {fair}")
         if not self._has_more_than(self._settings.quorum, certificate) and (
             others := self._who_takes_part(me, certificate)
         ):
@@ -281,8 +283,9 @@ class Invariants:
             self.violated(f"{me} goes to {certificate.head[:6]}, which not all of its members have signed")
 
 
-def fair_weights(plan: Plan, settings: Settings) -> list[float]:
+def fair_weights(plan: Plan, before: Plan, settings: Settings) -> list[float]:
     """The weights of a plan's contributions by what --hv.aggregation, --hv.max-weight and --hv.staleness-discount say.
+    `before`: the plan that it follows.
 
     Independent of peers/core/weights.py: an invariant must not share a bug with the code that it checks.
     """
@@ -299,8 +302,10 @@ def fair_weights(plan: Plan, settings: Settings) -> list[float]:
     if rule.rule == "clip" and (most_tokens := rule.max_weight * sorted(tokens)[middle]):
         tokens = [min(each, most_tokens) for each in tokens]
     shares = [each / sum(tokens) if any(tokens) else 1 / len(works) for each in tokens]
-    if rule.rule == "clip" and len(works) >= 3:
-        longest = 4 * norms[middle]
+    if rule.rule == "clip" and max(len(works), len(before.roster)) >= 3:
+        norms_before = sorted(contributor.work.norm for contributor in before.contributors)
+        is_compared = len(works) < 3 and norms_before
+        longest = 4 * max(norms[middle], norms_before[(len(norms_before) - 1) // 2] if is_compared else 0.0)
         shares = [
             share * min(1.0, longest / (work.norm or 1.0)) for share, work in zip(shares, works, strict=True)
         ]

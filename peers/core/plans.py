@@ -47,7 +47,8 @@ def plan_of(
     ranks = _ranks_of(before.roster, entries)
     order = sorted(entries, key=lambda peer_id: ranks[peer_id])
     works = [entries[peer_id].work for peer_id in order]
-    weights = settings.aggregation.weights_of(works, epoch, settings.num_fragments)
+    norms_before = [c.work.norm for c in before.contributors] if len(before.roster) > 2 else None
+    weights = settings.aggregation.weights_of(works, epoch, settings.num_fragments, norms_before=norms_before)
     kept = {
         peer_id
         for peer_id in ranks

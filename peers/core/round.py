@@ -24,6 +24,7 @@ from typing import NamedTuple
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
 from peers.core.group import Group, RoundContext
+from peers.core.health import FADE_EPOCHS
 from peers.core.plans import Entry
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Plan
@@ -327,9 +328,11 @@ class Round:
         self._strike(turn, sender, decline.reason, 0.5)
         for peer_id in named:
             self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
-        # A peer that has missed half of the heartbeats after which it counts as lost is more likely to be at fault.
-        silent = [p for p in named if self._swarm.is_silent_for(p, self._timing.silence_s / 2, turn.now)]
-        lost = silent[0] if silent else self._pick_suspect([sender, *named])
+        # Peers that have missed half of the heartbeats after which they count as lost are more likely to be at fault.
+        # All that are named must have: naming everybody is no way to put the blame on whoever is slow.
+        silence_s = self._timing.silence_s / 2
+        are_silent = [self._swarm.is_silent_for(peer_id, silence_s, turn.now) for peer_id in named]
+        lost = named[0] if named and all(are_silent) else self._pick_suspect([sender, *named])
         self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
 
     def _pick_suspect(self, peer_ids: Iterable[str]) -> str:
@@ -496,10 +499,12 @@ class Round:
             return
         if self._plan is not None and self._plan.attempt == abort.attempt:
             self._judge(turn, abort.votes, self._plan)
+        # A leader's turn comes once in as many epochs as there are members. At this weight, strikes fade twice as fast
+        # as one leader can add them: no single leader can exclude a peer.
+        weight = min(0.5, len(self._order) / (2 * FADE_EPOCHS))
         for peer_id in sorted(set(abort.lost) - {self._me, sender}):
-            # Half a strike, which fades before the same leader's next turn: no single leader can exclude a peer.
             if self._swarm.is_live(peer_id):
-                self._strike(turn, peer_id, abort.reason, 0.5)
+                self._strike(turn, peer_id, abort.reason, weight)
         lost = set(abort.lost) - {self._me} or ({sender} if self._leader_failed else set())
         self._fail(turn, f"its leader gave it up: {abort.reason}", lost)
 
@@ -521,7 +526,8 @@ class Round:
             return
         outliers, has_majority = _outliers(voted)
         self.is_outlier = self.is_outlier or self._me in outliers
-        # A single outlier is at fault itself. Several outliers may have been sent wrong sums by one of them.
+        # A single outlier counts as the cause, although another member may have sent wrong sums to it alone: the votes
+        # do not tell (docs/tutorials/security.md). Several outliers may have been sent wrong sums by one of them.
         weight = 1.0 if has_majority and len(outliers) == 1 else 0.5 / len(outliers)
         for peer_id in sorted(outliers - {self._me}):
             self._strike(turn, peer_id, "its digests differ from the others'", weight)

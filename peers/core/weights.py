@@ -55,8 +55,19 @@ class Aggregation:
     def least_group(self) -> int:
         return LEAST_ROBUST_GROUP if self.rule in ROBUST_RULES else 1
 
-    def weights_of(self, works: Sequence[Work], epoch: int, num_fragments: int) -> tuple[float, ...]:
-        """The weight of each contribution to the commit that ends in `epoch`; they sum to 1 unless some are clipped."""
+    def weights_of(
+        self,
+        works: Sequence[Work],
+        epoch: int,
+        num_fragments: int,
+        *,
+        norms_before: Sequence[float] | None = None,
+    ) -> tuple[float, ...]:
+        """The weight of each contribution to the commit that ends in `epoch`; they sum to 1 unless some are clipped.
+
+        `norms_before`: the norms of the commit before, for a group of two out of a larger roster. In a roster of two,
+        None: neither norm is more trustworthy than the other, and nothing is scaled down.
+        """
         if self.rule in ROBUST_RULES:
             return tuple(1 / len(works) for _ in works)
         ages = [max(0, epoch - work.based_on - num_fragments) for work in works]
@@ -69,9 +80,13 @@ class Aggregation:
         # Of two claims, median_low takes the lower one: with their mean, a peer could raise its own bound.
         most = self.max_weight * statistics.median_low(claims)
         shares = _shares([min(claim, most) for claim in claims] if most > 0 else claims)
+        usual = statistics.median_low([work.norm for work in works])
         if len(works) < LEAST_ROBUST_GROUP:
-            return shares
-        longest = CLIP_FACTOR * statistics.median_low([work.norm for work in works])
+            if norms_before is None:
+                return shares
+            # At least what was usual before: else a member could announce 0, to erase the other's work.
+            usual = max(usual, statistics.median_low(norms_before or [0.0]))
+        longest = CLIP_FACTOR * usual
         return tuple(
             share * min(1.0, longest / work.norm) if work.norm > 0 else share
             for share, work in zip(shares, works, strict=True)

@@ -180,7 +180,7 @@ def test_a_peer_that_stays_behind_with_a_liar_is_not_excused():
 
 
 def test_wrong_weights_on_which_all_agree_are_found(monkeypatch):
-    def first_counts(self, works, epoch, num_fragments):
+    def first_counts(self, works, epoch, num_fragments, **_):
         return (1.0, *(0.0 for _ in works[1:]))
 
     monkeypatch.setattr(Aggregation, "weights_of", first_counts)

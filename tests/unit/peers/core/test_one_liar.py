@@ -91,6 +91,24 @@ def test_a_leader_that_says_it_has_lost_everybody_else(names, declines):
     assert_they_go_on(swarm, honest, epochs=55, seconds=600)
 
 
+@pytest.mark.parametrize("names", ["abc", "abcd", "abcde"])
+def test_a_leader_that_says_it_has_lost_one_member_each_time_it_leads_does_not_have_it_left_out(names):
+    swarm, liar, victim = founded(names), names[-1], names[1]
+
+    def tamper(sender: str, to: str, message: Message) -> Message:
+        if sender == liar and isinstance(message, Propose):
+            plan = message.plan
+            return Abort(head=plan.parent, attempt=plan.attempt, reason="lost it", lost=(victim,))
+        return message
+
+    swarm.tamper = tamper
+    swarm.run(400)
+    made = committed(swarm["a"])
+    assert len(made) > 50
+    assert sum(victim in certificate.plan.signers for certificate in made[-50:]) >= 40
+    assert not swarm["a"].machine.swarm.term(victim)
+
+
 @pytest.mark.parametrize("phase", ["waiting", "ready"])
 def test_a_stranger_that_tells_each_member_another_world_rank(phase):
     swarm = founded("abcd")

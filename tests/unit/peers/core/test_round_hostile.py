@@ -426,6 +426,18 @@ def test_of_a_member_and_the_one_it_accuses_the_one_that_has_missed_heartbeats_i
         assert a.of(Abort, made)[0].lost == (accused,)
 
 
+def test_a_member_that_accuses_everybody_does_not_have_the_silent_one_left_out():
+    lost = []
+    for accuser in "cde":
+        a = led_by_me()
+        a.hush("b")
+        a.run(2)
+        others = tuple(set("bcde") - {accuser})
+        made = a.say(accuser, Decline(head=a.peer.head, attempt=0, reason="no", suspects=others))
+        lost += a.of(Abort, made)[0].lost
+    assert lost != ["b"] * 3
+
+
 def test_an_attempt_is_never_more_than_can_be_read_back():
     a, _ = led_by_another("abc")
     for name in "bc":

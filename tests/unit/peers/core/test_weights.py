@@ -10,20 +10,28 @@ from hypothesis import strategies as st
 
 from peers.core.weights import CLIP_FACTOR, RULES, Aggregation
 from peers.protocol.limits import MAX_COUNT, MAX_NORM, MAX_TOKENS
-from tests.unit.peers.core.made import work
+from tests.unit.peers.core.made import commit, genesis, work
 
 ROBUST = ("trimmed-mean", "centered-clip")
 
 
 def weights(
-    rule: str, tokens, norms=None, *, based_on=None, epoch: int = 1, num_fragments: int = 1, **others
+    rule: str,
+    tokens,
+    norms=None,
+    *,
+    based_on=None,
+    epoch: int = 1,
+    num_fragments: int = 1,
+    norms_before=None,
+    **others,
 ):
     norms, based_on = norms or [1.0] * len(tokens), based_on or [0] * len(tokens)
     works = [
         work(count, norm=norm, based_on=since)
         for count, norm, since in zip(tokens, norms, based_on, strict=True)
     ]
-    return Aggregation(rule=rule, **others).weights_of(works, epoch, num_fragments)
+    return Aggregation(rule=rule, **others).weights_of(works, epoch, num_fragments, norms_before=norms_before)
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -90,6 +98,25 @@ def test_a_long_pseudo_gradient_is_scaled_down_to_a_few_times_the_median_of_thre
     assert weights("clip", [1, 1, 1], [1.0, 1.0, 1000.0])[2] == pytest.approx(CLIP_FACTOR / 1000 / 3)
     assert weights("clip", [1, 1, 1], [1.0, 1.0, CLIP_FACTOR])[2] == pytest.approx(1 / 3)
     assert weights("clip", [1, 1], [1.0, 1000.0]) == pytest.approx((0.5, 0.5))
+
+
+@pytest.mark.parametrize("norms_before", [[], [1.0, 1.0, 1.0], [1.0, CLIP_FACTOR], [0.0, 1.0]])
+def test_two_of_a_larger_roster_are_compared_with_each_other_and_with_the_commit_before(norms_before):
+    found = weights("clip", [1, 1], [1.0, 1000.0], norms_before=norms_before)
+    assert found == pytest.approx((0.5, CLIP_FACTOR / 1000 / 2))
+
+
+def test_one_of_two_that_announces_no_norm_does_not_erase_the_other_s_work():
+    assert weights("clip", [1, 1], [1.0, 0.0], norms_before=[1.0, 1.0, 0.0]) == pytest.approx((0.5, 0.5))
+    # Norms grow while the learning rate warms up.
+    assert weights("clip", [1, 1], [9.0, 9.0], norms_before=[1.0, 1.0]) == pytest.approx((0.5, 0.5))
+
+
+def test_a_plan_compares_the_norms_of_two_where_the_roster_has_three():
+    works = {"a": work(norm=1.0), "b": work(norm=1000.0)}
+    for names, shares in (("ab", (0.5, 0.5)), ("abc", (0.5, CLIP_FACTOR / 1000 / 2))):
+        plan = commit(genesis(names), "ab", works=works).plan
+        assert [contributor.weight for contributor in plan.contributors] == pytest.approx(shares)
 
 
 def test_every_commit_that_a_contribution_has_missed_discounts_it():
