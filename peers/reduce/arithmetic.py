@@ -83,7 +83,8 @@ class Arithmetic:
         self._kept = residuals.for_attempt(plan) if residuals is not None else None
         residual = self._kept.contribution_residual if self._kept is not None else None
         self._contribution = PseudoGradient.of_tensors(anchor, local, residual)
-        self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
+        # Rounded to fp32 once, as every member applies them.
+        self._weights = [np.float32(weight) for weight in plan.weights]
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._sum_energy_left = {mate: plan.sum_bound(mate) for mate in plan.mates}
         self._result_energy_left = [plan.result_bound(owner) for owner in range(len(plan.members))]

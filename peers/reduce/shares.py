@@ -83,7 +83,8 @@ def likely_neighbours(me: str, bandwidths: Mapping[str, float], rule: Rule) -> s
 
 
 def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim: float) -> ReducePlan:
-    """The reduction of a plan, the same on all members but for `me`. Raises ProtocolError for an invalid group."""
+    """The reduction of a plan, the same on all members but for `me`. Raises ProtocolError if two of its members
+    have one world rank."""
     arrangement = Arrangement.of(plan, numel, rule)
     contributors = arrangement.contributors
     return ReducePlan(
