@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from diloco.doctor.reachability import ReachabilityProbe
 from diloco.options.flags import HvConfig
 from peers.admission.own_token import Applicant, NoIssuer, request_token
 from peers.admission.secrets import SwarmSecret, load_secret
-from peers.core.admission import Admission
 from peers.errors import PeersError, UserError
 from peers.net.dht.bootstrap import ClockOff
 from peers.net.dht.node import Dht, announced
@@ -96,7 +94,7 @@ async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, witho
     """The peers of a run by world rank, then coordinators; with a secret, only those whose records it verifies."""
     from peers.admission.ranks import coordinators
 
-    gate = Gate(Admission(run_id, secret.public_key if secret else None))
+    gate = Gate(run_id, secret.public_key if secret else None)
     peers = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_quietly)
     found = {
         peer.peer_id: Member(
@@ -172,7 +170,7 @@ def _kept_token(identity: Identity, run_id: str, secret: SwarmSecret) -> tuple[b
     """The stored token if it is valid, else b"" and why it is not; b"" and None if there is none."""
     try:
         blob = identity.path.with_suffix(".token").read_bytes()
-        Admission(run_id, secret.public_key).check(identity.peer_id, blob, time.time())
+        Gate(run_id, secret.public_key).check_token(identity.peer_id, blob)
     except OSError:
         return b"", None
     except Refused as error:

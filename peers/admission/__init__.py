@@ -1,5 +1,5 @@
 """Who may be in a run, and as which rank: secrets, tokens, ban lists, the ledger of world ranks.
 
 Start with service.py, which keeps a process's token valid; issuer.py issues tokens, ranks.py assigns world ranks. The
-decision itself is in core/admission.py; every part that accepts peers asks for it through net/gate.py.
+decision itself is in net/gate.py, which every part that accepts peers asks.
 """

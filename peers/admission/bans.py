@@ -17,7 +17,6 @@ from pathlib import Path
 from msgspec.msgpack import Decoder
 
 from peers.admission.secrets import AdmissionKey
-from peers.core.admission import Admission
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.net.channel import Channel, call
 from peers.net.dht.node import Dht, announced
@@ -125,7 +124,7 @@ async def change_bans(
     `ban`: peer ids, or endings that fit only one peer of the swarm. `unban`: likewise, for peers on the list. Without
     either, the current list is spread. Raises UserError.
     """
-    gate = Gate(Admission(run_id, key.secret.public_key))
+    gate = Gate(run_id, key.secret.public_key)
     load_into(gate, kept_at)
     with SocketDirectory() as directory:
         identity = load_or_create(directory.path / "admission.key")

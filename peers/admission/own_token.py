@@ -16,10 +16,10 @@ from msgspec.msgpack import Decoder
 
 from peers.admission.issuer import Issuer
 from peers.admission.secrets import SwarmSecret
-from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.net.channel import call
 from peers.net.dht.node import Dht, announced
+from peers.net.gate import Gate
 from peers.net.private_files import write_private
 from peers.protocol.admission import Issued, Join, Nonce, Proof, admission_protocol
 from peers.protocol.records import COORDINATOR_KEY, ISSUERS_KEY, CoordinatorRecord
@@ -91,7 +91,7 @@ class OwnToken:
         who = self._applicant
         try:
             blob = self._path.read_bytes()
-            Admission(who.run_id, who.secret.public_key).check(who.peer_id, blob, time.time())
+            Gate(who.run_id, who.secret.public_key).check_token(who.peer_id, blob)
         except (OSError, Refused):
             return b""
         return blob

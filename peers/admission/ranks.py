@@ -34,16 +34,15 @@ async def request_rank(
     wanted: int | None,
     *,
     timeout_s: float,
-    gate: Gate | None = None,
+    gate: Gate,
     token: bytes = b"",
 ) -> Grant | None:
     """Ask the run's coordinator for a world rank; None when no coordinator answers within `timeout_s`.
 
-    `gate` decides who may be a coordinator (default: anybody); `token` is shown to it. Raises UserError if a
+    `gate` decides who may be a coordinator; `token` is shown to it. Raises UserError if a
     coordinator refuses this peer, or says that another live peer holds the wanted rank, and no other coordinator grants
     one: in an open swarm strangers may claim to be coordinators. Asking again gives the same rank.
     """
-    gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
     # A peer that names its rank needs no coordinator, and most likely there is none.
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, OFTEN_S)

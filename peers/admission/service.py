@@ -13,7 +13,6 @@ from peers.admission import bans
 from peers.admission.issuer import Issuer
 from peers.admission.own_token import Applicant, OwnToken
 from peers.admission.secrets import AdmissionSettings
-from peers.core.admission import Admission
 from peers.errors import PeersError, ProtocolError
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
@@ -43,7 +42,7 @@ class AdmissionService:
         """Raises UserError."""
         self.secret = settings.secret()
         """The swarm secret; None in an open swarm."""
-        self.gate = Gate(Admission(run_id, self.secret.public_key if self.secret else None))
+        self.gate = Gate(run_id, self.secret.public_key if self.secret else None)
         guard_storage(dht, run_id, self.gate)
         self._run_id, self._identity, self._dht = run_id, identity, dht
         self._bans_path = identity.path.with_suffix(".bans")
@@ -113,7 +112,7 @@ class AdmissionService:
         """Load the ban list on disk, unless it bans this peer: it may have been unbanned since, and the first peer that
         it meets has the newest list."""
         assert self.secret is not None
-        kept = Gate(Admission(self._run_id, self.secret.public_key))
+        kept = Gate(self._run_id, self.secret.public_key)
         bans.load_into(kept, self._bans_path)
         if self._identity.peer_id not in kept.bans.peer_ids:
             self.gate.learn(kept.bans_blob)

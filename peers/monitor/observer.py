@@ -18,7 +18,6 @@ from msgspec.msgpack import Decoder
 
 from peers.admission import bans
 from peers.admission.secrets import SwarmSecret
-from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.monitor.observations import LOST, SILENT, Observations
 from peers.monitor.report_service import proof_of
@@ -66,7 +65,7 @@ async def observing(
 
     Raises UserError when nobody answers in time.
     """
-    gate = Gate(Admission(run_id, secret.public_key if secret else None))
+    gate = Gate(run_id, secret.public_key if secret else None)
     async with contextlib.AsyncExitStack() as stack:
         # An observer needs no identity that lasts.
         directory = stack.enter_context(SocketDirectory())

@@ -67,10 +67,9 @@ class Mesh:
         on_change: Callable[[], None],
         post: Callable[[events.Event], None],
         on_manifest: Callable[[Announcement, Manifest | WantManifest], None],
-        gate: Gate | None = None,
+        gate: Gate,
     ) -> None:
-        """`gate` decides who is admitted; default: every peer. `post` takes events for the core, `on_manifest` messages
-        about the manifest."""
+        """`post` takes events for the core, `on_manifest` messages about the manifest."""
         self._peer_id, self._own_record = peer_id, own_record
         self._on_change, self._post, self._on_manifest = on_change, post, on_manifest
         self._number, self._signed, self._signed_at = 0, b"", float("-inf")
@@ -80,13 +79,13 @@ class Mesh:
         self._left_to_them: set[str] = set()
         self._waiting: dict[str, list[Carried]] = {}
         """Messages for peers to which a channel is being opened."""
-        self._gate = gate or Gate.open(run_id)
-        self._gate.on_bans.append(self._spread_bans)
+        self._gate = gate
+        gate.on_bans.append(self._spread_bans)
         self._channels = Channels(
             peer_id=peer_id,
             protocol=mesh_protocol(run_id),
             transport=transport,
-            gate=self._gate,
+            gate=gate,
             run_id=run_id,
             mesh=self,
         )

@@ -94,7 +94,7 @@ class Record(Struct, frozen=True, kw_only=True):
     maddrs: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_MADDRS)]
     time: Real
     token: TokenBytes = b""
-    """Admits the peer (peers/core/admission.py); the reader checks it. Empty in an open swarm."""
+    """Admits the peer (peers/net/gate.py); the reader checks it. Empty in an open swarm."""
 
     def encode(self, keys: Keys) -> bytes:
         """The signed record, as the DHT stores it under the subkey `peer_id`. Raises ValueError if it is too long."""

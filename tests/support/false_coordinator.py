@@ -38,7 +38,7 @@ class FalseCoordinator:
         self._hostile.spawn(self._announce_forever())
 
     async def is_the_newest(self) -> bool:
-        known = await coordinators(self._hostile.dht, self._hostile.run_id, Gate.open(self._hostile.run_id))
+        known = await coordinators(self._hostile.dht, self._hostile.run_id, Gate(self._hostile.run_id))
         return len(known) > 1 and max(known, key=lambda record: record.time).peer_id == self.peer_id
 
     @property

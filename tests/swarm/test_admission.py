@@ -20,6 +20,7 @@ from peers.admission.ranks import request_rank
 from peers.admission.secrets import AdmissionKey, SwarmSecret
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.channel import Channel
+from peers.net.gate import Gate
 from peers.net.paths import greeting
 from peers.net.paths.tls import Credentials
 from peers.protocol import relays, states
@@ -74,7 +75,9 @@ def refused_at_the_mesh(hostile: Hostile, peer_id: str) -> Any:
 
 async def refused_by_the_coordinator(hostile: Hostile) -> None:
     with pytest.raises(UserError):
-        await request_rank(hostile.dht, RUN_ID, None, timeout_s=5.0, token=hostile.claims["token"])
+        await request_rank(
+            hostile.dht, RUN_ID, None, timeout_s=5.0, gate=Gate(RUN_ID), token=hostile.claims["token"]
+        )
 
 
 async def refused_a_token(hostile: Hostile, run: Closed, secret: Any) -> Why:

@@ -13,7 +13,9 @@ from peers.admission.ranks import request_rank
 from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.errors import UserError
 from peers.net.dht.node import Dht
+from peers.net.gate import Gate
 from peers.net.identity import Identity, load
+from peers.protocol.admission import Grant
 from peers.protocol.records import PEERS_KEY, Announcement
 from tests.support.announcements import announced
 from tests.support.members import LOOPBACK, eventually, joined
@@ -58,6 +60,10 @@ def announcement(dht: Dht, rank: int) -> Announcement:
     return announced(dht.peer_id, run_id=RUN, world_rank=rank, tokens_per_s=10.0)
 
 
+async def rank_for(dht: Dht, wanted: int | None) -> Grant | None:
+    return await request_rank(dht, RUN, wanted, timeout_s=10, gate=Gate(RUN))
+
+
 async def announce(dht: Dht, identity: Identity, record: Announcement) -> None:
     record = replace(record, time=time.time())
     assert await dht.store(PEERS_KEY(RUN), dht.peer_id, record.encode(identity), 20)
@@ -67,26 +73,26 @@ async def test_ranks_are_assigned_kept_across_restarts_and_never_shared(tmp_path
     async with coordinating(tmp_path / "state") as coordinator:
         address = await coordinator.address()
         async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
-            first = await request_rank(a, RUN, None, timeout_s=10)
-            second = await request_rank(b, RUN, None, timeout_s=10)
+            first = await rank_for(a, None)
+            second = await rank_for(b, None)
             assert (first.world_rank, second.world_rank) == (0, 1)
             assert (first.galaxy_size, second.galaxy_size) == (1, 2)
             with pytest.raises(UserError, match=f"world rank 0 is taken by the live peer {a.peer_id}"):
-                await request_rank(b, RUN, 0, timeout_s=10)
+                await rank_for(b, 0)
     async with coordinating(tmp_path / "state") as coordinator:
         address = await coordinator.address()
         async with joined(tmp_path, "c", address) as c, joined(tmp_path, "b", address) as b:
-            assert (await request_rank(c, RUN, None, timeout_s=10)).world_rank == 2
-            assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
+            assert (await rank_for(c, None)).world_rank == 2
+            assert (await rank_for(b, None)).world_rank == 1
 
 
 async def test_a_holder_that_does_not_answer_yields_its_rank(tmp_path):
     async with coordinating(tmp_path / "state") as coordinator:
         address = await coordinator.address()
         async with joined(tmp_path, "a", address) as a:
-            assert (await request_rank(a, RUN, 5, timeout_s=10)).world_rank == 5
+            assert (await rank_for(a, 5)).world_rank == 5
         async with joined(tmp_path, "b", address) as b:
-            assert (await request_rank(b, RUN, 5, timeout_s=10)).world_rank == 5
+            assert (await rank_for(b, 5)).world_rank == 5
 
 
 async def test_ranks_that_peers_brought_along_are_respected(tmp_path):
@@ -94,9 +100,9 @@ async def test_ranks_that_peers_brought_along_are_respected(tmp_path):
         address = await coordinator.address()
         async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
             await announce(a, load(tmp_path / "a.key"), announcement(a, 0))
-            assert (await request_rank(b, RUN, None, timeout_s=10)).world_rank == 1
+            assert (await rank_for(b, None)).world_rank == 1
             with pytest.raises(UserError, match="taken"):
-                await request_rank(b, RUN, 0, timeout_s=10)
+                await rank_for(b, 0)
 
 
 async def test_a_coordinator_tells_of_joins_epochs_and_leaves(tmp_path):
@@ -115,7 +121,7 @@ async def test_a_coordinator_tells_of_joins_epochs_and_leaves(tmp_path):
 async def test_without_a_coordinator_there_is_no_grant(tmp_path, bootstrap):
     async with joined(tmp_path, "a", bootstrap) as a:
         began = time.monotonic()
-        assert await request_rank(a, "uncoordinated", 0, timeout_s=120) is None
+        assert await request_rank(a, "uncoordinated", 0, timeout_s=120, gate=Gate("uncoordinated")) is None
         # It gave up because it found no coordinator, not because its time was over.
         assert time.monotonic() - began < 120
 

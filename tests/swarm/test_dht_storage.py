@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 import peers
 from peers.admission.service import guard_storage
-from peers.core.admission import Admission
 from peers.net.gate import Gate
 from peers.net.identity import load
 from peers.protocol.records import PEERS_KEY, Announcement
@@ -28,10 +27,10 @@ def announcement(peer_id: str) -> Announcement:
 
 async def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
     async with joined(tmp_path, "a") as a:
-        guard_storage(a, RUN_ID, Gate(Admission(RUN_ID)))
+        guard_storage(a, RUN_ID, Gate(RUN_ID))
         (address,) = await a.maddrs()
         async with joined(tmp_path, "b", address) as b, joined(tmp_path, "stranger", address) as stranger:
-            guard_storage(b, RUN_ID, Gate(Admission(RUN_ID)))
+            guard_storage(b, RUN_ID, Gate(RUN_ID))
             key, record = PEERS_KEY(RUN_ID), announcement(b.peer_id)
             mine = record.encode(load(tmp_path / "b.key"))
             assert await b.store(key, b.peer_id, mine, 20)

@@ -14,7 +14,6 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from peers.admission.secrets import AdmissionKey
-from peers.core.admission import Admission
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
@@ -61,7 +60,7 @@ async def asker(directory: Path, bootstrap: str, gate: Gate | None = None) -> As
         # The member's DHT has locked the key file, so load the same key from a copy.
         (directory / "copy.key").write_bytes((directory / "member.key").read_bytes())
         identity = load_or_create(directory / "copy.key")
-        service = Reachability(RUN, identity, member.transport, gate or Gate.open(RUN))
+        service = Reachability(RUN, identity, member.transport, gate or Gate(RUN))
         await service.start()
         maddrs = await member.maddrs()
         async with joined(directory, "asker", *maddrs, client_mode=True) as dht:
@@ -181,7 +180,7 @@ async def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap, mo
 
 async def test_in_a_closed_swarm_only_who_is_admitted_is_answered(tmp_path, bootstrap):
     key = AdmissionKey.new()
-    gate = Gate(Admission(RUN, key.secret.public_key))
+    gate = Gate(RUN, key.secret.public_key)
     async with asker(tmp_path, bootstrap, gate) as ours:
         with pytest.raises(Refused) as refused:
             async with ours.asking():

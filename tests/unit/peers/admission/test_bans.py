@@ -6,19 +6,18 @@ from peers.admission import bans
 from peers.admission.bans import resolved
 from peers.admission.issuer import Issuer
 from peers.admission.secrets import AdmissionKey, AdmissionSettings, load_or_create_key
-from peers.core.admission import Admission
 from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.protocol.refusal import Refused
 from peers.protocol.tokens import BanList
-from tests.unit.peers.core.test_admission import new_peer_id
+from tests.unit.peers.net.test_gate import new_peer_id
 
 KEY = AdmissionKey.new()
 PEERS = [new_peer_id() for _ in range(3)]
 
 
 def gate() -> Gate:
-    return Gate(Admission("run", KEY.secret.public_key))
+    return Gate("run", KEY.secret.public_key)
 
 
 def signed(version: int, *peer_ids: str) -> bytes:

@@ -26,7 +26,7 @@ def store(monkeypatch):
     """A function that stores a record of this length under the run's key, and returns whether it was accepted."""
     monkeypatch.setattr(Announcement, "decode", lambda peer_id, *_, run_id: announced(peer_id))
     dht = FakeDht()
-    guard_storage(dht, "run", Gate.open("run"))
+    guard_storage(dht, "run", Gate("run"))
     check = dht.checks[PEERS_KEY("run")]
 
     def store(subkey, num_bytes, now=NOW):

@@ -78,11 +78,12 @@ def a_presence(identity, dht=None):
             on_change=lambda: None,
             post=lambda event: None,
             on_manifest=lambda sender, message: None,
+            gate=Gate(RUN_ID),
         ),
         galaxy_size=1,
         describe=lambda: None,
         on_change=lambda: None,
-        gate=Gate.open(RUN_ID),
+        gate=Gate(RUN_ID),
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from peers.admission.secrets import AdmissionKey
-from peers.core.admission import Admission
 from peers.daemon import rollout_service
 from peers.daemon.rollout_queue import Taken
 from peers.daemon.rollout_service import RolloutService, WeightsFile, way_to
@@ -53,7 +52,7 @@ class Loopback:
 
 
 def service_with(gate: Gate | None = None) -> RolloutService:
-    return RolloutService(RUN, ME, gate or Gate.open(RUN), lambda: {"mode": "grpo"})
+    return RolloutService(RUN, ME, gate or Gate(RUN), lambda: {"mode": "grpo"})
 
 
 def publish(service: RolloutService, directory: Path, step: int = 3, content: bytes = CONTENT) -> BlobName:
@@ -218,7 +217,7 @@ async def test_who_was_left_out_gets_no_policy_and_hears_why(identity, tmp_path)
 
 
 async def test_who_is_not_admitted_hears_why(identity, tmp_path):
-    service = service_with(Gate(Admission(RUN, b"k" * 32)))
+    service = service_with(Gate(RUN, b"k" * 32))
     publish(service, tmp_path)
     with pytest.raises(Refused, match="no token"):
         async with stream_to(service, identity):
@@ -227,7 +226,7 @@ async def test_who_is_not_admitted_hears_why(identity, tmp_path):
 
 async def test_a_peer_that_is_banned_while_its_stream_stands_hands_nothing_more_over(identity, tmp_path):
     key = AdmissionKey.new()
-    service = service_with(Gate(Admission(RUN, key.secret.public_key)))
+    service = service_with(Gate(RUN, key.secret.public_key))
     publish(service, tmp_path)
     token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=0.0, expires=1e12, serial=1)
     async with stream_to(service, identity, token.encode(key.private_key)) as stream:

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from peers.admission.secrets import AdmissionKey
 from peers.core import events
-from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
 from peers.net import channels as channels_module
 from peers.net import mesh as mesh_module
@@ -68,7 +67,7 @@ def mesh_over(
         on_change=lambda: None,
         post=post,
         on_manifest=lambda *_: None,
-        gate=gate,
+        gate=gate or Gate("run"),
     )
 
 
@@ -268,7 +267,7 @@ class Ends:
             (claim_slot(directory, "run", rank) for rank in range(2)), key=lambda i: i.peer_id
         )
         self.wire = Wire({identity.peer_id: 0.0 for identity in self.identities})
-        self.gates = [Gate(Admission("run", self.key.secret.public_key)) for _ in self.identities]
+        self.gates = [Gate("run", self.key.secret.public_key) for _ in self.identities]
         for gate, banned in zip(self.gates, lists, strict=True):
             if banned is not None:
                 gate.learn(self.signed(banned))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from peers.admission.secrets import AdmissionKey
-from peers.core import admission
-from peers.core.admission import Admission
 from peers.errors import ProtocolError
+from peers.net import gate
+from peers.net.gate import Gate
 from peers.protocol import libp2p_keys, tokens
 from peers.protocol.limits import MAX_BANS_BYTES
 from peers.protocol.refusal import Refused, Why
@@ -29,7 +29,7 @@ def new_peer_id() -> str:
     return libp2p_keys.peer_id_of(libp2p_keys.public_key(key))
 
 
-PEER, OTHER = new_peer_id(), new_peer_id()
+PEER, OTHER, DOOR = new_peer_id(), new_peer_id(), "mesh"
 TOKEN = Token(run_id="run", peer_id=PEER, not_before=NOW, expires=NOW + 100, serial=7)
 JSON = st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9) | st.binary(max_size=9),
@@ -38,9 +38,13 @@ JSON = st.recursive(
 )
 
 
-def why_refused(decision: Admission, blob: bytes, peer_id: str = PEER, now: float = NOW) -> Why | None:
+def gate_at(now: float = NOW) -> Gate:
+    return Gate("run", PUBLIC, clock=lambda: now)
+
+
+def why_refused(decision: Gate, blob: bytes, peer_id: str = PEER) -> Why | None:
     try:
-        decision.check(peer_id, blob, now)
+        decision.check(peer_id, blob, DOOR)
     except Refused as error:
         return error.why
     return None
@@ -74,48 +78,52 @@ def test_a_token_and_a_ban_list_arrive_as_they_were_signed():
 )
 def test_a_token_opens_doors_for_its_holder_in_its_run_in_its_time(changes, key, shown_by, now, why):
     blob = replace(TOKEN, **changes).encode(key.private_key)
-    assert why_refused(Admission("run", PUBLIC), blob, shown_by, now) is why
+    assert why_refused(gate_at(now), blob, shown_by) is why
 
 
 def test_without_an_admission_key_everybody_is_let_in():
-    decision = Admission("run")
+    decision = Gate("run")
     assert decision.is_open and why_refused(decision, b"") is None
-    decision.check_shown(PEER, NOW)
+    decision.check_shown(PEER, DOOR)
     assert not decision.learn(bans(1, PEER)) and why_refused(decision, b"") is None
 
 
 def test_who_has_shown_a_token_is_known_until_it_expires_or_he_is_banned():
-    decision, blob = Admission("run", PUBLIC), TOKEN.encode(KEY.private_key)
+    now = NOW
+    decision, blob = Gate("run", PUBLIC, clock=lambda: now), TOKEN.encode(KEY.private_key)
     with pytest.raises(Refused, match="shown no token"):
-        decision.check_shown(PEER, NOW)
-    decision.check(PEER, blob, NOW)
-    decision.check_shown(PEER, NOW + 99)
+        decision.check_shown(PEER, DOOR)
+    decision.check(PEER, blob, DOOR)
+    now = NOW + 99
+    decision.check_shown(PEER, DOOR)
+    now = NOW + 101
     with pytest.raises(Refused, match="expired"):
-        decision.check_shown(PEER, NOW + 101)
+        decision.check_shown(PEER, DOOR)
+    now = NOW
     assert decision.learn(bans(1, PEER))
-    for refused in (lambda: decision.check_shown(PEER, NOW), lambda: decision.check(PEER, blob, NOW)):
+    for refused in (lambda: decision.check_shown(PEER, DOOR), lambda: decision.check(PEER, blob, DOOR)):
         with pytest.raises(Refused, match="banned"):
             refused()
     assert decision.learn(bans(2))
-    decision.check_shown(PEER, NOW)
+    decision.check_shown(PEER, DOOR)
 
 
 def test_no_number_of_tokens_takes_more_memory_than_is_given_to_them(monkeypatch):
-    monkeypatch.setattr(admission, "MAX_SHOWN", 3)
-    decision = Admission("run", PUBLIC)
+    monkeypatch.setattr(gate, "MAX_SHOWN", 3)
+    decision = gate_at()
     peer_ids = [new_peer_id() for _ in range(5)]
     for peer_id in peer_ids:
-        decision.check(peer_id, replace(TOKEN, peer_id=peer_id).encode(KEY.private_key), NOW)
+        decision.check(peer_id, replace(TOKEN, peer_id=peer_id).encode(KEY.private_key), DOOR)
     assert [why_refused(decision, b"", peer_id) for peer_id in peer_ids] == [Why.NO_TOKEN] * 5
     with pytest.raises(Refused):
-        decision.check_shown(peer_ids[0], NOW)
-    decision.check_shown(peer_ids[-1], NOW)
+        decision.check_shown(peer_ids[0], DOOR)
+    decision.check_shown(peer_ids[-1], DOOR)
 
 
 def test_of_two_ban_lists_the_higher_version_holds_whatever_the_order():
     lists = [bans(1, PEER), bans(2, OTHER), bans(2, PEER, OTHER), bans(3)]
     for order in (lists, lists[::-1], [lists[2], lists[1], lists[0]], [lists[1], lists[2]]):
-        decision = Admission("run", PUBLIC)
+        decision = gate_at()
         for blob in order:
             decision.learn(blob)
         newest = max(order, key=lambda blob: BanList.decode(blob, PUBLIC).order)
@@ -124,7 +132,7 @@ def test_of_two_ban_lists_the_higher_version_holds_whatever_the_order():
 
 
 def test_the_same_ban_list_in_another_encoding_is_not_a_newer_one():
-    decision, blob = Admission("run", PUBLIC), bans(1, PEER)
+    decision, blob = gate_at(), bans(1, PEER)
     envelope = msgspec.msgpack.decode(blob)
     again = encode(dict(reversed(envelope.items())))
     assert again != blob and BanList.decode(again, PUBLIC) == BanList.decode(blob, PUBLIC)
@@ -135,7 +143,7 @@ def test_the_same_ban_list_in_another_encoding_is_not_a_newer_one():
     "blob", [bans(9, PEER, key=OTHER_KEY), bans(9, PEER, run_id="another"), b"\0", b"\xc1"]
 )
 def test_a_ban_list_of_another_run_or_key_is_no_ban_list(blob):
-    decision = Admission("run", PUBLIC)
+    decision = gate_at()
     with pytest.raises(ProtocolError):
         decision.learn(blob)
     assert decision.bans.version == 0
