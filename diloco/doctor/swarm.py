@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.doctor.reachability import ReachabilityProbe
 from diloco.options.flags import HvConfig
-from peers.admission.own_token import Applicant, NoIssuer, request_token
+from peers.admission.own_token import NoIssuer, request_token
 from peers.admission.secrets import SwarmSecret, load_secret
 from peers.errors import PeersError, UserError
 from peers.net.dht.bootstrap import ClockOff
@@ -155,8 +155,7 @@ async def _check_admission(
         return passed("admission", "the swarm is open and needs no secret"), b""
     kept, problem = _kept_token(identity, hv.run_id, secret)
     try:
-        applicant = Applicant(hv.run_id, identity.peer_id, secret)
-        token = await request_token(dht, applicant, timeout_s=ADMISSION_TIMEOUT_S)
+        token = await request_token(dht, hv.run_id, secret, timeout_s=ADMISSION_TIMEOUT_S)
         return passed("admission", "the secret is correct, and a token was issued"), token
     except Refused as error:
         return failed(

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.msgpack import Decoder
@@ -37,8 +36,9 @@ _RENEWALS = 100
 class OwnToken:
     """`issuer`: this process's own issuer, if it issues tokens itself."""
 
-    def __init__(self, dht: Dht, applicant: Applicant, path: Path, issuer: Issuer | None) -> None:
-        self._dht, self._applicant, self._path, self._issuer = dht, applicant, path, issuer
+    def __init__(self, dht: Dht, run_id: str, secret: SwarmSecret, path: Path, issuer: Issuer | None) -> None:
+        self._dht, self._run_id, self._secret = dht, run_id, secret
+        self._path, self._issuer = path, issuer
         self._renew_at = 0.0
         self.blob = self._kept()
 
@@ -55,7 +55,7 @@ class OwnToken:
             # While the old token is valid, do not wait long for a new one.
             self._take(await self._new(PROBE_S if self.blob else CONNECT_S))
         except Refused as error:
-            raise UserError(error.why.advice(self._applicant.peer_id)) from error
+            raise UserError(error.why.advice(self._dht.peer_id)) from error
         except NoIssuer as error:
             if not self.blob:
                 raise UserError(_nobody(error)) from error
@@ -63,7 +63,7 @@ class OwnToken:
     async def renew(self) -> None:
         """Renew the token if it is time. Raises PeersError once it has expired."""
         if time.time() >= (expires := self._token().expires):
-            raise PeersError(Why.EXPIRED.advice(self._applicant.peer_id))
+            raise PeersError(Why.EXPIRED.advice(self._dht.peer_id))
         if not self._is_half_over() or time.monotonic() < self._renew_at:
             return
         try:
@@ -76,8 +76,8 @@ class OwnToken:
 
     async def _new(self, timeout_s: float) -> bytes:
         if self._issuer is not None:
-            return self._issuer.issue(self._applicant.peer_id, time.time())
-        return await request_token(self._dht, self._applicant, timeout_s=timeout_s)
+            return self._issuer.issue(self._dht.peer_id, time.time())
+        return await request_token(self._dht, self._run_id, self._secret, timeout_s=timeout_s)
 
     def _take(self, blob: bytes) -> None:
         self.blob = blob
@@ -88,16 +88,15 @@ class OwnToken:
 
     def _kept(self) -> bytes:
         """The token kept on disk, if it is still valid."""
-        who = self._applicant
         try:
             blob = self._path.read_bytes()
-            Gate(who.run_id, who.secret.public_key).check_token(who.peer_id, blob)
+            Gate(self._run_id, self._secret.public_key).check_token(self._dht.peer_id, blob)
         except (OSError, Refused):
             return b""
         return blob
 
     def _token(self) -> Token:
-        return Token.decode(self.blob, self._applicant.secret.public_key)
+        return Token.decode(self.blob, self._secret.public_key)
 
     def _is_half_over(self) -> bool:
         token = self._token()
@@ -124,15 +123,6 @@ _NONCE = Decoder(Nonce)
 _ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
 
 
-@dataclass(frozen=True)
-class Applicant:
-    """The peer that wants a token, and its credentials."""
-
-    run_id: str
-    peer_id: str
-    secret: SwarmSecret
-
-
 class NoIssuer(PeerUnreachable):
     """No issuer answers. `others`: there are issuers with another admission key; `coordinators`: there are coordinators
     without admission."""
@@ -142,17 +132,16 @@ class NoIssuer(PeerUnreachable):
         self.others, self.coordinators = others, coordinators
 
 
-async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> bytes:
+async def request_token(dht: Dht, run_id: str, secret: SwarmSecret, *, timeout_s: float) -> bytes:
     """A new token from whichever issuer grants it first: all are asked at once, so none can hold this peer up.
 
     Raises Refused when all that answer refuse, NoIssuer when none answers within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    run_id = applicant.run_id
     others = coordinators = False
     while (left_s := deadline - time.monotonic()) > 0:
-        records = (await issuers(dht, applicant))[:MAX_ASKED]
-        if (token := await _ask_all(dht, records, applicant, left_s)) is not None:
+        records = (await issuers(dht, run_id, secret))[:MAX_ASKED]
+        if (token := await _ask_all(dht, records, secret, left_s)) is not None:
             return token
         # A single look-up may miss records.
         found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
@@ -164,11 +153,11 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
 
 
 async def _ask_all(
-    dht: Dht, records: Sequence[CoordinatorRecord], applicant: Applicant, timeout_s: float
+    dht: Dht, records: Sequence[CoordinatorRecord], secret: SwarmSecret, timeout_s: float
 ) -> bytes | None:
     """The first token that an issuer grants; None if none answers. Raises Refused if none grants one."""
     refused: Refused | None = None
-    asking = [asyncio.create_task(_ask(dht, record, applicant, timeout_s)) for record in records]
+    asking = [asyncio.create_task(_ask(dht, record, secret, timeout_s)) for record in records]
     try:
         for answer in asyncio.as_completed(asking):
             try:
@@ -184,31 +173,31 @@ async def _ask_all(
     return None
 
 
-async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
+async def issuers(dht: Dht, run_id: str, secret: SwarmSecret) -> list[CoordinatorRecord]:
     """All peers that announce themselves as issuers and show a valid token, the newest announcement first."""
 
     def check(record: CoordinatorRecord) -> None:
-        token = Token.decode(record.token, applicant.secret.public_key)
-        if (token.run_id, token.peer_id) != (applicant.run_id, record.peer_id):
-            raise ProtocolError(f"{record.peer_id} shows a token of another peer or run")
+        Token.checked(record.token, secret.public_key, run_id=run_id, peer_id=record.peer_id)
 
-    found = await announced(dht, ISSUERS_KEY(applicant.run_id), CoordinatorRecord, applicant.run_id, check)
+    found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, check)
     return sorted(found.values(), key=lambda record: -record.time)
 
 
-async def _ask(dht: Dht, record: CoordinatorRecord, applicant: Applicant, timeout_s: float) -> bytes:
+async def _ask(dht: Dht, record: CoordinatorRecord, secret: SwarmSecret, timeout_s: float) -> bytes:
     """Raises Refused, PeerUnreachable, ProtocolError."""
     limit_s = min(max(timeout_s, 0.001), ANSWER_S)
-    protocol = admission_protocol(applicant.run_id)
+    run_id = record.run_id
+    protocol = admission_protocol(run_id)
     with await call(
         dht.transport, record.peer_id, protocol, timeout_s=limit_s, maddrs=record.maddrs
     ) as channel:
         await channel.send(Join(), limit_s)
         nonce = (await channel.read(_NONCE, limit_s)).nonce
-        proof = applicant.secret.proof(applicant.run_id, applicant.peer_id, record.peer_id, nonce)
+        proof = secret.proof(run_id, dht.peer_id, record.peer_id, nonce)
         await channel.send(Proof(proof=proof), limit_s)
         blob = unless_refused(await channel.read(_ANSWER, limit_s)).token
-    token = Token.decode(blob, applicant.secret.public_key)
-    if (token.run_id, token.peer_id) != (applicant.run_id, applicant.peer_id):
-        raise ProtocolError("it issued a token for another peer or run")
+    try:
+        Token.checked(blob, secret.public_key, run_id=run_id, peer_id=dht.peer_id)
+    except Refused as error:
+        raise ProtocolError(f"it issued a token that admits nobody here: {error.why}") from error
     return blob

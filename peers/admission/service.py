@@ -11,7 +11,7 @@ import time
 
 from peers.admission import bans
 from peers.admission.issuer import Issuer
-from peers.admission.own_token import Applicant, OwnToken
+from peers.admission.own_token import OwnToken
 from peers.admission.secrets import AdmissionSettings
 from peers.errors import PeersError, ProtocolError
 from peers.net.dht.node import Dht
@@ -58,8 +58,8 @@ class AdmissionService:
             )
         self._own: OwnToken | None = None
         if self.secret is not None:
-            applicant = Applicant(run_id, identity.peer_id, self.secret)
-            self._own = OwnToken(dht, applicant, identity.path.with_suffix(".token"), self._issuer)
+            path = identity.path.with_suffix(".token")
+            self._own = OwnToken(dht, run_id, self.secret, path, self._issuer)
 
     @property
     def token(self) -> bytes:

@@ -89,11 +89,7 @@ class Gate:
             raise Refused(Why.NO_TOKEN)
         shown, token = self._shown.get(peer_id, (b"", None))
         if token is None or shown != blob:
-            token = Token.decode(blob, self._public_key)
-            if token.run_id != self._run_id:
-                raise Refused(Why.FORGED)
-            if token.peer_id != peer_id:
-                raise Refused(Why.ANOTHERS)
+            token = Token.checked(blob, self._public_key, run_id=self._run_id, peer_id=peer_id)
         now = self._clock()
         if now < token.not_before - CLOCK_TOLERANCE_S:
             raise Refused(Why.EARLY)

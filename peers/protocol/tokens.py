@@ -52,6 +52,16 @@ class Token(Struct, frozen=True):
         except ProtocolError as error:
             raise Refused(Why.FORGED) from error
 
+    @classmethod
+    def checked(cls, blob: bytes, public_key: bytes, *, run_id: str, peer_id: str) -> Token:
+        """As `decode`. Raises Refused also for the token of another run or peer."""
+        token = cls.decode(blob, public_key)
+        if token.run_id != run_id:
+            raise Refused(Why.FORGED)
+        if token.peer_id != peer_id:
+            raise Refused(Why.ANOTHERS)
+        return token
+
 
 class BanList(Struct, frozen=True):
     """Peers that are refused even with a token. Of two lists of a run the one with the greater `order` is valid."""

@@ -15,7 +15,7 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from diloco.cli.app import exit_code
-from peers.admission.own_token import Applicant, request_token
+from peers.admission.own_token import request_token
 from peers.admission.ranks import request_rank
 from peers.admission.secrets import AdmissionKey, SwarmSecret
 from peers.errors import PeersError, PeerUnreachable, UserError
@@ -82,7 +82,7 @@ async def refused_by_the_coordinator(hostile: Hostile) -> None:
 
 async def refused_a_token(hostile: Hostile, run: Closed, secret: Any) -> Why:
     with pytest.raises(Refused) as caught:
-        await request_token(hostile.dht, Applicant(RUN_ID, hostile.identity.peer_id, secret), timeout_s=5.0)
+        await request_token(hostile.dht, RUN_ID, secret, timeout_s=5.0)
     return caught.value.why
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from peers.admission import own_token
 from peers.admission.issuer import Issuer
-from peers.admission.own_token import Applicant, NoIssuer, OwnToken, request_token
+from peers.admission.own_token import NoIssuer, OwnToken, request_token
 from peers.admission.secrets import AdmissionKey, AdmissionSettings, SwarmSecret
 from peers.errors import PeerUnreachable
 from peers.net.identity import load_or_create
@@ -25,7 +25,7 @@ SILENT, BROKEN = "silent", "broken"
 
 
 class Issuers:
-    """The DHT as an applicant sees it: issuers by name, some of which only claim to be issuers."""
+    """The DHT as a peer without a token sees it: issuers by name, some of which only claim to be issuers."""
 
     def __init__(self, directory, announced):
         self.key = AdmissionKey.new()
@@ -67,8 +67,7 @@ class Issuers:
         return ours
 
     def ask(self, timeout_s=60.0):
-        applicant = Applicant(RUN_ID, self.peer_id, self.secret)
-        return asyncio.run(request_token(self, applicant, timeout_s=timeout_s))
+        return asyncio.run(request_token(self, RUN_ID, self.secret, timeout_s=timeout_s))
 
 
 @pytest.mark.parametrize("announced", [[SILENT, BROKEN, "real"], ["real", SILENT], ["real"]])
@@ -106,8 +105,7 @@ def test_a_token_for_another_peer_is_not_taken(tmp_path, monkeypatch):
 
 def test_a_token_is_renewed_once_half_its_time_is_over_and_not_before(tmp_path, monkeypatch):
     issuers, now = Issuers(tmp_path, ["real"]), time.time()
-    applicant = Applicant(RUN_ID, issuers.peer_id, issuers.secret)
-    own = OwnToken(issuers, applicant, tmp_path / "own.token", issuers.real)
+    own = OwnToken(issuers, RUN_ID, issuers.secret, tmp_path / "own.token", issuers.real)
     asyncio.run(own.obtain())
     given = own.blob
     for share, is_kept in ((0.4, True), (0.6, False)):
