@@ -63,7 +63,6 @@ class Issuer:
             peer_id=peer_id,
             not_before=now,
             expires=now + self._settings.token_days * 86_400.0,
-            serial=secrets.randbits(60),
         )
         return token.encode(self._key().private_key)
 

@@ -239,7 +239,7 @@ class Observer:
                 maddrs=maddrs,
             )
         with channel:
-            await channel.send(reports.Hello(version=reports.VERSION), DIAL_TIMEOUT_S)
+            await channel.send(reports.Hello(), DIAL_TIMEOUT_S)
             said = await channel.read(_FIRST, DIAL_TIMEOUT_S)
             if isinstance(said, reports.Busy):
                 raise PeerUnreachable("it already reports to as many observers as it can")

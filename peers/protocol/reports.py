@@ -21,7 +21,6 @@ from peers.protocol.limits import MAX_REAL, Count, HashOrNone, Real, ShownText, 
 from peers.protocol.records import MAX_RECORD_BYTES
 from peers.protocol.wire import Struct
 
-VERSION = 1
 MAX_POINTS = 256
 MAX_ROUNDS = 32
 MAX_INCIDENTS = 32
@@ -50,7 +49,7 @@ def report_protocol(run_id: str) -> str:
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    version: Count
+    pass
 
 
 class Busy(Struct, frozen=True, tag="busy"):

@@ -27,7 +27,7 @@ MAX_BANNED = 400
 """As many as fit into MAX_BANS_BYTES."""
 
 # Signed prefixes (domain separation): a signature under a token is never valid under a ban list, and vice versa.
-_TOKEN, _BANS = b"diloco token v2\0", b"diloco bans v2\0"
+_TOKEN, _BANS = b"diloco token v3\0", b"diloco bans v2\0"
 
 T = TypeVar("T")
 
@@ -39,7 +39,6 @@ class Token(Struct, frozen=True):
     peer_id: PeerId
     not_before: Real
     expires: Real
-    serial: Count
 
     def encode(self, key: Ed25519PrivateKey) -> bytes:
         return _signed(_TOKEN, encode(self), key)

@@ -265,7 +265,7 @@ def test_a_token_that_has_expired_and_that_nobody_renews_is_found(quiet_bootstra
     (tmp_path / "secret").write_text(key.secret.to_text())
     identity = load_or_create(tmp_path / "state" / "diloco" / RUN / "0.key")
     now = time.time()
-    token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=now - 600, expires=now - 60, serial=1)
+    token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=now - 600, expires=now - 60)
     identity.path.with_suffix(".token").write_bytes(token.encode(key.private_key))
     identity.release()
     found = network("--initial-peers", quiet_bootstrap, "--swarm-secret-file", tmp_path / "secret")

@@ -39,9 +39,7 @@ class Closed:
     def token(self, peer_id: str, *, lasts_s: float = 600.0, key: AdmissionKey | None = None) -> bytes:
         """An admission token that the coordinator (or the holder of `key`) could have issued a minute ago."""
         now = time.time()
-        token = Token(
-            run_id=self.run_id, peer_id=peer_id, not_before=now - 60, expires=now + lasts_s, serial=1
-        )
+        token = Token(run_id=self.run_id, peer_id=peer_id, not_before=now - 60, expires=now + lasts_s)
         return token.encode((key or self.key).private_key)
 
     def change_bans(self, **changes: Any) -> ChangedBans:

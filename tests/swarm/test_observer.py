@@ -24,7 +24,7 @@ from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
-from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
+from peers.protocol.reports import Busy, Hello, Report, report_protocol
 from peers.timing import RECORD_TTL_S
 from tests.support.in_process import Network
 from tests.support.members import eventually
@@ -177,7 +177,7 @@ async def serving(secret: SwarmSecret | None = None) -> AsyncIterator[Call]:
 
 async def hello(call: Call) -> Channel:
     channel = Channel(await call())
-    await channel.send(Hello(version=VERSION), 5.0)
+    await channel.send(Hello(), 5.0)
     return channel
 
 
@@ -220,7 +220,7 @@ async def test_observers_are_so_many_at_most_and_make_room_when_they_go(monkeypa
 
 
 @pytest.mark.parametrize(
-    "words", [b"\xc1" * 50, msgpack.packb({"type": "hello"}), msgpack.packb({"type": "rank"})]
+    "words", [b"\xc1" * 50, msgpack.packb({"type": "hello", "more": 1}), msgpack.packb({"type": "rank"})]
 )
 async def test_who_says_anything_else_is_hung_up_on(words):
     async with serving() as call:

@@ -228,7 +228,7 @@ async def test_a_peer_that_is_banned_while_its_stream_stands_hands_nothing_more_
     key = AdmissionKey.new()
     service = service_with(Gate(RUN, key.secret.public_key))
     publish(service, tmp_path)
-    token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=0.0, expires=1e12, serial=1)
+    token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=0.0, expires=1e12)
     async with stream_to(service, identity, token.encode(key.private_key)) as stream:
         first = stream.welcome.next_number
         assert await stream.hand_over(signed(rollout(first, POLICY), identity)) == ""

@@ -279,7 +279,7 @@ class Ends:
 
     def record(self, rank):
         now, peer_id = time.time(), self.identities[rank].peer_id
-        token = Token(run_id="run", peer_id=peer_id, not_before=now - 1, expires=now + 60, serial=1)
+        token = Token(run_id="run", peer_id=peer_id, not_before=now - 1, expires=now + 60)
         return spoken(peer_id, world_rank=rank, token=token.encode(self.key.private_key))
 
     def mesh(self, rank):

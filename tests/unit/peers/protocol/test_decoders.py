@@ -201,7 +201,7 @@ WORDS: dict[str, list[Any]] = {
     ],
     "a rollout": [rollout()],
     "to those who look on": [
-        reports.Hello(version=1),
+        reports.Hello(),
         Nonce(nonce=b"n" * NONCE_BYTES),
         Proof(proof=b"p" * PROOF_BYTES),
         reports.Busy(),
