@@ -17,7 +17,7 @@ from pathlib import Path
 from peers.admission.secrets import AdmissionSettings
 from peers.admission.service import AdmissionService
 from peers.core import joining
-from peers.daemon.agreement import check_settings
+from peers.daemon.agreement import check_manifest, check_settings
 from peers.daemon.config import DaemonConfig
 from peers.daemon.generator import Generator
 from peers.daemon.link import Accept, listen
@@ -199,10 +199,7 @@ class RolloutPeer:
         """Take over the run's settings. Raises UserError if they contradict the user, ProtocolError if they are invalid
         or differ from those of earlier learners."""
         proposal, theirs = self._config.manifest, dict(manifest)
-        try:
-            joining.check_manifest(theirs)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
+        check_manifest(theirs)
         if wrong := joining.misfits(proposal, theirs):
             raise ProtocolError(f"its manifest has other types: {', '.join(wrong)[:200]}")
         if self._manifest:
