@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peers.errors import UserError
-from peers.protocol.admission import Grant, Taken
+from peers.protocol.admission import Taken
 from peers.timing import ANSWER_S
 
 _SCHEMA = """
@@ -44,7 +44,7 @@ class RankLedger:
         *,
         evict: str | None = None,
         avoid: Collection[int] = (),
-    ) -> Grant | Taken:
+    ) -> int | Taken:
         """Give this identity a rank: the wanted one, else the one it has, else the lowest free one.
 
         Repeating it gives the same rank. If another identity has the wanted rank, the answer is Taken, unless that
@@ -59,16 +59,11 @@ class RankLedger:
                 return Taken(holder=holder)
             self._db.execute("DELETE FROM holders WHERE world_rank = ? OR peer_id = ?", (rank, peer_id))
             self._db.execute("INSERT INTO holders VALUES (?, ?)", (rank, peer_id))
-            return Grant(world_rank=rank, galaxy_size=self.known())
+            return rank
 
     def holder(self, world_rank: int) -> str | None:
         row = self._db.execute("SELECT peer_id FROM holders WHERE world_rank = ?", (world_rank,)).fetchone()
         return row[0] if row else None
-
-    def known(self) -> int:
-        """How many identities hold a rank."""
-        (count,) = self._db.execute("SELECT count(*) FROM holders").fetchone()
-        return int(count)
 
     def close(self) -> None:
         """May be repeated."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 from msgspec.msgpack import Decoder
-from msgspec.structs import replace
 
 from peers.admission.ledger import RankLedger
 from peers.errors import PeerUnreachable, ProtocolError, UserError
@@ -141,9 +140,9 @@ class Registrar:
         answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(held))
         if isinstance(answer, Taken) and not await self._is_there(answer.holder):
             answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
-        if not isinstance(answer, Grant):
+        if isinstance(answer, Taken):
             return answer
-        return replace(answer, galaxy_size=self._num_around(peer_id, others))
+        return Grant(world_rank=answer, galaxy_size=self._num_around(peer_id, others))
 
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
         """Peers that are present or arriving, `peer_id` included. (The ledger also contains dead ones.)"""

@@ -6,7 +6,7 @@ import pytest
 
 from peers.admission.ledger import RankLedger
 from peers.errors import UserError
-from peers.protocol.admission import Grant, Taken
+from peers.protocol.admission import Taken
 
 PEERS = [f"peer-{index}" for index in range(5)]
 
@@ -19,30 +19,30 @@ def ledger(tmp_path):
 
 
 def test_ranks_are_given_from_zero_and_the_same_identity_gets_its_own_again(ledger):
-    assert [ledger.assign(peer).world_rank for peer in PEERS[:3]] == [0, 1, 2]
-    assert ledger.assign(PEERS[1]) == Grant(world_rank=1, galaxy_size=3)
+    assert [ledger.assign(peer) for peer in PEERS[:3]] == [0, 1, 2]
+    assert ledger.assign(PEERS[1]) == 1
 
 
 def test_a_wanted_rank_of_another_identity_is_taken_until_it_is_evicted(ledger):
     for _ in range(2):
-        assert ledger.assign("holder", 7) == Grant(world_rank=7, galaxy_size=1)
+        assert ledger.assign("holder", 7) == 7
     assert ledger.assign("claimant", 7) == Taken(holder="holder")
     assert ledger.assign("claimant", 7, evict="somebody else") == Taken(holder="holder")
-    assert ledger.assign("claimant", 7, evict="holder") == Grant(world_rank=7, galaxy_size=1)
+    assert ledger.assign("claimant", 7, evict="holder") == 7
     assert ledger.assign("holder", 7) == Taken(holder="claimant")
 
 
 def test_an_identity_that_asks_for_another_rank_gives_up_its_own(ledger):
     ledger.assign("a", 0)
-    assert ledger.assign("a", 5).world_rank == 5
+    assert ledger.assign("a", 5) == 5
     assert ledger.holder(0) is None
-    assert ledger.assign("b").world_rank == 0
+    assert ledger.assign("b") == 0
 
 
 def test_ranks_in_use_elsewhere_are_avoided_unless_asked_for(ledger):
-    assert ledger.assign("a", avoid={0, 1}).world_rank == 2
-    assert ledger.assign("a", avoid={2}).world_rank == 0
-    assert ledger.assign("b", 1, avoid={1}).world_rank == 1
+    assert ledger.assign("a", avoid={0, 1}) == 2
+    assert ledger.assign("a", avoid={2}) == 0
+    assert ledger.assign("b", 1, avoid={1}) == 1
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path):
