@@ -26,6 +26,7 @@ from peers.daemon.host import WorkerHost
 from peers.daemon.link import Accept
 from peers.daemon.pledges import Pledges
 from peers.daemon.presence import Presence
+from peers.daemon.reporting import Reporting
 from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -34,7 +35,6 @@ from peers.daemon.worker_monitor import WorkerMonitor
 from peers.errors import PeersError, UserError
 from peers.monitor.prometheus import metrics_served
 from peers.monitor.report_service import ReportService
-from peers.monitor.reporting import Reporting
 from peers.net.dht.node import Dht
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh
@@ -108,7 +108,17 @@ class Daemon:
             config.run_id, identity.peer_id, admission.gate, lambda: self._agreement.manifest
         )
         self._host = WorkerHost(self._agreement, self._monitor, self._rollouts)
-        self._reporting = self._new_reporting()
+        self._reporting = Reporting(
+            hardware=config.hardware,
+            identity=identity,
+            describe=self._describe,
+            agreement=self._agreement,
+            monitor=self._monitor,
+            mesh=self._presence.mesh,
+            network=self._network,
+            rollouts=self._rollouts,
+            runtime=lambda: self._runtime,
+        )
         self._reports = ReportService(
             config.run_id,
             identity.peer_id,
@@ -283,22 +293,6 @@ class Daemon:
             ),
             on_change=self._core_changed,
             on_tell=lambda tell: self._monitor.journal.happened(time.time(), tell.text),
-        )
-
-    def _new_reporting(self) -> Reporting:
-        return Reporting(
-            self._monitor.journal,
-            hardware=self._config.hardware,
-            identity=self._identity,
-            describe=self._describe,
-            met=lambda: self._presence.mesh.peers,
-            standing=lambda: self._monitor.standing,
-            phase=lambda: self._monitor.phase,
-            run=lambda: self._monitor.run_figures,
-            link_bytes_per_s=lambda: self._runtime.averaging.bandwidth.bytes_per_s if self._runtime else 0.0,
-            forwarded_bytes=lambda: self._network.forwarded_bytes,
-            certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
-            rollout_peers=self._rollouts.senders_shown,
         )
 
     def _core_changed(self) -> None:

@@ -13,12 +13,10 @@ from peers.core.round import Stage
 from peers.core.schedule import Schedule
 from peers.daemon.agreement import Agreement
 from peers.daemon.averaging import WorkInHand
-from peers.daemon.config import codec_of
 from peers.daemon.presence import Presence
 from peers.daemon.runtime import Runtime
-from peers.monitor.journal import Journal
+from peers.monitor.journal import Journal, entry_of
 from peers.monitor.phases import Doing, PhaseClock, training_left_s
-from peers.monitor.reporting import RunFigures, entry_of
 from peers.protocol.mesh import OWN_WORKER, WORKER
 from peers.protocol.records import State
 from peers.protocol.reports import Evaluation, Phase, Point, Standing
@@ -81,7 +79,7 @@ class WorkerMonitor:
             return lacking if lacking and here else Doing("starting", self.preparing)
         if self.state == "waiting":
             return lacking or Doing("waiting for the state")
-        told, end_step = self.told, self.run_figures.end_step
+        told, end_step = self.told, self.end_step
         if told is not None and told.name != _TRAINING:
             return told
         left_s = training_left_s(self.journal.curve.points, self.step, end_step)
@@ -100,18 +98,11 @@ class WorkerMonitor:
         )
 
     @property
-    def run_figures(self) -> RunFigures:
-        if not self._agreement.digest:
-            return RunFigures()
-        manifest, schedule = self._agreement.manifest, self._schedule
+    def end_step(self) -> int:
+        """The nominal step at which training ends; 0: not known."""
+        manifest = self._agreement.manifest
         ends = [int(manifest[name] or 0) for name in ("max_steps", "total_steps") if manifest.get(name)]
-        return RunFigures(
-            steps_per_epoch=schedule.steps_per_epoch,
-            end_step=min(ends, default=0),
-            step_s=self.step_s,
-            compression=codec_of(manifest),
-            overlaps=schedule.overlap_steps != 0,
-        )
+        return min(ends, default=0)
 
     # What happens
 
@@ -147,7 +138,7 @@ class WorkerMonitor:
     def averaged(self, outcome: EpochOutcome) -> None:
         """The worker has an answer."""
         self.local_step = outcome.local_step
-        self.journal.committed(entry_of(outcome))
+        self.journal.committed(entry_of(outcome, time.time()))
         self.is_in_trouble("worker", "")
         if self._agreement.manifest.get(WORKER) == OWN_WORKER:
             log.info("%s", self._epoch_in_words(outcome))

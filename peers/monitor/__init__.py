@@ -1,6 +1,6 @@
 """What people and programs are told about this peer, and about the whole swarm.
 
-Start with reporting.py: what a peer reports about itself. observer.py asks all peers (`diloco status`, the dashboard),
-and summary.py sums up their answers. phases.py says what a peer is doing and when it will be done, verdict.py in one
-sentence whether all is well.
+Start with report_service.py, which tells observers what a peer reports about itself (daemon/reporting.py). observer.py
+asks all peers (`diloco status`, the dashboard), and summary.py sums up their answers. phases.py says what a peer is
+doing and when it will be done, verdict.py in one sentence whether all is well.
 """

@@ -18,11 +18,14 @@ from peers.protocol.reports import (
     MAX_SHOWN_RANKS,
     MAX_TEXT,
     MAX_TROUBLES,
+    PARTS,
     Evaluation,
     Incident,
+    Parts,
     Point,
     RoundEntry,
 )
+from peers.state.handover import EpochOutcome
 from peers.timing import OFTEN_S
 
 
@@ -96,9 +99,21 @@ class Journal:
         return _rate(self.rounds, lambda entry: entry.received_bytes)
 
 
-def shown_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
-    """As many as a report may hold."""
-    return tuple(sorted(ranks))[:MAX_SHOWN_RANKS]
+def entry_of(outcome: EpochOutcome, now: float) -> RoundEntry:
+    """What the journal keeps of an epoch that ends now."""
+    return RoundEntry(
+        time=now,
+        epoch=outcome.epoch,
+        fragment=outcome.fragment,
+        anchor_digest=outcome.anchor_digest,
+        contributors=tuple(sorted(outcome.contributors))[:MAX_SHOWN_RANKS],
+        sent_bytes=outcome.sent_bytes,
+        received_bytes=outcome.received_bytes,
+        num_failures=outcome.num_failures,
+        failures=shown_failures(outcome.failures),
+        parts=Parts(**{part: getattr(outcome, part) for part in PARTS}),
+        round_s=outcome.round_s,
+    )
 
 
 def shown_failures(reasons: Iterable[str]) -> tuple[str, ...]:
