@@ -139,10 +139,20 @@ class LightWorker:
         self._record("epoch", **answer, **anchor)
         self._is_over = self._is_last
         if self._settings.get("checkpoints") and not self._is_over:
-            directory = f"{self._settings['checkpoints']}/{self._epoch % 2}"
-            self._link.send("checkpoint", directory=directory)
-            failed = self._link.receive("checkpointed", "failed").get("reason", "")
-            self._record("checkpoint", failed=failed)
+            self._record(
+                "checkpoint", failed=self._save(f"{self._settings['checkpoints']}/{self._epoch % 2}")
+            )
+
+    def _save(self, directory: str) -> str:
+        """Have the daemon write its state. Returns why it could not; empty: it has."""
+        self._link.send("snapshot", directory=directory)
+        answer = self._link.receive("snapped", "failed")
+        if answer["kind"] == "snapped":
+            link = WorkerLink.connect(os.environ[LINK_ENV])
+            link.send("written", directory=directory)
+            answer = link.receive("checkpointed", "failed")
+            link.close()
+        return answer.get("reason", "")
 
 
 class Recorder:

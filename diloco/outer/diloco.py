@@ -220,9 +220,9 @@ class Diloco:
         return commit
 
     def checkpoint(self, directory: Path) -> None:
-        """Have the daemon write its outer state into `directory`. Raises DilocoError if it cannot."""
-        if self._exchange is not None:
-            self._save(self._exchange, "checkpoint", "checkpointed", directory)
+        """Have the daemon write its outer state into `directory`, and wait for it. Raises DilocoError if it cannot."""
+        files = self.snapshot(directory)
+        on_rank_zero(files.wait)
 
     def snapshot(self, directory: Path) -> OuterFiles:
         """Have the daemon write its outer state, as it is now, into `directory` while training continues.
@@ -231,7 +231,9 @@ class Diloco:
         """
         if self._exchange is None:
             return OuterFiles(directory)
-        self._save(self._exchange, "snapshot", "snapped", directory)
+        answer = self._exchange.ask("snapshot", "snapped", "failed", directory=str(directory.absolute()))
+        if answer["kind"] == "failed":
+            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
         return OuterFiles(directory, self._exchange.link_path)
 
     def finish(self) -> None:
@@ -244,11 +246,6 @@ class Diloco:
         self._exchange.ask("finished", "bye")
         self._exchange.close()
         self._exchange, self._is_over = None, True
-
-    def _save(self, exchange: Exchange, kind: str, done: str, directory: Path) -> None:
-        answer = exchange.ask(kind, done, "failed", directory=str(directory.absolute()))
-        if answer["kind"] == "failed":
-            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
 
     def _start(self, exchange: Exchange, restored: Restored | None) -> None:
         exchange.weights.put()

@@ -229,10 +229,8 @@ class WorkerHost:
                 # With overlap, the worker may still be in the epoch that the last commit ended.
                 if since_commit >= 0:
                     self.runtime.post(events.WorkerTrains(since_commit, self._monitor.step_s))
-            case "checkpoint" | "snapshot":
-                await self._save(
-                    connection, Path(message["directory"]), waits=message["kind"] == "checkpoint"
-                )
+            case "snapshot":
+                await self._save(connection, Path(message["directory"]))
             case "finished":
                 await connection.send("bye")
                 self.finished.set()
@@ -285,8 +283,8 @@ class WorkerHost:
         else:
             await connection.send("pending")
 
-    async def _save(self, connection: DaemonConnection, directory: Path, *, waits: bool) -> None:
-        """Begin to write the outer state. Answer the worker at once or, if `waits`, when the state is written."""
+    async def _save(self, connection: DaemonConnection, directory: Path) -> None:
+        """Begin to write the outer state. The worker is answered at once."""
         try:
             state = self.runtime.state
             if state is None:
@@ -296,7 +294,7 @@ class WorkerHost:
         except OSError as error:
             await connection.send("failed", reason=str(error))
         else:
-            await (self._report_written(connection, directory) if waits else connection.send("snapped"))
+            await connection.send("snapped")
 
     async def _report_written(self, connection: DaemonConnection, directory: Path) -> None:
         try:

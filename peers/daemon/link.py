@@ -17,9 +17,7 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
                                           |  ahead {epoch, data_base}   (the commit is awaited: go on training)
     poll {}                             ->   (after each step of a worker that has gone ahead)
                                         <-   committed {...} | pending {}
-    checkpoint {directory}              ->
-                                        <-   checkpointed {files, head} | failed {reason}
-    snapshot {directory}                ->   (as `checkpoint`, but training continues meanwhile)
+    snapshot {directory}                ->   (begin to write the outer state; training continues meanwhile)
                                         <-   snapped {} | failed {reason}
     written {directory}                 ->   (on a connection of its own, without a hello: asks for the snapshot's end)
                                         <-   checkpointed {files, head} | failed {reason}

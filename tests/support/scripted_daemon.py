@@ -59,8 +59,6 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
             epoch = message["epoch"] + 1
             own = {"epoch": epoch, "data_base": 3 * epoch}
             return "committed", {**COMMITTED, **own, "fragment": message["fragment"], "last": message["last"]}
-        case "checkpoint":
-            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "head": "l"}
         case "snapshot":
             return "snapped", {}
         case "written":

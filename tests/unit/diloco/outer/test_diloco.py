@@ -196,7 +196,8 @@ def test_the_daemon_adds_its_state_to_a_checkpoint(model, path, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "answer", "error", "message"),
     [
-        ("checkpoint", ("failed", {"reason": "disk full"}), DilocoError, "disk full"),
+        ("snapshot", ("failed", {"reason": "no state yet"}), DilocoError, "no state yet"),
+        ("written", ("failed", {"reason": "disk full"}), DilocoError, "disk full"),
         ("offer", ("refused", {"message": "rank 1 is taken"}), UserError, "rank 1 is taken"),
     ],
 )
