@@ -22,7 +22,6 @@ from peers.reduce.kernels import (
     accumulate_blocks,
     decode_blocks,
     encode_blocks,
-    losses_of_blocks,
     pack_nibbles,
     unpack_nibbles,
 )
@@ -62,11 +61,6 @@ class IntegerCodec(Codec):
 
     def encode_contribution(self, chunk: PseudoGradient, scratch: Floats, buffer: Bytes) -> Bytes:
         return self._encoded(chunk.anchor, chunk.local, chunk.residual, buffer)
-
-    def losses(self, chunk: PseudoGradient, scratch: Floats, buffer: Bytes, out: Floats) -> None:
-        losses_of_blocks(
-            chunk.anchor, chunk.local, chunk.residual, self._block_numel, self._step, _SMALLEST_SCALE, out
-        )
 
     def decode(self, payload: Bytes, buffer: Floats) -> Floats:
         scales, packed = self._checked_parts(payload, buffer.size)

@@ -29,7 +29,6 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 _SUMMED_AT_ONCE = 1024
 _LANES, _ROWS_AT_ONCE = 64, 4
-_BLOCKS_LOST_AT_ONCE = 16
 # The bits of fp32.
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
@@ -165,41 +164,6 @@ def decode_blocks(scales: Words, integers: Integers, block: int, values: Floats)
         part, place = integers[start : start + block], values[start : start + block]
         for i in range(part.size):
             place[i] = np.float32(part[i]) * scale
-
-
-_LOSE = "void(float32[::1], float32[::1], {}, int64, float32, float32, float32[::1])"
-
-
-@compiled(_LOSE.format("none"), _LOSE.format("float32[::1]"))
-def losses_of_blocks(
-    values: Floats,
-    minus: Floats,
-    plus: Floats | None,
-    block: int,
-    step: np.float32,
-    smallest_scale: np.float32,
-    losses: Floats,
-) -> None:
-    """What `encode_blocks` loses: the values minus those that `decode_blocks` returns. `losses` may be `plus`."""
-    at_once = block * _BLOCKS_LOST_AT_ONCE
-    row, decoded = np.empty(at_once, np.float32), np.empty(at_once, np.float32)
-    integers, scales = np.empty(at_once, np.int8), np.empty(_BLOCKS_LOST_AT_ONCE, np.uint16)
-    for start in range(0, values.size, at_once):
-        part, less = values[start : start + at_once], minus[start : start + at_once]
-        some, back, whole = row[: part.size], decoded[: part.size], integers[: part.size]
-        if plus is None:
-            for i in range(part.size):
-                some[i] = part[i] - less[i]
-        else:
-            more = plus[start : start + at_once]
-            for i in range(part.size):
-                some[i] = (part[i] - less[i]) + more[i]
-        used = scales[: -(-part.size // block)]
-        encode_blocks(some, None, None, block, step, smallest_scale, used, whole)
-        decode_blocks(used, whole, block, back)
-        out = losses[start : start + at_once]
-        for i in range(part.size):
-            out[i] = some[i] - back[i]
 
 
 @compiled("float64(uint16[::1], int8[::1], int64, float32, float32[::1], boolean)")
