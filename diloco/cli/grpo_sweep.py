@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError, print_note
-from diloco.options.flags import LARGEST, Count, Switch
+from diloco.options.flags import LARGEST, Count
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
@@ -38,10 +38,9 @@ def grpo_sweep(
     *,
     instances: Annotated[Count, OfSweep] = 4,
     seeds: Seeds = None,
-    average: Annotated[Switch, OfSweep] = False,
     config: ConfigPath = None,
 ) -> int:
-    """Train the same task with several seeds at once; with --average, as the peers of one swarm.
+    """Train the same task with several seeds at once, side by side on one machine.
 
     The trainer of instance i uses GPU 2i + 1, and starts a vLLM server on GPU 2i. All settings are checked before the
     first instance starts.
@@ -52,8 +51,6 @@ def grpo_sweep(
         Number of instances; 1 is a quick test.
     seeds: str
         One seed per instance, separated by commas; default: --seed and the numbers after it.
-    average: bool
-        Average the weights of the instances: they are the peers of one run, with the first seed.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.doctor.before_start import check_choices
@@ -72,7 +69,7 @@ def grpo_sweep(
     load_model_config(train.path_model)
     check_choices(train, this_machine(os.environ, train.device))
     plan = plan_instances(train, seeds=seeds_of(seeds, instances, train.seed), gpus=visible_gpus(os.environ))
-    return run_interruptible(Sweep(train, named, plan, average=average).run())
+    return run_interruptible(Sweep(train, named, plan).run())
 
 
 def seeds_of(text: str | None, num_instances: int, first: int) -> list[int]:

@@ -43,7 +43,7 @@ MAIN_FLAGS = {
         "--run-dir",
     ),
     "doctor": (*_PEER_FLAGS, "--path-model", "--dataset-name-or-path", "--run-dir", "--json"),
-    "grpo-sweep": ("--instances", "--seeds", "--average", "--path-model", "--dataset", "--rollout", "--lr"),
+    "grpo-sweep": ("--instances", "--seeds", "--path-model", "--dataset", "--rollout", "--lr"),
     "simulate": (
         *("--params", "--peers", "--gpu", "--bandwidth", "--rtt", "--local-steps", "--codec", "--fragments"),
         *("--overlap", "--price", "--plot", "--assumptions"),

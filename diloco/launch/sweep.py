@@ -12,13 +12,11 @@ from pathlib import Path
 
 from diloco.errors import DilocoError, UserError
 from diloco.launch.live import PeerRow, running_view, show
-from diloco.launch.local_swarm import PER_PEER_FIELDS, coordinator_address, coordinator_command, free_port
 from diloco.launch.log_tail import LogTail
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, slug
-from peers.admission.secrets import SECRET_ENV
 from peers.daemon.link import LINK_ENV
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 
@@ -59,10 +57,10 @@ class Instance:
         where = f"gpu{self.gpus[0]}" if self.gpus else "cpu"
         return LOGS / f"training_instance{self.number}_{where}_seed{self.seed}.log"
 
-    def flags(self, *, seed: int) -> list[str]:
+    def flags(self) -> list[str]:
         """The flags that differ between instances."""
         own = {
-            "--seed": str(seed),
+            "--seed": str(self.seed),
             "--run-suffix": self.suffix,
             "--run-dir": str(self.output_dir),
             "--ckpt.path": str(self.output_dir / "checkpoints"),
@@ -98,27 +96,16 @@ def plan_instances(config: TrainConfig, *, seeds: Sequence[int], gpus: Sequence[
 
 
 class Sweep:
-    """A sweep. `named` are the fields that the user has set; with `average`, the instances form one swarm."""
+    """A sweep. `named` are the fields that the user has set."""
 
-    def __init__(
-        self, config: TrainConfig, named: frozenset[str], instances: Sequence[Instance], *, average: bool
-    ) -> None:
-        own = {"seed", *PER_INSTANCE_FIELDS}
+    def __init__(self, config: TrainConfig, named: frozenset[str], instances: Sequence[Instance]) -> None:
         self._environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
-        if average:
-            # As in `diloco run`, the coordinator is on loopback and admits every peer.
-            own |= PER_PEER_FIELDS
-            self._environment.pop(SECRET_ENV, None)
-            # The keys and the ledger of this sweep's swarm must not mix with those of other runs.
-            self._environment["XDG_STATE_HOME"] = str((instances[0].output_dir / "state").absolute())
         LOGS.mkdir(parents=True, exist_ok=True)
         self.config_path = LOGS / "sweep.toml"
-        self.config_path.write_text(to_toml(config, only=named - own), encoding="utf-8")
-        self._run_id = config.hv.run_id
+        shared = named - {"seed", *PER_INSTANCE_FIELDS}
+        self.config_path.write_text(to_toml(config, only=shared), encoding="utf-8")
         self._instances = instances
-        self._average = average
-        what = "peer" if average else "instance"
-        self._rows = [PeerRow(f"{what} {one.number}", one.output_dir) for one in instances]
+        self._rows = [PeerRow(f"instance {one.number}", one.output_dir) for one in instances]
         self._rewards: list[list[float]] = [[] for _ in instances]
 
     async def run(self) -> int:
@@ -131,12 +118,11 @@ class Sweep:
             await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
         return self._report()
 
-    def trainer(self, instance: Instance, flags: Sequence[str] = ()) -> WorkerCommand:
+    def trainer(self, instance: Instance) -> WorkerCommand:
         """The trainer of an instance. It sees its own GPU and, as the last one, that of its server."""
         gpus: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": ",".join(instance.gpus)} if instance.gpus else {}
         threads = thread_settings(self._environment, len(self._instances))
-        seed = self._instances[0].seed if self._average else instance.seed
-        words = ("--config", str(self.config_path), *instance.flags(seed=seed), *flags)
+        words = ("--config", str(self.config_path), *instance.flags())
         return WorkerCommand(
             argv=(sys.executable, "-m", "diloco.train_grpo", *words),
             env={**self._environment, **threads, "PYTHONUNBUFFERED": "1", **gpus},
@@ -145,25 +131,13 @@ class Sweep:
         )
 
     async def _train(self, supervisors: list[Supervisor]) -> None:
-        swarm: list[str] = []
-        if self._average:
-            command = coordinator_command(
-                self._run_id, free_port(), self._environment, LOGS / "coordinator.log"
-            )
-            log = LogTail(command.log_path)
-            supervisors.append(Supervisor(command, stop_timeout_s=_STOP_TIMEOUT_S))
-            end = asyncio.create_task(supervisors[0].run())
-            swarm = ["--hv.initial-peers", await coordinator_address(end, log)]
-            swarm += ["--hv.galaxy-size", str(len(self._instances))]
-            swarm += ["--hv.host-maddrs", "/ip4/127.0.0.1/tcp/0"]
         ends: list[asyncio.Task[None]] = []
         for instance in self._instances:
             if ends:
                 await asyncio.sleep(BETWEEN_TRAINERS_S)
-            flags = [*swarm, "--hv.world-rank", str(instance.number)] if swarm else []
             # A trainer that fails is not restarted; it can be resumed from its checkpoints.
             supervisors.append(
-                Supervisor(self.trainer(instance, flags), max_deaths=1, stop_timeout_s=_STOP_TIMEOUT_S)
+                Supervisor(self.trainer(instance), max_deaths=1, stop_timeout_s=_STOP_TIMEOUT_S)
             )
             ends.append(asyncio.create_task(self._run_trainer(instance, supervisors[-1])))
         await asyncio.gather(*ends)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import tomllib
 
 import pytest
 
-from tests.support.commands import DILOCO, check_gone, text_of_boxes, wait_until
+from tests.support.commands import DILOCO, text_of_boxes
 from tests.support.tiny_model import small_bare_model
 
 SHORT = (
@@ -68,18 +67,3 @@ def test_a_model_that_there_is_not_is_said_before_anything_starts(start, tmp_pat
     assert "tiny-gpro is not a model" in text_of_boxes(ran.stderr)[-1]
     assert "--run-dir has no effect in a sweep" in ran.stderr
     assert not (tmp_path / "logs").exists() and not (tmp_path / "outputs").exists()
-
-
-@pytest.mark.exhaustive
-def test_averaging_instances_are_peers_of_one_swarm_and_ctrl_c_leaves_nothing(start, tmp_path):
-    model, here = small_bare_model(tmp_path / "model"), tmp_path / "here"
-    here.mkdir()
-    ran = start(
-        *(*DILOCO, "grpo-sweep", "--path-model", model, "--instances", 2, "--average", *SHORT),
-        *("--total-steps", 100_000, "--hv.local-steps", 2),
-        cwd=here,
-    )
-    wait_until(lambda: "averaged by 2 peers" in ran.stdout, "an epoch of both", command=ran)
-    ran.send(signal.SIGINT)
-    assert ran.wait() == 130
-    check_gone(ran)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 from diloco.cli.grpo_sweep import seeds_of
 from diloco.errors import UserError
 from diloco.launch.sweep import Sweep, plan_instances
-from diloco.options.flags import GrpoConfig, HvConfig, TrainConfig
+from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.own_server import _only_diloco, server_environment
 from diloco.train.devices import gpus_for_ranks, split_gpus
 from diloco.train.run_dir import slug
 from diloco.train.sinks import run_name
-from peers.admission.secrets import SECRET_ENV
 
 CONFIG = TrainConfig(mode="grpo", path_model="Qwen/Qwen2.5-1.5B", grpo=GrpoConfig(dataset="gsm8k"))
 SEEDS = [42, 1337, 2024, 9999]
@@ -43,7 +41,7 @@ def test_a_trainer_gets_its_own_seed_directories_and_gpus(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     plan = plan_instances(CONFIG, seeds=SEEDS, gpus=EIGHT)
-    command = Sweep(CONFIG, frozenset(), plan, average=False).trainer(plan[1])
+    command = Sweep(CONFIG, frozenset(), plan).trainer(plan[1])
     told = dict(zip(command.argv[3::2], command.argv[4::2], strict=True))
     assert told["--seed"] == "1337"
     assert told["--ckpt.delta-path"] == "checkpoints/deltas_gsm8k_instance1_seed1337"
@@ -93,15 +91,3 @@ def test_a_server_gets_its_gpu_and_nothing_of_the_swarm(tmp_path):
     assert told["CUDA_VISIBLE_DEVICES"] == "5" and told["PYTHONPATH"] == str(tmp_path)
     assert told["VLLM_SERVER_DEV_MODE"] == "1" and told["PATH"] == os.defpath
     assert not {"DILOCO_LINK", "RANK", "OMP_NUM_THREADS"} & told.keys()
-
-
-def test_a_swarm_of_instances_is_open_whatever_secret_the_user_has(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(SECRET_ENV, "of another swarm")
-    config = TrainConfig(mode="grpo", device="cpu", lr=1e-5, hv=HvConfig(swarm_secret_file="secret"))
-    instances = plan_instances(config, seeds=[1, 2], gpus=[])
-    named = frozenset({"lr", "hv.swarm_secret_file"})
-    sweep = Sweep(config, named, instances, average=True)
-    written = tomllib.loads(sweep.config_path.read_text())
-    assert (written["lr"], written["hv"]) == (1e-5, {})
-    assert SECRET_ENV not in sweep.trainer(instances[0]).env
