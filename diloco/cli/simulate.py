@@ -116,7 +116,9 @@ def _scenario(training: Training, pods: Pods, failures: Failures, epochs: int | 
     peers = tuple(
         SimulatedPeer(
             link=Link(
-                up_bits_per_s=peer.bandwidth[0], down_bits_per_s=peer.download[0], delay_s=peer.rtt / 4
+                up_bits_per_s=peer.bandwidth,
+                down_bits_per_s=peer.download or peer.bandwidth,
+                delay_s=peer.rtt / 4,
             ),
             machine=machine_of(peer.cores, training.codec),
             step_s=peer.step_time

@@ -8,32 +8,27 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco.options.checks import at_least, duration_or_auto, finite, up_to, whole, whole_or_auto
+from diloco.options.checks import at_least, duration, duration_or_auto, finite, up_to, whole, whole_or_auto
 from diloco.options.flags import Count, Rate, Whole
-from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
+from diloco.sim.command.values import bits_per_s, count, one, seconds
 from peers.protocol.codecs import CodecName
 from peers.protocol.limits import MAX_PEERS
 
 LEAST_CORES = 0.1
 LEAST_FLOPS = 1e6
 
-Bandwidth = Annotated[
-    tuple[float, ...],
-    Parameter(
-        converter=several(bits_per_s),
-        consume_multiple=1,
-        negative="",
-        metavar="RATE...",
-        show_default=lambda values: ", ".join(f"{value / 1e6:g}mbit" for value in values) or "the upload",
-    ),
-]
+Bandwidth = Parameter(
+    converter=one(bits_per_s),
+    metavar="RATE",
+    show_default=lambda value: f"{value / 1e6:g}mbit" if value else "the upload",
+)
 ShortTime = Parameter(
     converter=one(seconds),
     metavar="TIME",
     show_default=lambda value: f"{1e3 * value:g}ms" if value else "none",
 )
 Duration = Parameter(
-    converter=one(long_seconds), metavar="TIME", show_default=lambda value: f"{value:g}s" if value else "none"
+    converter=duration, metavar="TIME", show_default=lambda value: f"{value:g}s" if value else "none"
 )
 Number = Parameter(converter=one(count), metavar="NUMBER")
 
@@ -81,9 +76,9 @@ class Pods:
     """Instead of --gpu, --flops and --mfu: the duration of an inner step."""
     cores: Annotated[float, Parameter(validator=(finite, at_least(LEAST_CORES)))] = 8.0
     """Processor cores that the daemon may use."""
-    bandwidth: Bandwidth = (500e6,)
-    """Upload bandwidth of each peer, and its download bandwidth without --download: one value, or one for each peer."""
-    download: Bandwidth = ()
+    bandwidth: Annotated[float, Bandwidth] = 500e6
+    """Upload bandwidth of each peer, and its download bandwidth without --download."""
+    download: Annotated[float | None, Bandwidth] = None
     """Download bandwidth of each peer."""
     rtt: Annotated[float, ShortTime] = 0.08
     """Round-trip time between two peers."""

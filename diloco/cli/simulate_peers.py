@@ -1,4 +1,4 @@
-"""The peers of `diloco simulate`: from its flags, which may give each a bandwidth of its own, or from a TOML file."""
+"""The peers of `diloco simulate`: equal ones from its flags, or those that a TOML file lists."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from diloco.options.sources import ValueSource
 from peers.protocol.limits import MAX_PEERS
 from provisioning.pods.tables import read_toml, tables_in
 
+_DEFAULT_PEERS = 8
 _OF_ALL = {"peers", "peers_file", "window"}
 """Fields of Pods that a table cannot have."""
 
@@ -45,33 +46,15 @@ MI300X.
 
 
 def each_peer(pods: Pods) -> list[Pods]:
-    """The flags of each peer, with one upload and one download bandwidth."""
+    """The flags of each peer."""
     if pods.peers_file is None:
-        return from_lists(pods)
-    for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
-        if len(values) > 1:
-            raise UserError(
-                f"{flag} takes only one value with --peers-file: the default for listed peers that have none"
-            )
+        return [pods] * (pods.peers or _DEFAULT_PEERS)
     found = from_toml(pods.peers_file, pods)
     if pods.peers not in (None, len(found)):
         raise UserError(f"{pods.peers_file} has {len(found)} peers; leave --peers {pods.peers} out")
     if len(found) > MAX_PEERS:
         raise UserError(f"{pods.peers_file} has {len(found)} peers; the maximum is {MAX_PEERS}")
     return found
-
-
-def from_lists(pods: Pods) -> list[Pods]:
-    """Peers with the bandwidths in these lists, which have one value, or one for each peer."""
-    num = pods.peers or 8
-    for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
-        if len(values) not in (0, 1, num):
-            raise UserError(f"{flag} has {len(values)} values for {num} peers; give one, or one for each")
-    ups, downs = (
-        values * num if len(values) == 1 else values
-        for values in (pods.bandwidth, pods.download or pods.bandwidth)
-    )
-    return [replace(pods, bandwidth=(up,), download=(down,)) for up, down in zip(ups, downs, strict=True)]
 
 
 def from_toml(path: Path, usual: Pods) -> list[Pods]:
@@ -99,11 +82,10 @@ def _from_table(where: str, table: Mapping[str, Any], usual: Pods) -> list[Pods]
     except CycloptsError as error:
         raise UserError(f"{where}: {parse_error_text(error)}") from error
     own = {name: getattr(bound.arguments["pods"], name) for name in source.named}
-    if several := [name for name in ("bandwidth", "download") if len(own.get(name, (0,))) > 1]:
-        raise UserError(f"{where}: {several[0]} takes one value here")
-    return [
-        replace(usual, **{"download": own.get("bandwidth", usual.download or usual.bandwidth), **own})
-    ] * copies
+    if "bandwidth" in own:
+        # As with the flags, a peer downloads as fast as it uploads unless its table says otherwise.
+        own = {"download": None, **own}
+    return [replace(usual, **own)] * copies
 
 
 def _pods(*, pods: Annotated[Pods, Parameter(name="*")] = Pods()) -> None:  # noqa: B008

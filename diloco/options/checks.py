@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco.options.common_names import closest_name
@@ -23,7 +23,8 @@ _HIVEMIND_CODECS = {
     "quantile8bit": "int8",
     "blockwise8bit": "int8",
 }
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_LONGEST_S = 1e9
 _CODECS = {name: name for name in CODEC_NAMES} | _HIVEMIND_CODECS
 _ATTENTION = (
     "sdpa",
@@ -106,16 +107,24 @@ def rate_or_auto(maximum: float = math.inf) -> Callable[[Any, Sequence[Token]], 
     return convert
 
 
+def quantity(text: str, units: Mapping[str, float], what: str) -> float:
+    """The value of a number with one of these units, like 1.5h. Raises ValueError unless it is finite and above 0.
+
+    `what` describes such a value in the message.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text)
+    value = float(match[1]) * units[match[2]] if match and match[2] in units else math.nan
+    if not (math.isfinite(value) and value > 0):
+        too_small = ", or not above 0" if math.isfinite(value) else ""
+        raise ValueError(f'"{text}" is not {what}{too_small}.')
+    return value
+
+
 def duration(_type: Any, tokens: Sequence[Token]) -> float:
     """Converts a number of seconds, or a number with a unit (90, 120s, 10m, 1.5h), to seconds."""
-    text = tokens[-1].value
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(s|m|h|d)?", text)
-    try:
-        seconds = float(match[1]) * _SECONDS[match[2] or "s"] if match else math.nan
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= 1e9:
-        raise ValueError(f'"{text}" is not a time like 120s, 10m or 1.5h.')
+    seconds = quantity(tokens[-1].value, _SECONDS, "a time like 120s, 10m or 1.5h")
+    if seconds > _LONGEST_S:
+        raise ValueError(f"It must be {_LONGEST_S:g} seconds or less.")
     return seconds
 
 
