@@ -17,6 +17,7 @@ from typing import NoReturn
 from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box, print_note
 from diloco.launch.daemon_process import DaemonProcess, wants_swarm
 from diloco.launch.swarm_config import adopt_manifest
+from diloco.options.extras import check_extras
 from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
 from diloco.outer.world import World, on_rank_zero
 from diloco.train.progress import Progress
@@ -98,6 +99,7 @@ def make_assignment(
     def prepare() -> Assignment:
         for note in notes_on_unused_flags(config, named):
             print_note(note)
+        check_extras(config)
         run_dir = created_run_dir(config)
         link = os.environ.get(LINK_ENV)
         if link or not wants_swarm(config):

@@ -8,8 +8,6 @@ import threading
 from dataclasses import dataclass
 from fractions import Fraction
 
-from diloco.errors import UserError
-
 _ANSWER = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
 _REASONING = re.compile(
     r"<start_working_out>(.*?)(?:<end_working_out>|</start_working_out>)|<think>(.*?)</think>", re.DOTALL
@@ -109,12 +107,8 @@ def equivalent(answer: str, gold: str) -> bool:
     left, right = number_of(answer), number_of(gold)
     if left is not None and right is not None:
         return left == right
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise UserError(
-            "answers of --dataset math are judged by math-verify: pip install 'diloco[grpo]'"
-        ) from error
+    from math_verify import parse, verify
+
     # math-verify implements timeouts by SIGALRM, which works in the main thread only.
     timeout_s = _MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):

@@ -70,12 +70,8 @@ def open_hub_task(kind: str, directory: str | None = None) -> Task:
 
 
 def _loaded(path: str, configuration: str | None, kind: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"--dataset {kind} comes from Hugging Face; pip install 'diloco[grpo]' reads it"
-        ) from error
+    import datasets
+
     try:
         return datasets.load_dataset(path, configuration)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
@@ -198,10 +194,8 @@ def open_generator(name: str, *, seed: int) -> Task:
     An example is a pure function of (generator, options, seed, index).
     """
     generator, options = _parsed(name)
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise UserError(f"--dataset {name} needs reasoning-gym: pip install 'diloco[grpo]'") from error
+    import reasoning_gym
+
     try:
         trained, held_out = [
             reasoning_gym.create_dataset(generator, seed=start, size=size, **options)

@@ -59,17 +59,13 @@ class WandbSink:
     """A Weights & Biases run. WANDB_MODE has its usual meaning."""
 
     def __init__(self, config: TrainConfig, run_dir: Path) -> None:
-        """The runs of one swarm are a group. Raises UserError if wandb is missing or the run cannot be started.
+        """The runs of one swarm are a group. Raises UserError if the run cannot be started.
 
         A worker restarted in the same run directory resumes its wandb run. If the server does not answer, the run is
         kept offline.
         """
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "--metric-logger-type wandb needs wandb: pip install 'diloco[wandb]', or use dummy"
-            ) from error
+        import wandb
+
         is_peer = config.hv.world_rank is not None or bool(config.hv.initial_peers)
         settings: dict[str, Any] = {
             "project": config.project,
@@ -115,13 +111,9 @@ class TensorBoardSink:
     """Writes event files to <run_dir>/tensorboard: every number of a record as `kind/name` at the record's step."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises UserError when tensorboard is missing or the directory cannot be written."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "--metric-logger-type tensorboard needs tensorboard: pip install 'diloco[tensorboard]', or use dummy"
-            ) from error
+        """Raises UserError when the directory cannot be written."""
+        from torch.utils.tensorboard import SummaryWriter
+
         try:
             self._writer = SummaryWriter(str(run_dir / "tensorboard"))
         except OSError as error:

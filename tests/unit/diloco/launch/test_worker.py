@@ -1,4 +1,4 @@
-"""How a rank's process ends."""
+"""How a rank's process begins and ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import subprocess
 import sys
 
 import pytest
+
+from diloco.errors import UserError
+from diloco.launch.worker import make_assignment
+from diloco.options.trainer import TrainConfig
+from diloco.outer.world import World
 
 # A collective that holds the last reference to its tensor; gloo's thread cannot drop it before the process ends.
 ENDS = """
@@ -45,3 +50,12 @@ def test_a_rank_without_stdout_ends_by_its_own_code_too():
         timeout=60,
     )
     assert (ended.returncode, ended.stderr) == (2, b"")
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_trainer_whose_extra_is_missing_names_it_and_makes_no_run_directory(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    config = TrainConfig(run_dir=str(tmp_path / "run"), metric_logger_type=name)
+    with pytest.raises(UserError, match=rf"pip install 'diloco\[{name}\]'"):
+        make_assignment(config, frozenset(), World(), [])
+    assert not (tmp_path / "run").exists()
