@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import shlex
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,7 +25,6 @@ from provisioning.machines.paths import (
 _INSTALL_TIMEOUT_S = 1800.0
 _MIN_FREE_MB = 2048
 _UV = "'uv>=0.8,<1'"
-_KERNELS = "peers/*/__pycache__/*.nb[ci]"
 _RESERVED = (CODE, JOBS, PODS_RECORD, SECRETS, STATE, SWARM_SECRET, VENV)
 PASSED_ON = ("WANDB_API_KEY", "WANDB_PROJECT", "HF_TOKEN")
 """Environment variables of the operator that are passed on to pods."""
@@ -115,7 +112,6 @@ async def set_up(
     if num_gpus:
         await _check_gpus(machine, num_gpus)
     await machine.sync(setup.source, f"{directory}/{CODE}")
-    await _send_kernels(machine, setup.source, f"{directory}/{CODE}")
     if setup.secrets:
         await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
     for mount in setup.mounts:
@@ -128,19 +124,6 @@ async def set_up(
         return
     script = environment_script(directory, setup.extras, _fingerprint(setup), is_cpu=num_gpus is None)
     (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
-
-
-async def _send_kernels(machine: Machine, source: Path, directory: str) -> None:
-    """Send numba's compiled kernels: on a machine with the same kind of CPU they save a quarter of a minute.
-
-    On other machines numba compiles its own. Existing files are not overwritten.
-    """
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for path in sorted(source.glob(_KERNELS)):
-            archive.add(path, path.relative_to(source))
-    # Failures do not matter: then the pod compiles its kernels.
-    await machine.run(f"tar -x -z -k -f - -C {shlex.quote(directory)} 2>/dev/null", stdin=packed.getvalue())
 
 
 async def put_private(machine: Machine, path: str, content: bytes) -> None:
