@@ -25,13 +25,11 @@ from diloco.data.batches import Prefetched, batches, open_data
 from diloco.data.sampling import Block, place_of
 from diloco.data.streaming import NUM_LANES, StreamingSource
 from diloco.data.tokenizer import load_tokenizer
-from diloco.launch.daemon_process import wants_swarm
-from diloco.launch.report import report
-from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
+from diloco.launch.worker import Assignment, assigned, exit_code, exit_process
 from diloco.options.model_files import load_model_config, model_files
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
-from diloco.outer.world import World, device_mesh, joined, on_rank_zero
+from diloco.outer.world import World, device_mesh, on_rank_zero
 from diloco.train.evaluation import evaluate, seconds_to_evaluate
 from diloco.train.inner import InnerLoop
 from diloco.train.memory import check_memory, memory_needed_bytes
@@ -41,7 +39,7 @@ from diloco.train.model import load_model, num_parameters
 from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.progress import Progress
 from diloco.train.sharding import Precision, compiles, discard_partial_model, full_state, prepare, save_model
-from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from diloco.train.signals import CleanUps, LeaveOnSignal
 
 LONGEST_FIRST_EVALUATION_S = 60.0
 STREAM_FILE = "stream.json"
@@ -54,25 +52,14 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
-    """Train as the arguments say; if they ask for a swarm and no daemon is running, start one.
-
-    Appends to `clean_ups` what has to run if a signal or an error ends the process.
-    """
+    """Train as the arguments say. Appends to `clean_ups` as `assigned` does."""
     config, named = parse_train_config(argv)
     world = World.from_environment(os.environ)
     device = world.device(config.device)
-    with joined(world, device), cleaned_up_on_failure(clean_ups):
-        assignment, daemon = make_assignment(config, named, world, clean_ups)
-        with daemon.explains() if daemon is not None else contextlib.nullcontext():
-            progress = assignment.progress(world)
-            with contextlib.closing(progress):
-                trainer = Trainer(assignment, world, device, clean_ups, progress)
-                with trainer.metrics:
-                    trainer.train()
-        if daemon is not None:
-            daemon.stop()
-    if world.is_main and assignment.is_shown_here:
-        report(assignment.config, assignment.run_dir, in_swarm=wants_swarm(assignment.config))
+    with assigned(config, named, world, device, clean_ups) as (assignment, progress):
+        trainer = Trainer(assignment, world, device, clean_ups, progress)
+        with trainer.metrics:
+            trainer.train()
 
 
 class Trainer:

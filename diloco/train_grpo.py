@@ -30,13 +30,11 @@ from diloco.checkpoint.saver import check_saved
 from diloco.data.sampling import PromptSchedule, place_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.launch.daemon_process import wants_swarm
-from diloco.launch.report import report
-from diloco.launch.worker import Assignment, exit_code, exit_process, make_assignment
+from diloco.launch.worker import Assignment, assigned, exit_code, exit_process
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
-from diloco.outer.world import World, joined, on_every_rank, on_rank_zero
+from diloco.outer.world import World, on_every_rank, on_rank_zero
 from diloco.rl.adapters import merged, trained, with_adapters
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
@@ -55,7 +53,7 @@ from diloco.train.model import load_model
 from diloco.train.optim import adamw, learning_rate
 from diloco.train.progress import Progress
 from diloco.train.sharding import Precision, discard_partial_model, full_state, save_model
-from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from diloco.train.signals import CleanUps, LeaveOnSignal
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.daemon.link import LINK_ENV, WorkerLink
 
@@ -71,23 +69,15 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
-    """Train as the arguments say; if they ask for a swarm and no daemon is running, start one (see train_fsdp.run)."""
+    """Train as the arguments say. Appends to `clean_ups` as `assigned` does."""
     config, named = parse_train_config(argv, "grpo")
     world = World.from_environment(os.environ)
     server_gpu = take_gpus(config, world, os.environ)
     device = world.device(config.device)
-    with joined(world, device), cleaned_up_on_failure(clean_ups):
-        assignment, daemon = make_assignment(config, named, world, clean_ups)
-        with daemon.explains() if daemon is not None else contextlib.nullcontext():
-            progress = assignment.progress(world)
-            with contextlib.closing(progress):
-                training = Training(assignment, world, device, clean_ups, progress, server_gpu=server_gpu)
-                with training.metrics:
-                    training.train()
-        if daemon is not None:
-            daemon.stop()
-    if world.is_main and assignment.is_shown_here:
-        report(assignment.config, assignment.run_dir, in_swarm=wants_swarm(assignment.config))
+    with assigned(config, named, world, device, clean_ups) as (assignment, progress):
+        training = Training(assignment, world, device, clean_ups, progress, server_gpu=server_gpu)
+        with training.metrics:
+            training.train()
 
 
 class Training:

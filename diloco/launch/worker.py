@@ -1,4 +1,4 @@
-"""Prepares a training process: its configuration and run directory, the peer's daemon, and the exit code for errors."""
+"""Runs a training process: its configuration and run directory, the peer's daemon, and the exit code for errors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box, print_note
 from diloco.launch.daemon_process import DaemonProcess, wants_swarm
+from diloco.launch.report import report
 from diloco.launch.swarm_config import adopt_manifest
 from diloco.options.extras import check_extras
 from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
-from diloco.outer.world import World, on_rank_zero
+from diloco.outer.world import World, joined, on_rank_zero
 from diloco.train.progress import Progress
 from diloco.train.run_dir import created_run_dir, written_config
-from diloco.train.signals import CleanUps
+from diloco.train.signals import CleanUps, cleaned_up_on_failure
 from peers.daemon.link import LINK_ENV
 from peers.errors import PeersError
 from peers.errors import UserError as SwarmRefusal
@@ -85,6 +88,26 @@ class Assignment:
         if world.is_main and self.is_shown_here:
             print(f"run directory: {self.run_dir}", flush=True)
         return Progress(self.link_path, tells=world.is_main)
+
+
+@contextlib.contextmanager
+def assigned(
+    config: TrainConfig, named: frozenset[str], world: World, device: torch.device, clean_ups: CleanUps
+) -> Iterator[tuple[Assignment, Progress]]:
+    """What this rank trains while the block runs. If a swarm is asked for and no daemon is running, one is started.
+
+    Appends to `clean_ups` what has to run if a signal or an error ends the process. At the end the daemon leaves the
+    swarm, and the report is printed. A collective. Raises UserError.
+    """
+    with joined(world, device), cleaned_up_on_failure(clean_ups):
+        assignment, daemon = make_assignment(config, named, world, clean_ups)
+        explained = daemon.explains() if daemon is not None else contextlib.nullcontext()
+        with explained, contextlib.closing(assignment.progress(world)) as progress:
+            yield assignment, progress
+        if daemon is not None:
+            daemon.stop()
+    if world.is_main and assignment.is_shown_here:
+        report(assignment.config, assignment.run_dir, in_swarm=wants_swarm(assignment.config))
 
 
 def make_assignment(
