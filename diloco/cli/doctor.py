@@ -9,27 +9,19 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.machine_recipes import chosen
+from diloco.cli.machine_recipes import settled
 from diloco.cli.peer import PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, parse_worker
 from diloco.doctor.findings import Finding, as_json, crashed, failed, run_check
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
 from diloco.options.flags import AsJson, HvConfig, Seconds
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import (
-    ConfigPath,
-    TrainConfig,
-    TrainFlags,
-    named_of_rollout_peer,
-    with_fitting_batch_size,
-    with_mode_defaults,
-)
+from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, as_rollout_peer
 from diloco.train.devices import Machine, gpus_for_ranks, num_ranks, starts_server, this_machine
 
 _SOURCE = ValueSource()
@@ -68,12 +60,9 @@ def doctor(
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
     named = _SOURCE.named
     if role == "rollout":
-        train, named = replace(train, mode="grpo"), named_of_rollout_peer(named)
-    train = with_mode_defaults(train, named)
+        train, named = as_rollout_peer(train, named)
     program = parse_worker(worker)
-    if not program and role == "train":
-        train = chosen(train, named, machine, num_ranks=ranks).config
-    train = with_fitting_batch_size(train, named, num_ranks=ranks)
+    train = settled(train, named, None if program else machine, num_ranks=ranks).config
     found: list[Finding] = []
 
     def tell(finding: Finding) -> None:

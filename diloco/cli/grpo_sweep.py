@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from diloco.cli.machine_recipes import settled
 from diloco.errors import UserError, print_note
 from diloco.options.flags import LARGEST, Count
 from diloco.options.model_files import load_model_config
@@ -19,8 +20,6 @@ from diloco.options.trainer import (
     flag_of,
     flat_values,
     notes_on_unused_flags,
-    with_fitting_batch_size,
-    with_mode_defaults,
 )
 from diloco.train.devices import this_machine, visible_gpus
 
@@ -64,7 +63,7 @@ def grpo_sweep(
     for name in PER_INSTANCE_FIELDS:
         if name in named and values[name] != defaults[name]:
             print_note(f"{flag_of(name)} has no effect in a sweep: each instance has its own.")
-    train = with_fitting_batch_size(with_mode_defaults(train, named), named)
+    train = settled(train, named).config
     # A mistyped name is reported once here, instead of by each instance.
     load_model_config(train.path_model)
     check_choices(train, this_machine(os.environ, train.device))

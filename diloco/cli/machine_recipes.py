@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.options.flags import MUON_DEFAULTS
-from diloco.options.trainer import TrainConfig, flat_values, shared_fields
+from diloco.options.trainer import (
+    TrainConfig,
+    flat_values,
+    shared_fields,
+    with_fitting_batch_size,
+    with_mode_defaults,
+)
 from diloco.train.devices import Machine
 
 _GIB = 2**30
@@ -130,6 +136,21 @@ class Choice:
 def recipe_for(machine: Machine) -> Recipe:
     """The heaviest recipe for which a peer's share of the machine is enough; the lightest is always tried."""
     return next((recipe for recipe in reversed(RECIPES) if _is_enough(machine, recipe)), RECIPES[0])
+
+
+def settled(
+    config: TrainConfig, named: Collection[str], machine: Machine | None = None, *, num_ranks: int = 1
+) -> Choice:
+    """A peer's settings before it knows those of its swarm: the user's, the mode's, those chosen for the machine, and a
+    batch size that divides. Raises UserError.
+
+    Without a machine nothing is chosen for it: for a program of the user's own, and for peers that do not pretrain.
+    """
+    config = with_mode_defaults(config, named)
+    choice = Choice(config=config)
+    if machine is not None:
+        choice = chosen(config, named, machine, num_ranks=num_ranks)
+    return replace(choice, config=with_fitting_batch_size(choice.config, named, num_ranks=num_ranks))
 
 
 def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num_ranks: int = 1) -> Choice:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from diloco.cli.interrupts import run_with_hivemind
-from diloco.cli.machine_recipes import Choice, chosen
+from diloco.cli.machine_recipes import Choice, settled
 from diloco.errors import UserError, print_note
 from diloco.launch.peer_workers import (
     log_and_print,
@@ -36,8 +36,6 @@ from diloco.options.trainer import (
     flag_of,
     notes_on_unused_flags,
     trainer_of,
-    with_fitting_batch_size,
-    with_mode_defaults,
 )
 from diloco.train.devices import gpus_for_ranks, num_ranks, this_machine
 from diloco.train.run_dir import run_dir_of
@@ -120,10 +118,9 @@ def peer(
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
     for note in notes_on_unused_flags(train, _SOURCE.named):
         print_note(note)
-    program, train = parse_worker(worker), with_mode_defaults(train, _SOURCE.named)
-    # The user's own program has its own model.
-    choice = Choice(config=train) if program else chosen(train, _SOURCE.named, machine, num_ranks=ranks)
-    train = with_fitting_batch_size(choice.config, _SOURCE.named, num_ranks=ranks)
+    program = parse_worker(worker)
+    choice = settled(train, _SOURCE.named, None if program else machine, num_ranks=ranks)
+    train = choice.config
     if program and (note := note_on_ignored_flags(_SOURCE.named)):
         print_note(note)
     is_first = not train.hv.initial_peers
@@ -144,7 +141,6 @@ def peer(
         # event loop, which could not handle signals meanwhile.
         import peers.daemon.main  # noqa: F401
 
-        choice = replace(choice, config=train)
         workers = WorkerSetup(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
         return run_with_hivemind(_run_peer(workers, fields))
 

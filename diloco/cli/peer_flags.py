@@ -13,7 +13,7 @@ from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     TrainConfig,
-    named_of_rollout_peer,
+    as_rollout_peer,
     with_fitting_batch_size,
     with_mode_defaults,
 )
@@ -98,10 +98,11 @@ def _check_settings(given: Mapping[str, Any], named: Collection[str], files: Pod
     from peers.errors import UserError as PeersUserError
 
     train, is_rollout = given["train"], given["role"] == "rollout"
-    named = named_of_rollout_peer(named) if is_rollout else named
+    if is_rollout:
+        train, named = as_rollout_peer(train, named)
     # The number of GPUs of a pod is not known here.
     ranks = num_ranks(given["nproc_per_node"], "cpu", 0)
-    train = with_mode_defaults(replace(train, mode="grpo") if is_rollout else train, named)
+    train = with_mode_defaults(train, named)
     has_own_model = is_rollout or given["worker"] is not None
     configs = [train] if has_own_model else possible(train, named, num_ranks=ranks)
     refusals: list[Exception] = []

@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.cli.interrupts import run_with_hivemind
+from diloco.cli.machine_recipes import settled
 from diloco.errors import UserError
 from diloco.launch.peer_workers import log_and_print, raise_if_refused, worker_command
 from diloco.options.extras import check_extras
-from diloco.options.trainer import (
-    Scalar,
-    TrainConfig,
-    named_of_rollout_peer,
-    with_fitting_batch_size,
-    with_mode_defaults,
-)
+from diloco.options.trainer import Scalar, TrainConfig, as_rollout_peer
 from diloco.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
@@ -40,8 +35,8 @@ def rollout_peer(train: TrainConfig, named: frozenset[str], *, num_peers: int) -
             "--initial-peers is missing: a rollout peer joins a run that has learners, started with --mode grpo "
             "--rollout peers."
         )
-    named = named_of_rollout_peer(named)
-    config = with_fitting_batch_size(with_mode_defaults(replace(train, mode="grpo"), named), named)
+    config, named = as_rollout_peer(train, named)
+    config = settled(config, named).config
     check_extras(config)
     fields = daemon_config(config, named)
     with run_dir_of(config) as run_dir:

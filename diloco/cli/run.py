@@ -13,14 +13,7 @@ from cyclopts import App, Parameter
 from diloco.errors import UserError, print_note
 from diloco.options.flags import CkptConfig, Count, Switch, Whole
 from diloco.options.sources import ValueSource
-from diloco.options.trainer import (
-    ConfigPath,
-    TrainConfig,
-    TrainFlags,
-    notes_on_unused_flags,
-    with_fitting_batch_size,
-    with_mode_defaults,
-)
+from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, notes_on_unused_flags
 from diloco.train.devices import needs_two_gpus, this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, created_run_dir
@@ -62,7 +55,7 @@ def run(
         Afterwards train a single peer for as many steps, and compare the results.
     """
     from diloco.cli.interrupts import run_interruptible
-    from diloco.cli.machine_recipes import chosen
+    from diloco.cli.machine_recipes import settled
     from diloco.data.batches import check_data
     from diloco.doctor.before_start import check_choices, check_memory_and_disk
     from diloco.launch.swarm_config import state_dir
@@ -78,8 +71,8 @@ def run(
         print_note(note)
     machine = this_machine(os.environ, train.device, num_peers=peers)
     _check_enough_gpus(train, machine.num_gpus, peers)
-    choice = chosen(with_mode_defaults(train, _SOURCE.named), _SOURCE.named, machine)
-    train = with_fitting_batch_size(choice.config, _SOURCE.named)
+    choice = settled(train, _SOURCE.named, machine)
+    train = choice.config
     check_choices(train, machine)
     check_memory_and_disk(train, machine, state_dir())
     if "dataset_name_or_path" in _SOURCE.named:
@@ -90,7 +83,7 @@ def run(
         raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
     return run_interruptible(
-        _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)).run()
+        _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(train)).run()
     )
 
 

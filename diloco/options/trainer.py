@@ -73,11 +73,13 @@ def with_mode_defaults(config: TrainConfig, named: Collection[str]) -> TrainConf
     return replace(config, **values)
 
 
-def named_of_rollout_peer(named: Collection[str]) -> frozenset[str]:
-    """The fields that count as set by the user of a rollout peer: also the mode, so that the peer refuses a run of
-    another mode, but not the batch size of a device, since the peer trains no batches.
+def as_rollout_peer(config: TrainConfig, named: Collection[str]) -> tuple[TrainConfig, frozenset[str]]:
+    """A rollout peer's configuration, and the fields that count as set by its user.
+
+    These are also the mode, so that the peer refuses a run of another mode, but not the batch size of a device, since
+    the peer trains no batches.
     """
-    return frozenset({*named, "mode"} - {"per_device_train_batch_size"})
+    return replace(config, mode="grpo"), frozenset({*named, "mode"} - {"per_device_train_batch_size"})
 
 
 def with_fitting_batch_size(

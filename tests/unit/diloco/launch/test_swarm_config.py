@@ -15,7 +15,7 @@ from diloco.errors import UserError
 from diloco.launch.swarm_config import adopt_manifest, daemon_config, manifest_of
 from diloco.options.flags import GrpoConfig
 from diloco.options.model_files import load_model_config
-from diloco.options.trainer import TrainConfig, named_of_rollout_peer, parse_train_config
+from diloco.options.trainer import TrainConfig, as_rollout_peer, parse_train_config
 from tests.support.tiny_model import small_bare_model
 
 FRESH = str(Path(__file__).parents[4] / "tests" / "models" / "llama-2m-fresh")
@@ -77,7 +77,8 @@ def test_a_rollout_peer_takes_any_size_of_batches_which_it_does_not_train(tmp_pa
     )
     with pytest.raises(UserError, match="is not a multiple of"):
         adopt_manifest(mine, manifest, named, run_dir=tmp_path)
-    adopted = adopt_manifest(mine, manifest, named_of_rollout_peer(named), run_dir=tmp_path)
+    config, own = as_rollout_peer(mine, named)
+    adopted = adopt_manifest(config, manifest, own, run_dir=tmp_path)
     assert (adopted.total_batch_size, adopted.per_device_train_batch_size) == (32, 16)
 
 
