@@ -73,7 +73,7 @@ def _expected(worker: Any) -> Expected:
     if not hasattr(worker, "_diloco_expected"):
         dtype = str(worker.model_config.dtype)
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for path in sorted(_directory_of(str(worker.model_config.model)).glob("*.safetensors")):
+        for path in sorted(Path(worker.model_config.model).glob("*.safetensors")):
             for name, entry in _header(path).items():
                 if name != "__metadata__":
                     is_float = entry["dtype"] in _DTYPES
@@ -83,14 +83,6 @@ def _expected(worker: Any) -> Expected:
         worker._diloco_expected = found
     expected: Expected = worker._diloco_expected
     return expected
-
-
-def _directory_of(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True))
 
 
 def _header(path: Path) -> dict[str, Any]:
