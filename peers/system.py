@@ -1,4 +1,4 @@
-"""The features of Linux that this program uses, each with its substitute on systems that lack it."""
+"""What this program asks of the operating system; features of Linux have substitutes on systems that lack them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A TCP port that is free on all addresses of this machine now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def anonymous_file(name: str) -> int:

@@ -77,7 +77,7 @@ class LocalSwarm:
         )
         self._environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
         command = coordinator_command(
-            self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
+            self.config.hv.run_id, _lasting_port(), self._environment, self.run_dir / "logs" / "dht.log"
         )
         self._coordinator = Supervisor(command, stop_timeout_s=_STOP_TIMEOUT_S)
         # Files of an earlier run in this directory must be ignored.
@@ -235,7 +235,7 @@ def _check_end(code: int, name: str, log: LogTail) -> None:
         raise DilocoError(f"{name} ended with exit code {code}. The end of {log.path}:\n{log.last_words()}")
 
 
-def free_port() -> int:
+def _lasting_port() -> int:
     """A free port outside the ephemeral range, whose ports an outgoing connection could take before they are bound."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.system import die_with_parent
+from peers.system import die_with_parent, free_port
 
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.5
@@ -36,7 +35,7 @@ def run_node(config: Mapping[str, Any]) -> None:
     if node == 0:
         print(f"one worker on each of {num_nodes} nodes: {', '.join(nodes)}", flush=True)
     num_ranks = int(config["ranks_per_node"])
-    host, port = _from_first_node((address, _free_port()) if node == 0 else None)
+    host, port = _from_first_node((address, free_port()) if node == 0 else None)
     ranks = [
         rank_env(node=node, num_nodes=num_nodes, local_rank=local, num_local=num_ranks, host=host, port=port)
         for local in range(num_ranks)
@@ -129,12 +128,6 @@ def _gathered(mine: str, num_nodes: int) -> list[str]:
     found: list[Any] = [None] * num_nodes
     dist.all_gather_object(found, mine)
     return [str(one) for one in found]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 _RANK_NAMES = frozenset(rank_env(node=0, num_nodes=1, local_rank=0, num_local=1, host="", port=0)) | {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import diloco
 from diloco.errors import UserError
 from diloco.rl.server_client import ServerClient, ServerLost
 from diloco.train.run_dir import last_words
+from peers.system import free_port
 
 EXTENSION = "diloco.rl.server_extension.WeightsExtension"
 _PROBE_TIMEOUT_S = 60.0
@@ -151,7 +151,7 @@ def vllm_command(
     """The command line of a vLLM server on a free port of loopback. Raises UserError if that Python has no vLLM."""
     program = python or sys.executable
     check_has_vllm(program, environment)
-    port, name = _free_port(), f"diloco-{secrets.token_hex(8)}"
+    port, name = free_port(), f"diloco-{secrets.token_hex(8)}"
     argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
     # Loopback only: vLLM's development endpoints have no authentication.
     argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
@@ -226,9 +226,3 @@ def _only_diloco(directory: Path) -> Path:
     new.symlink_to(Path(diloco.__file__).resolve().parent)
     new.replace(directory / "diloco")
     return directory
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

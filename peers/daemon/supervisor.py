@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from peers.daemon.restarts import (
     restart_delay_s,
 )
 from peers.errors import PeersError
-from peers.system import die_with_parent
+from peers.system import die_with_parent, free_port
 from peers.tasks import is_set_within
 from peers.timing import OFTEN_S, PROBE_S
 
@@ -104,7 +103,7 @@ class Supervisor:
         await self._end()
 
     async def _run_once(self) -> int:
-        port = _free_port()
+        port = free_port()
         try:
             for rank in range(self.command.num_ranks):
                 self._ranks.append(await _start(self.command, rank, port))
@@ -188,12 +187,6 @@ def _rank_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _size_of(path: Path) -> int:
