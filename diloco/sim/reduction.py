@@ -54,7 +54,6 @@ class Part:
 
     member: VirtualPeer
     pieces: Pieces
-    gives_up_at: float
     state: Literal["running", "done", "over"] = "running"
     ends_at: float = math.inf
 
@@ -86,7 +85,7 @@ class Reductions:
         """Start this member's part; its `reduced` or ReduceFailed follows, unless `end` is called before."""
         self.end(member.peer_id, "began another")
         attempt = self._attempts.setdefault(plan.digest, Attempt(plan))
-        part = Part(member, pieces, self._clock.now + timeout_s)
+        part = Part(member, pieces)
         attempt.parts[member.peer_id] = part
         self._of_member[member.peer_id] = attempt
         are_joined = self._joined.issuperset(_pairs(plan.signers))
