@@ -31,7 +31,7 @@ from diloco.cli.provision import down
 from diloco.cli.state_files import opened_existing, say_if_empty, tell_other_state_files, typed
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
-from diloco.options.flags import AsJson, Seconds, Switch
+from diloco.options.flags import AsJson, Switch
 
 app = App(name="pods", help="Manage rented pods.")
 
@@ -262,13 +262,7 @@ def forget(
 
 
 @app.command
-def reconcile(
-    *,
-    watch: Switch = False,
-    interval: Seconds = 60.0,
-    state_file: StateFile = None,
-    inventory: Inventory = None,
-) -> int:
+def reconcile(*, watch: Switch = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Compare the state file with the providers: finish what was interrupted, end orphaned pods and pods whose time is
     over.
 
@@ -279,8 +273,6 @@ def reconcile(
     watch: bool
         Again and again, until no pod has an end or is being given back, no order is in doubt, and no swarm is to be
         kept.
-    interval: float
-        Seconds between two looks.
     """
     from provisioning.errors import Busy
     from provisioning.ledger.lock import held
@@ -299,7 +291,7 @@ def reconcile(
         return locked(ledger, once)
 
     async def forever() -> int:
-        await watcher.watch(ledger, access(inventory), say, interval_s=interval)
+        await watcher.watch(ledger, access(inventory), say)
         return 0
 
     try:

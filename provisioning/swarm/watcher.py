@@ -28,7 +28,8 @@ from provisioning.renting.renters import renters
 from provisioning.swarm.keeper import Keeper
 
 _STOP_TIMEOUT_S = 5.0
-_INTERVAL_S = 15.0
+_INTERVAL_S = 60.0
+_KEEP_INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
 # Short, since the watcher tries again later, and holds the ledger's lock meanwhile.
 _PATIENCE = Patience(destroy_s=15.0)
@@ -94,7 +95,12 @@ def stop(state_file: Path) -> None:
 
 
 async def watch(
-    ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
+    ledger: Ledger,
+    access: Access,
+    say: Say,
+    *,
+    interval_s: float = _INTERVAL_S,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Keep the requested swarm, and give back pods at their rental end, until nothing is left to watch or `stop()`.
 
@@ -115,7 +121,7 @@ async def watch(
         nonlocal keeping, wait_s
         wait_s = await keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
         if ledger.recall(WANTED):
-            wait_s = min(wait_s, _INTERVAL_S)
+            wait_s = min(wait_s, _KEEP_INTERVAL_S)
             if not is_keeping():
                 # Replacing a pod may take an hour, in which the rentals of other pods end.
                 keeping = tasks.create_task(keep())
