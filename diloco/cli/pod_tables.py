@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from diloco.cli.pods_flags import say
 from peers.monitor.figures import short_figure
 
 if TYPE_CHECKING:
-    from provisioning.pods.pod import Offer
+    from provisioning.pods.pod import Offer, PodSpec
+    from provisioning.providers.registry import Access
     from provisioning.swarm.status import Overview
 
 
@@ -38,6 +43,29 @@ def print_status(seen: Overview) -> None:
     print_table(("pod", "state", "machine", "peer"), ("$/h", "$", "ends in", "epoch", "step", "tokens"), rows)
     rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
     print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
+
+
+async def tell_offers(specs: Sequence[PodSpec], where: Access, *, as_json: bool) -> int:
+    """Print the offers that fit one of these specs, all of which name the same providers."""
+    from provisioning.providers.registry import open_provider
+    from provisioning.renting.plan import objections
+    from provisioning.renting.renters import offers_of
+
+    async with contextlib.AsyncExitStack() as opened:
+        providers = []
+        for name in specs[0].providers:
+            providers.append(open_provider(name, where))
+            opened.push_async_callback(providers[-1].close)
+        # Without the checks that come before renting: listing offers needs neither an SSH key nor money.
+        there = await offers_of(providers, say)
+    found = [one for one in there if any(not objections(spec, one) for spec in specs)]
+    found.sort(key=lambda one: (one.price_per_hour, one.key))
+    if as_json:
+        tables = [{key: value for key, value in asdict(one).items() if key != "details"} for one in found]
+        print(json.dumps(tables))
+    else:
+        print_offers(found)
+    return 0
 
 
 def print_offers(found: Sequence[Offer]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from diloco.cli.interrupts import run_interruptible
-from diloco.cli.pod_tables import print_table
+from diloco.cli.pod_tables import print_table, tell_offers
 from diloco.cli.pods_flags import (
     GIVEN,
     Amount,
@@ -197,8 +197,6 @@ def provision(
 
     ledger, where = opened(state_file), access(inventory)
     if offers:
-        from diloco.cli.offers import tell_offers
-
         return run_interruptible(tell_offers(which.filters(), where, as_json=as_json))
     specs, setup = which.specs(), given.setup()
     check_peer_flags(peer_flags, setup)
