@@ -11,10 +11,10 @@ from pathlib import Path
 from diloco.errors import DilocoError
 from diloco.launch.live import PeerRow, running_view, show
 from diloco.launch.local_swarm import PER_PEER_FIELDS, environment_of_peers, gpu_of_peer
-from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, flat_values, to_toml
 from diloco.train.devices import visible_gpus
+from diloco.train.file_tail import FileTail
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import reason_in
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -53,7 +53,7 @@ async def train_alone(
             write_phase(own_dir, clock.at(doing, time.time()))
 
     async with running_view(show([row], on_records=received)):
-        log = LogTail(command.log_path)
+        log = FileTail(command.log_path)
         # Not restarted, since it saves no checkpoints.
         end = await Supervisor(command, max_deaths=1).run()
     if end.code:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import read_phase
+from diloco.train.file_tail import FileTail
 from diloco.train.metrics_file import (
     PhaseLines,
     Record,
@@ -123,7 +123,7 @@ async def running_view(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def show_log(path: Path) -> None:
     """Print what is appended to a log, until cancelled."""
-    log = LogTail(path)
+    log = FileTail(path)
 
     def read() -> None:
         sys.stdout.write(log.read().decode(errors="replace"))

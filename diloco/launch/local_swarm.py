@@ -17,10 +17,10 @@ from typing import Any
 
 from diloco.errors import USER_ERROR, DilocoError, UserError
 from diloco.launch.live import PeerRow
-from diloco.launch.log_tail import LogTail
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import needs_two_gpus, thread_settings, visible_gpus
+from diloco.train.file_tail import FileTail
 from diloco.train.run_dir import reason_in
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import WORKER_ENDED, WorkerEnd
@@ -48,7 +48,7 @@ class LocalPeer:
     world_rank: int
     supervisor: Supervisor
     row: PeerRow
-    log: LogTail
+    log: FileTail
 
     def lose(self) -> int:
         """Simulate the loss of the machine: SIGKILL all of the peer's processes. Returns their number."""
@@ -95,7 +95,7 @@ class LocalSwarm:
         for row in self.rows:
             row.run_dir.mkdir(parents=True, exist_ok=True)
             write_phase(row.run_dir, Phase(name="waiting for the coordinator"))
-        log = LogTail(self._coordinator.command.log_path)
+        log = FileTail(self._coordinator.command.log_path)
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks: list[asyncio.Task[Any]] = [coordinator]
         try:
@@ -162,7 +162,7 @@ class LocalSwarm:
                 self.say(f"{row.name} ended with exit code {end.code}; restarting it{why}")
 
         supervisor = Supervisor(command, on_exit, stop_timeout_s=_STOP_TIMEOUT_S)
-        return LocalPeer(rank, supervisor, row, LogTail(command.log_path))
+        return LocalPeer(rank, supervisor, row, FileTail(command.log_path))
 
     def _gpus(self, rank: int, gpus: list[str]) -> dict[str, str]:
         """The GPU of the peer's trainer, followed by that of its vLLM server if it starts one, as in a sweep."""
@@ -184,7 +184,7 @@ def coordinator_command(
     )
 
 
-async def coordinator_address(end: asyncio.Future[WorkerEnd], log: LogTail) -> str:
+async def coordinator_address(end: asyncio.Future[WorkerEnd], log: FileTail) -> str:
     """Wait until the coordinator prints its address to the log. `end` is done when its process has ended.
 
     Raises UserError or DilocoError with the coordinator's last output.
@@ -228,7 +228,7 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _check_end(code: int, name: str, log: LogTail) -> None:
+def _check_end(code: int, name: str, log: FileTail) -> None:
     if code == USER_ERROR:
         raise UserError(log.last_words() or f"{name} was refused; see {log.path}")
     if code:

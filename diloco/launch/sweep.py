@@ -12,9 +12,9 @@ from pathlib import Path
 
 from diloco.errors import DilocoError, UserError
 from diloco.launch.live import PeerRow, running_view, show
-from diloco.launch.log_tail import LogTail
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import thread_settings
+from diloco.train.file_tail import FileTail
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, slug
 from peers.daemon.link import LINK_ENV
@@ -145,7 +145,7 @@ class Sweep:
     async def _run_trainer(self, instance: Instance, supervisor: Supervisor) -> None:
         row = self._rows[instance.number]
         row.since = time.time()
-        log = LogTail(instance.log)
+        log = FileTail(instance.log)
         code = (await supervisor.run()).code
         row.state = "FAILED" if code else "finished"
         if code:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.train.file_tail import FileTail
 from peers.monitor.figures import short_figure, span
 from peers.monitor.phases import in_words
 from peers.protocol.reports import Phase
@@ -17,28 +18,17 @@ Record = Mapping[str, Any]
 
 
 class Tail:
-    """Reads the complete lines appended to a file since the last read. The file may be missing or be truncated."""
+    """Reads the records of a file while it grows."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+        self._file = FileTail(path, from_start=True)
 
     def read(self) -> list[Record]:
         """Records since the last read; lines that are not JSON objects are skipped."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [record for line in complete.splitlines() if (record := _record(line)) is not None]
+        return [record for line in self._file.read_lines() if (record := _record(line)) is not None]
 
 
-def _record(line: bytes) -> Record | None:
+def _record(line: str) -> Record | None:
     try:
         record = json.loads(line)
     except ValueError:

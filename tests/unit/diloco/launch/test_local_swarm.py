@@ -1,11 +1,17 @@
-"""Which GPUs each peer of `diloco run` gets."""
+"""Which GPUs the peers of `diloco run` get, and what is read of their logs."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from diloco.launch.local_swarm import LocalSwarm
+from diloco.launch import local_swarm
+from diloco.launch.local_swarm import LocalPeer, LocalSwarm, coordinator_address
 from diloco.options.flags import GrpoConfig, TrainConfig
+from diloco.train.file_tail import FileTail
+from peers.daemon.restarts import WorkerEnd
+from peers.daemon.supervisor import Supervisor, WorkerCommand
 
 GPUS = ["0", "1", "2", "3"]
 
@@ -24,3 +30,32 @@ GPUS = ["0", "1", "2", "3"]
 def test_a_peer_that_starts_a_server_has_a_gpu_for_it(tmp_path, config, gpus, expected):
     swarm = LocalSwarm(config, frozenset(), tmp_path, 2, print)
     assert [swarm._gpus(rank, gpus).get("CUDA_VISIBLE_DEVICES") for rank in range(2)] == expected
+
+
+async def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):
+    """A resumed run has the directory of an earlier one, whose coordinator has left its address in the log."""
+    path = tmp_path / "dht.log"
+    path.write_text("--initial-peers /ip4/127.0.0.1/tcp/1/p2p/old\n")
+
+    tail = FileTail(path)
+    end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
+    with path.open("a") as log:
+        log.write("--initial-peers /ip4/127.0.0.1/tcp/2/p2p/new\n")
+    assert await coordinator_address(end, tail) == "/ip4/127.0.0.1/tcp/2/p2p/new"
+
+
+async def test_failures_of_an_earlier_run_are_not_reported_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_swarm, "_LOG_INTERVAL_S", 0.01)
+    messages: list[str] = []
+    swarm = LocalSwarm(TrainConfig(), frozenset(), tmp_path, 1, messages.append)
+    command = WorkerCommand(argv=("true",), env={}, cwd=tmp_path, log_path=tmp_path / "peer.log")
+    command.log_path.write_text("the worker ended with 1: of an earlier run\n")
+    peer = LocalPeer(0, Supervisor(command), swarm.rows[0], FileTail(command.log_path))
+    task = asyncio.create_task(swarm._relay_failures(peer))
+    with command.log_path.open("a") as log:
+        log.write("step 3\nthe worker ended with 1: no space left\n")
+    async with asyncio.timeout(10):
+        while not messages:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert messages == ["peer 0: the worker ended with 1: no space left"]
