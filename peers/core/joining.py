@@ -21,6 +21,7 @@ from peers.protocol.aggregation import Rule
 from peers.protocol.limits import Share
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, Announcement, View
+from peers.timing import OFTEN_S
 
 MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10
@@ -130,12 +131,14 @@ def _short(value: Any) -> str:
 
 
 def manifest_source(
-    view: View, *, me: str, galaxy_size: int, waited_out: bool
+    view: View, *, me: str, galaxy_size: int, late_s: float
 ) -> Announcement | Literal["own"] | None:
-    """Whose manifest to adopt; "own": this peer's; None: wait. The view includes this peer.
+    """Whose manifest to adopt; "own": this peer's; None: wait. The view includes this peer. `late_s`: the time since
+    the founders' deadline, negative before it.
 
     If the run has begun, the manifest that most of its peers have. Before that, the manifest of the peer with the
-    lowest world rank; among peers without a rank, of the one with the smallest peer id.
+    lowest world rank; among peers without a rank, of the one with the smallest peer id. After the deadline, each peer
+    publishes its own, OFTEN_S later for each peer before it: those may hang, or claim ranks and never publish anything.
     """
     order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
     holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]
@@ -145,7 +148,8 @@ def manifest_source(
         return next(peer for peer in running if counts[peer.manifest_digest] == most)
     if holders:
         return holders[0]
-    is_lowest = order[0].peer_id == me
-    if is_lowest and (order[0].world_rank == 0 or len(view) >= galaxy_size or waited_out):
+    place = next(place for place, peer in enumerate(order) if peer.peer_id == me)
+    is_complete = order[0].world_rank == 0 or len(view) >= galaxy_size
+    if (place == 0 and is_complete) or late_s > OFTEN_S * place:
         return "own"
     return None

@@ -49,8 +49,8 @@ class Agreement:
     ) -> dict[str, Scalar]:
         """The swarm's manifest, or this peer's own proposal if it is the peer that publishes one.
 
-        No other founder is waited for after `deadline`, by time.monotonic. Raises UserError where the swarm's manifest
-        contradicts a setting that the user has named.
+        No more founders are waited for after `deadline`, by time.monotonic, and those that are there only briefly.
+        Raises UserError where the swarm's manifest contradicts a setting that the user has named.
         """
         presence, theirs = self._presence, None
         while theirs is None:
@@ -58,7 +58,7 @@ class Agreement:
                 {p: peer for p, peer in presence.view.items() if self._failures[p] < MAX_FAILURES},
                 me=presence.me,
                 galaxy_size=presence.galaxy_size,
-                waited_out=time.monotonic() > deadline,
+                late_s=time.monotonic() - deadline,
             )
             if source == "own":
                 self.is_own, theirs = True, dict(proposal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
@@ -11,6 +13,7 @@ from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.errors import ProtocolError
 from peers.protocol.mesh import Manifest
 from peers.protocol.wire import decode, encode
+from peers.timing import OFTEN_S
 from tests.support.announcements import announced
 
 
@@ -86,9 +89,9 @@ def test_a_manifest_of_other_types_than_ours_does_not_fit():
     ]
 
 
-def source(*peers, me, galaxy_size=2, waited_out=False):
+def source(*peers, me, galaxy_size=2, late_s=-math.inf):
     view = {peer.peer_id: peer for peer in peers}
-    found = joining.manifest_source(view, me=me, galaxy_size=galaxy_size, waited_out=waited_out)
+    found = joining.manifest_source(view, me=me, galaxy_size=galaxy_size, late_s=late_s)
     return found if found in (None, "own") else found.peer_id
 
 
@@ -98,7 +101,15 @@ def test_before_a_run_has_begun_the_manifest_of_the_lowest_world_rank_counts():
     b = replace(b, manifest_digest="bb")
     assert source(a, b, me="a") == "b"
     assert source(a, me="a") is None
-    assert source(a, me="a", waited_out=True) == source(replace(a, world_rank=0), me="a") == "own"
+    assert source(a, me="a", late_s=0.1) == source(replace(a, world_rank=0), me="a") == "own"
+
+
+def test_after_the_deadline_peers_that_publish_nothing_are_passed_over_one_by_one():
+    silent, b, c = (announced(peer_id, world_rank=rank) for rank, peer_id in enumerate("abc"))
+    assert [source(silent, b, c, me=p, galaxy_size=3, late_s=0.1) for p in "bc"] == [None, None]
+    assert [source(silent, b, c, me=p, galaxy_size=3, late_s=OFTEN_S + 0.1) for p in "bc"] == ["own", None]
+    b = replace(b, manifest_digest="bb")
+    assert source(silent, b, c, me="c", galaxy_size=3, late_s=2 * OFTEN_S + 0.1) == "b"
 
 
 def test_of_peers_that_have_no_world_rank_yet_the_smallest_peer_id_counts():

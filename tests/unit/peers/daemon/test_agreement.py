@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -69,6 +70,17 @@ def test_a_peer_whose_manifest_cannot_be_one_is_asked_once():
     with pytest.raises(Quiet):
         asyncio.run(swarm.agreement.reach({"seed": 1}, (), deadline=math.inf))
     assert len(asked) == 1
+
+
+def test_a_peer_of_lower_rank_that_publishes_no_manifest_holds_nobody_up_for_ever():
+    swarm = Swarm({}, galaxy_size=2)
+    swarm.view["other"].manifest_digest = swarm.view["other"].head = ""
+    swarm.wait_for_change = swarm_is_quiet
+    reach = swarm.agreement.reach
+    with pytest.raises(Quiet):
+        asyncio.run(reach({"seed": 1}, (), deadline=time.monotonic() + 60))
+    assert asyncio.run(reach({"seed": 1}, (), deadline=time.monotonic() - 60)) == {"seed": 1}
+    assert swarm.agreement.is_own
 
 
 def test_a_manifest_that_no_peer_can_run_by_is_an_error_of_its_sender():
