@@ -22,8 +22,10 @@ from peers.daemon.beginning import touch
 from peers.daemon.downloads import Fetch
 from peers.daemon.pledges import Pledges
 from peers.errors import PeersError, RoundFailed, StateUnavailable
+from peers.monitor.journal import printable
 from peers.net.mesh import Mesh
 from peers.protocol.certificates import Certificate, Plan
+from peers.protocol.limits import MAX_SHORT_TEXT
 from peers.protocol.messages import Offer, Status
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Ahead, EpochOutcome, Start
@@ -201,7 +203,8 @@ class Runtime:
                     ahead = Ahead(epoch=epoch, data_base=data_base, epoch_s=epoch_s)
                     self._work.ahead.set_result(ahead)
             case effects.Tell():
-                log.info("%s", effect.text)
+                # The text may quote another peer's message.
+                log.info("%s", printable(effect.text, 2 * MAX_SHORT_TEXT))
                 self._on_tell(effect)
             case effects.Pledge(head, attempt):
                 await asyncio.to_thread(self._pledges.add, head, attempt)

@@ -79,8 +79,8 @@ class Journal:
         self.received_bytes += entry.received_bytes
 
     def happened(self, now: float, text: str) -> None:
-        """One line for people. Never text that another peer wrote: it would be shown as this peer's own."""
-        self.incidents.append(Incident(time=now, text=text[:MAX_TEXT]))
+        """One line for people. It is shown as this peer's own, so text of another peer is only quoted in it."""
+        self.incidents.append(Incident(time=now, text=printable(text)))
 
     def is_in_trouble(self, what: str, text: str) -> None:
         """Set a problem; an empty text clears it."""
@@ -121,9 +121,9 @@ def shown_failures(reasons: Iterable[str]) -> tuple[str, ...]:
     return tuple(printable(reason) for reason in list(reasons)[-MAX_FAILURES:])
 
 
-def printable(text: str) -> str:
+def printable(text: str, max_length: int = MAX_TEXT) -> str:
     """Short, and without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_TEXT])
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:max_length])
 
 
 def _rate(rounds: Iterable[RoundEntry], num_bytes: Callable[[RoundEntry], int]) -> float:

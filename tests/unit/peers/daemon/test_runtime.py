@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -24,10 +25,12 @@ from peers.daemon.averaging import Averaging, WorkInHand
 from peers.daemon.pledges import Pledges
 from peers.daemon.runtime import Runtime
 from peers.errors import PeersError, StateUnavailable
+from peers.monitor.journal import Journal
 from peers.net.identity import load_or_create
 from peers.net.streams import StreamPool
 from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
+from peers.protocol.reports import Incident
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Memories
 from peers.state.outer_state import OuterState
@@ -152,6 +155,18 @@ async def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_worker
     assert (outcome.epoch, outcome.contributors, outcome.head) == (1, [0], runtime.core.head)
     assert runtime.state is not None and torch.equal(mine.inn[0], runtime.state.anchor[0])
     assert runtime.state.is_intact() and runtime.state.anchor_digest == outcome.anchor_digest
+
+
+async def test_what_another_peer_wrote_reaches_no_log_and_no_report_with_control_characters(runtime, caplog):
+    caplog.set_level("INFO", "peers.daemon.runtime")
+    journal = Journal()
+    runtime._on_tell = lambda tell: journal.happened(1.0, tell.text)
+    await runtime._perform(
+        effects.Tell("left_out", "peer 3 is left out; its last fault: \x1b[2J\u202eall is well")
+    )
+    (incident,) = journal.incidents
+    assert msgspec.convert(msgspec.to_builtins(incident), Incident).text.endswith("fault: ?[2J?all is well")
+    assert caplog.messages == [incident.text]
 
 
 async def test_no_worker_begins_between_anothers_readiness_and_its_commit(runtime):
