@@ -128,14 +128,16 @@ class Registrar:
 
     async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
         """As RankLedger.assign, but a holder that does not answer loses the rank to a peer that asks for it. Peers
-        that took ranks while no coordinator was there keep them.
+        that took ranks while no coordinator was there keep them, unless the ledger's own holder asks for one.
         """
         here = await announced(
             self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_record
         )
         others = [r for r in here.values() if r.peer_id != peer_id and r.state != "leaving"]
         held = {record.world_rank: record for record in others}
-        if wanted in held and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
+        # What another peer claims about itself does not refuse the holder.
+        is_own = wanted is not None and self._ledger.holder(wanted) == peer_id
+        if wanted in held and not is_own and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
             return Taken(held[wanted].peer_id)
         answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(held))
         if isinstance(answer, Taken) and not await self._is_there(answer.holder):

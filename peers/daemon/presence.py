@@ -96,19 +96,18 @@ class Presence:
         # From now on, a peer that is given these addresses reaches this one.
         log.info("listening on %s", " ".join(self.maddrs))
         await self._meet(await self._records())
-        self._settle_rank(wanted_rank)
+        self._settle_rank()
 
-    def _settle_rank(self, wanted_rank: int | None) -> None:
-        """Give up a rank that another live peer has. Raises UserError where the user has asked for it."""
+    def _settle_rank(self) -> None:
+        """Give up a rank that another live peer claims, perhaps falsely: the roster decides."""
         other = next((peer for peer in self.mesh.peers if peer.world_rank == self.world_rank), None)
         if other is None or self.world_rank == NO_RANK:
             return
-        if wanted_rank is not None:
-            raise UserError(
-                f"world rank {self.world_rank} is taken by the live peer {other.peer_id}. Choose another "
-                "--world-rank, or leave it out"
-            )
-        # The coordinator gave this peer the rank, and another peer claims it, perhaps falsely. The roster will decide.
+        log.warning(
+            "the peer %s also claims world rank %d: the swarm decides which rank this peer has",
+            other.peer_id,
+            self.world_rank,
+        )
         self.world_rank = NO_RANK
 
     async def _meet(self, records: Mapping[str, Announcement]) -> None:

@@ -126,8 +126,7 @@ def test_the_first_peer_of_a_run_waits_for_nobody(tmp_path, monkeypatch):
     met(tmp_path, monkeypatch, SilentDht([]), "silent")
 
 
-@pytest.mark.parametrize(("wanted", "kept"), [(None, presence.NO_RANK), (7, None)])
-def test_a_peer_that_says_it_has_the_same_rank_ends_only_whose_user_insists_on_it(tmp_path, wanted, kept):
+def test_a_rank_that_another_peer_claims_is_left_to_the_roster_to_decide(tmp_path, caplog):
     identity = load_or_create(tmp_path / "key")
 
     async def scenario():
@@ -135,17 +134,15 @@ def test_a_peer_that_says_it_has_the_same_rank_ends_only_whose_user_insists_on_i
         mine.mesh._gossip.here["b"] = spoken("b", world_rank=7)
         for rank in (presence.NO_RANK, 3):
             mine.world_rank = rank
-            mine._settle_rank(wanted)
+            mine._settle_rank()
             assert mine.world_rank == rank
+        assert not caplog.messages
         mine.world_rank = 7
-        mine._settle_rank(wanted)
-        assert mine.world_rank == kept
+        mine._settle_rank()
+        assert mine.world_rank == presence.NO_RANK
+        assert "the peer b also claims world rank 7" in caplog.text
 
     try:
-        if kept is None:
-            with pytest.raises(UserError, match="world rank 7 is taken"):
-                asyncio.run(scenario())
-        else:
-            asyncio.run(scenario())
+        asyncio.run(scenario())
     finally:
         identity.release()

@@ -1,0 +1,48 @@
+"""Which world ranks the coordinator gives, over a fake DHT."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from peers.admission.ledger import RankLedger
+from peers.admission.ranks import Registrar
+from peers.net.gate import Gate
+from peers.net.identity import load_or_create
+from peers.protocol.admission import Grant, Taken
+from tests.support.announcements import announced
+
+RUN = "run"
+
+
+class FakeDht:
+    """A DHT in which one live peer, which answers, claims world rank 0."""
+
+    def __init__(self, identity):
+        self.identity = identity
+
+    async def get(self, key):
+        record = announced(self.identity.peer_id, run_id=RUN, world_rank=0)
+        return {self.identity.peer_id: replace(record, time=time.time()).encode(self.identity)}
+
+    async def ping(self, peer_id, **_):
+        return peer_id == self.identity.peer_id
+
+
+@pytest.fixture
+def claimant(tmp_path):
+    identity = load_or_create(tmp_path / "key")
+    yield identity
+    identity.release()
+
+
+async def test_a_claim_does_not_refuse_the_holder_its_own_rank_but_anybody_else(claimant, tmp_path):
+    ledger = RankLedger(tmp_path / "ledger")
+    registrar = Registrar(RUN, ledger, FakeDht(claimant), Gate.open(RUN))
+    assert await registrar.assign("holder", 0) == Taken(holder=claimant.peer_id)
+    ledger.assign("holder", 0)
+    assert await registrar.assign("holder", 0) == Grant(world_rank=0, galaxy_size=2)
+    assert await registrar.assign("another", 0) == Taken(holder=claimant.peer_id)
+    ledger.close()
