@@ -29,6 +29,11 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
+    async def ended_within(self, timeout_s: float) -> None:
+        """Wait until all have ended by themselves, at most this long."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_s)
+
     async def close(self) -> None:
         """Cancel what still runs, and wait until it has ended. May be repeated."""
         await cancelled(self._running)

@@ -80,7 +80,8 @@ class Runtime:
         """A head, and the peers on it to which streams were opened ahead of its round."""
 
     async def run(self) -> None:
-        """Handle events until cancelled. Raises PeersError where this peer cannot continue."""
+        """Handle events until cancelled; then tell the others that this peer leaves. Raises PeersError where this peer
+        cannot continue."""
         try:
             while True:
                 event = await self._next_event()
@@ -91,6 +92,9 @@ class Runtime:
                 # Taking an event that is already in the queue lets no other task run.
                 await asyncio.sleep(0)
         finally:
+            # Not through the queue: there may be no time for the events in it.
+            for effect in self.core.handle(events.Leave(), time.monotonic()):
+                await self._perform(effect)
             await self._stop_reducing()
             self._stop_fetching()
 

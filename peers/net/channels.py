@@ -88,7 +88,7 @@ class Channels:
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         # Kept when channels close, so that reconnecting does not reset a flood's limit.
         self._limits = RateLimits(MESSAGES_PER_S, MESSAGES_AT_ONCE)
-        self.tasks = Tasks()
+        self.tasks, self._listening = Tasks(), Tasks()
         self._turned_away: Why | None = None
 
     @property
@@ -100,6 +100,11 @@ class Channels:
         await self._transport.serve(self._protocol, self._accepted)
 
     async def close(self) -> None:
+        """Close all channels, once everything queued is sent or OFTEN_S is over."""
+        for peer_id in list(self.open):
+            self.drop(peer_id)
+        await self._listening.ended_within(OFTEN_S)
+        await self._listening.close()
         await self.tasks.close()
 
     def dial(self, record: Announcement) -> None:
@@ -193,7 +198,7 @@ class Channels:
         if self._gate.bans_blob != introduced.told_bans:
             newer.enqueue(Bans(signed=self._gate.bans_blob))
         self._mesh.opened(peer_id, introduced)
-        self.tasks.spawn(self._listen(newer, peer_id))
+        self._listening.spawn(self._listen(newer, peer_id))
 
     # Introductions: each end sends the ban list that it has, then its announcement (protocol/mesh.py)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from datetime import datetime
 from functools import partial
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from peers.core.timing import Timing
 from tests.support.exhaustive import exhaustive_but
 from tests.support.preparations import poison
 from tests.support.swarm import wait_until
 
 GOES_ON_WITHIN_S = 30.0
+LEAVES_WITHIN_S = 20.0
 
 
 def test_a_peer_killed_while_training_costs_the_others_no_epoch_and_comes_back(swarm):
@@ -36,6 +39,20 @@ def test_a_peer_killed_while_training_costs_the_others_no_epoch_and_comes_back(s
         "an epoch with its work",
     )
     light.check_none_is_missed()
+
+
+def test_a_peer_that_is_told_to_end_leaves_and_is_not_waited_for(swarm):
+    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
+    one, other = light.start_all(2)
+    wait_until(lambda: one.epoch >= 2 and other.epoch >= 2, "epoch 2")
+    other.process.terminate()
+    other.process.join(LEAVES_WITHIN_S)
+    assert other.process.exitcode == 128 + signal.SIGTERM
+    ended_at, before = time.time(), one.epoch
+    alone = wait_until(lambda: [r for r in one.epochs if r["contributors"] == [0]], "an epoch without it")
+    # A peer that has died is given time to come back first.
+    assert alone[0]["time"] < ended_at + Timing(most_grace_s=60, most_attempt_s=60).regain_s / 2
+    assert alone[0]["epoch"] <= before + 1
 
 
 @pytest.mark.parametrize("victim", exhaustive_but((0,), [0, 2]))

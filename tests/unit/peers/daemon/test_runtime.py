@@ -259,6 +259,16 @@ def test_while_an_effect_takes_long_the_last_status_stands_and_cancelling_waits_
     assert ended.is_set()
 
 
+async def test_a_runtime_that_ends_tells_the_others_that_this_peer_leaves(runtime):
+    async with running(runtime):
+        await runtime.begin_worker(memories().inn, offered())
+        while runtime.status is None or runtime.status.phase != "training":
+            await asyncio.sleep(0)
+        num_statuses = runtime._mesh.num_statuses
+    assert runtime.status.phase == "leaving"
+    assert runtime._mesh.num_statuses == num_statuses + 1
+
+
 async def test_a_reduction_is_over_before_the_runtime_is(runtime, monkeypatch):
     began, over = threading.Event(), threading.Event()
 

@@ -96,6 +96,15 @@ async def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_an
     await mesh.close()
 
 
+async def test_what_was_said_last_is_sent_before_the_channels_close():
+    mesh = mesh_over(Transport(), own_record=lambda number, lost: b"leaving")
+    with channel_to(mesh) as theirs:
+        mesh.broadcast_status()
+        await mesh.close()
+        theirs.setblocking(False)
+        assert b"leaving" in theirs.recv(1000)
+
+
 async def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
     transport = Transport()
     mesh = mesh_over(transport)
