@@ -107,17 +107,6 @@ def keepalive_options(*, idle_s: int, interval_s: int, count: int) -> list[tuple
     return [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
 
 
-def break_if_unacknowledged(sock: socket.socket, timeout_s: float) -> None:
-    """Have the kernel break the connection if sent bytes stay unacknowledged for this long.
-
-    Not for streams of much data: Linux also breaks the connection to a live receiver that does not read for this long.
-    Does nothing on other systems, and for sockets other than TCP.
-    """
-    if IS_LINUX:
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
-
-
 def tcp_info(sock: socket.socket, num_bytes: int) -> bytes:
     """The beginning of struct tcp_info (linux/tcp.h). Raises OSError where there is none."""
     option = getattr(socket, "TCP_INFO", None)

@@ -63,9 +63,6 @@ FULL_MESH = 32
 LEAST_SILENCE_S, LOST_BEATS = 8.0, 10
 """A peer that sends nothing for this long and this many heartbeats counts as lost. Far above one heartbeat: a busy
 machine is not dead. Rounds stop waiting much earlier (core/timing.py), and a channel that breaks shows at once."""
-UNACKNOWLEDGED_S = 6.0
-"""Bytes sent on a channel must be acknowledged within this time: longer than a packet takes that is lost four times in
-a row. A busy machine still acknowledges, so one that is switched off counts as lost sooner."""
 DOUBT_BEATS = 4
 """After this many heartbeats without an answer, the next streams to a peer take another path, if there is one: the link
 may be down. Heartbeats count, not seconds: a peer that was frozen itself has sent none, and missed no answer."""

@@ -26,9 +26,8 @@ from peers.protocol.mesh import Announced, Introduction, Known, Parting, Said
 from peers.protocol.messages import Ask
 from peers.protocol.records import NO_RANK, Announcement, Spoken
 from peers.protocol.refusal import Refusal, Refused, Why
-from peers.system import break_if_unacknowledged
 from peers.tasks import Tasks, cancelled
-from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, UNACKNOWLEDGED_S, heartbeat_s
+from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, heartbeat_s
 
 if TYPE_CHECKING:
     from peers.net.mesh import Mesh
@@ -193,7 +192,6 @@ class Channels:
                 channel.close()
                 return
             older.enqueue(None)
-        break_if_unacknowledged(channel.sock, UNACKNOWLEDGED_S)
         newer = self.open[peer_id] = LivePeer(channel, caller)
         if self._gate.bans_blob != introduced.told_bans:
             newer.enqueue(Bans(signed=self._gate.bans_blob))

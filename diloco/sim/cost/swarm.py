@@ -22,9 +22,10 @@ from peers.core import events
 from peers.core.founding import genesis_of
 from peers.core.peer import Peer
 from peers.core.settings import Settings
+from peers.net.live_peer import silence_s
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Certificates, Offer
-from peers.timing import FULL_MESH, UNACKNOWLEDGED_S, heartbeat_s
+from peers.timing import FULL_MESH
 
 _LONGEST_EPOCH = 100.0
 """A run whose epochs take longer than this multiple of their training time is considered stuck."""
@@ -174,8 +175,8 @@ class CostSwarm:
 
     @property
     def _mesh_silence_s(self) -> float:
-        """Time after which the neighbours of a lost peer have noticed it: their next heartbeat is not acknowledged."""
-        return heartbeat_s(len(self.peer_ids)) + UNACKNOWLEDGED_S if self.is_large else 0.0
+        """Time after which the neighbours of a lost peer have noticed it."""
+        return silence_s(len(self.peer_ids)) if self.is_large else 0.0
 
     def _tell_of_loss(self, peer_id: str) -> None:
         if peer_id in self.living:
