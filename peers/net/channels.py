@@ -22,7 +22,7 @@ from peers.net.live_peer import LivePeer, silence_s
 from peers.net.rate_limit import RateLimits
 from peers.net.socket_io import closed_on_error
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Announced, Introduction, Known, Parting, Said
+from peers.protocol.mesh import Announced, Introduction, Known, Parting, Ping, Pong, Said
 from peers.protocol.messages import Ask
 from peers.protocol.records import NO_RANK, Announcement, Spoken
 from peers.protocol.refusal import Refusal, Refused, Why
@@ -293,7 +293,13 @@ class Channels:
                 if self.open.get(peer_id) is channel:
                     del self.open[peer_id]
                 return
-            self._mesh.received(peer_id, said)
+            if isinstance(said, Ping):
+                channel.enqueue(Pong())
+            elif isinstance(said, Pong):
+                if (round_trip_s := channel.ponged()) is not None:
+                    self._mesh.measured(peer_id, round_trip_s)
+            else:
+                self._mesh.received(peer_id, said)
             # Reading what has already arrived does not yield to other tasks.
             await asyncio.sleep(0)
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.channel import Channel
-from peers.protocol.mesh import Announced, Said
+from peers.protocol.mesh import Announced, Ping, Said
 from peers.timing import DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS, heartbeat_s
 
 _MAX_QUEUED = 1024
 _LATE = 1.5
+_PING_BEATS = 8
+"""Heartbeats between two measurements of the round trip."""
+_LAST_ROUND_TRIPS = 4
+"""The least of so many counts: a busy machine answers late."""
 
 
 class LivePeer:
@@ -23,6 +29,9 @@ class LivePeer:
         self.used_at = time.monotonic()
         """When the last message of a core or about the manifest went over the channel, in either direction."""
         self._num_unanswered = 0
+        self._pinged_at = math.inf
+        """When the Ping was sent that is not answered yet."""
+        self._round_trips = deque[float](maxlen=_LAST_ROUND_TRIPS)
         self._queue: asyncio.Queue[Said | None] = asyncio.Queue(_MAX_QUEUED)
 
     @property
@@ -33,6 +42,14 @@ class LivePeer:
     def heard(self) -> None:
         """The peer has sent something, which counts as an answer."""
         self._num_unanswered = 0
+
+    def ponged(self) -> float | None:
+        """The answer to a Ping has come. Returns the round trip in seconds; None if there was no Ping."""
+        if math.isinf(self._pinged_at):
+            return None
+        self._round_trips.append(time.monotonic() - self._pinged_at)
+        self._pinged_at = math.inf
+        return min(self._round_trips)
 
     def enqueue(self, message: Said | None) -> None:
         """Queue a message. None closes the channel once everything before it is sent."""
@@ -53,6 +70,7 @@ class LivePeer:
         one: a core queues a status in each interval, but not while it is busy with a commit."""
         clock = asyncio.get_running_loop().time
         told_at = counted_at = clock()
+        pings_at = -math.inf
         try:
             while True:
                 try:
@@ -72,6 +90,9 @@ class LivePeer:
                         if self._num_unanswered == DOUBT_BEATS:
                             on_silence()
                 await self.channel.send(message, timeout_s=LEAST_SILENCE_S)
+                if clock() >= pings_at and math.isinf(self._pinged_at):
+                    pings_at, self._pinged_at = clock() + _PING_BEATS * interval_s(), time.monotonic()
+                    await self.channel.send(Ping(), timeout_s=LEAST_SILENCE_S)
         except (PeerUnreachable, ProtocolError):
             self.channel.break_off()
 

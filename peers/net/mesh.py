@@ -10,10 +10,8 @@ the DHT record expires.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -28,10 +26,21 @@ from peers.net.gossip import Gossip
 from peers.net.live_peer import silence_s
 from peers.net.paths.paths import Paths
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Announced, Carried, Known, Manifest, News, Parting, Said, Told, WantManifest
+from peers.protocol.mesh import (
+    Announced,
+    Carried,
+    Known,
+    Manifest,
+    News,
+    Parting,
+    Ping,
+    Pong,
+    Said,
+    Told,
+    WantManifest,
+)
 from peers.protocol.records import Announcement, Lost, Spoken, Untimely
 from peers.protocol.refusal import Refused, Why
-from peers.reduce.bandwidth import min_round_trip_s
 from peers.timing import ANSWER_S, OFTEN_S, SLICE_S, START_S, status_s
 
 log = logging.getLogger(__name__)
@@ -219,13 +228,13 @@ class Mesh:
         self._heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
         self._on_change()
         self._learn_from([introduced.spoken], is_urgent=True)
-        with contextlib.suppress(OSError, struct.error):
-            # The kernel knows no round trip for a channel through libp2p or a relay.
-            round_trip_s = min_round_trip_s(self._channels.open[peer_id].channel.sock)
-            if 0 < round_trip_s < ANSWER_S:
-                self._post(events.RoundTrip(peer_id, round_trip_s))
         for message in self._waiting.pop(peer_id, ()):
             self.send_to(peer_id, message)
+
+    def measured(self, peer_id: str, round_trip_s: float) -> None:
+        """A message to this peer and its answer take this long; longer than a late answer, it says nothing."""
+        if round_trip_s < ANSWER_S:
+            self._post(events.RoundTrip(peer_id, round_trip_s))
 
     def received(self, peer_id: str, said: Said) -> None:
         """Raises ProtocolError, which closes the channel."""
@@ -241,7 +250,7 @@ class Mesh:
                     self._channels.open[peer_id].enqueue(News(told=told))
             case Bans(signed):
                 self._gate.learn(signed)
-            case Parting():
+            case Ping() | Pong() | Parting():
                 pass
             case _:
                 if peer_id in self._channels.open:

@@ -10,6 +10,8 @@ Then either end sends at any time:
     Announced      its announcement, with the status of its core: at every change and heartbeat
     News           announcements of other peers, passed on; only among many peers
     Known          the versions of all announcements that the sender has; the answer is News; only among many peers
+    Ping           a request for a Pong, now and then, to measure the round trip
+    Pong           the answer, at once
     Parting        this channel is not needed any more
     Bans           a newer ban list
     WantManifest   a request for the settings of the run
@@ -67,6 +69,14 @@ class Known(Struct, frozen=True, tag="known"):
     ]
 
 
+class Ping(Struct, frozen=True, tag="ping"):
+    """Sent only once the last one is answered."""
+
+
+class Pong(Struct, frozen=True, tag="pong"):
+    pass
+
+
 class Parting(Struct, frozen=True, tag="parting"):
     pass
 
@@ -82,4 +92,4 @@ class Manifest(Struct, frozen=True, tag="manifest"):
 Introduction = Bans | Announced | Refusal
 Carried = Directed | WantManifest | Manifest
 """Messages that the mesh passes on to other parts of the daemon."""
-Said = Carried | Announced | News | Known | Parting | Bans
+Said = Carried | Announced | News | Known | Ping | Pong | Parting | Bans

@@ -23,7 +23,7 @@ from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Announced, Carried, Introduction, Manifest, Said, WantManifest
+from peers.protocol.mesh import Announced, Carried, Introduction, Manifest, Ping, Pong, Said, WantManifest
 from peers.protocol.messages import Message, Status
 from peers.protocol.records import PEERS_KEY, Announcement, Spoken
 
@@ -193,7 +193,7 @@ class Hostile:
                     case Manifest() | WantManifest():
                         if self.on_message:
                             await self.on_message(self, channel, message)
-                    case Bans():
+                    case Bans() | Ping() | Pong():
                         pass
                     case _:
                         if self.on_said:

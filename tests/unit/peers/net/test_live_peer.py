@@ -1,11 +1,13 @@
 import asyncio
 import socket
+from types import SimpleNamespace
 
 from msgspec.msgpack import Decoder
 
+from peers.net import live_peer
 from peers.net.channel import MAX_MESSAGE_BYTES, Channel
 from peers.net.live_peer import LivePeer, silence_s
-from peers.protocol.mesh import Announced, Said, WantManifest
+from peers.protocol.mesh import Announced, Ping, Said, WantManifest
 from peers.timing import BEAT_S, LEAST_SILENCE_S, heartbeat_s
 
 
@@ -23,16 +25,22 @@ async def test_a_status_is_told_in_the_interval_unless_another_one_was_told_mean
         sending = asyncio.create_task(
             peer.send_forever(lambda: b"of the channel", lambda: interval_s, on_silence=lambda: None)
         )
-        heard, said = Decoder(Said), Channel(theirs)
+        said = Channel(theirs)
+
+        async def told():
+            while (message := await said.read(Decoder(Said), 5.0)) == Ping():
+                pass
+            return message
+
         for _ in range(10):
             # The core's own statuses come often enough, so the channel adds none.
             peer.enqueue(Announced(record=b"of the core"))
-            assert await said.read(heard, 5.0) == Announced(record=b"of the core")
+            assert await told() == Announced(record=b"of the core")
             await asyncio.sleep(0.02)
         interval_s = 0.1
         peer.enqueue(Announced(record=b"of the core"))
-        assert await said.read(heard, 5.0) == Announced(record=b"of the core")
-        assert await said.read(heard, 5.0) == Announced(record=b"of the channel")
+        assert await told() == Announced(record=b"of the core")
+        assert await told() == Announced(record=b"of the channel")
         sending.cancel()
 
 
@@ -51,6 +59,27 @@ async def test_a_peer_that_answers_no_heartbeat_is_silent_until_it_says_somethin
         assert found == [True]
         peer.heard()
         assert not peer.is_silent
+        sending.cancel()
+
+
+async def test_of_the_last_round_trips_the_least_counts_and_one_is_measured_at_a_time(monkeypatch):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peer, other, now = LivePeer(Channel(ours), "b"), Channel(theirs), 100.0
+        monkeypatch.setattr(live_peer, "time", SimpleNamespace(monotonic=lambda: now))
+        sending = asyncio.create_task(peer.send_forever(lambda: b"", lambda: 0.001, on_silence=lambda: None))
+        least = []
+        for round_trip_s in (0.5, 0.03, 2.0, 2.0, 2.0, 2.0):
+            num_pings = 0
+            while num_pings == 0:
+                num_pings += await other.read(Decoder(Said), 5.0) == Ping()
+            now += round_trip_s
+            least.append(round(peer.ponged(), 3))
+            assert peer.ponged() is None
+        assert least == [0.5, 0.03, 0.03, 0.03, 0.03, 2.0]
+        # While a Ping is not answered, no other one is sent.
+        said = [await other.read(Decoder(Said), 5.0) for _ in range(50)]
+        assert said.count(Ping()) == 1
         sending.cancel()
 
 

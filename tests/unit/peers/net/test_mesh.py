@@ -18,12 +18,12 @@ from peers.net.channels import MAX_DIALLED, Introduced
 from peers.net.gate import Gate
 from peers.net.identity import claim_slot
 from peers.net.mesh import Mesh
-from peers.protocol.mesh import News, Parting, Said, Told
+from peers.protocol.mesh import News, Parting, Ping, Pong, Said, Told
 from peers.protocol.messages import Ask, Status
 from peers.protocol.records import MAX_AGE_S, Lost
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
-from peers.timing import CLOCK_TOLERANCE_S
+from peers.timing import ANSWER_S, CLOCK_TOLERANCE_S
 from tests.support.announcements import announced, spoken
 from tests.support.in_process import until
 
@@ -153,32 +153,32 @@ async def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_
         await mesh.close()
 
 
-async def test_the_core_hears_the_round_trip_to_a_peer_where_the_kernel_knows_it():
+async def test_the_core_hears_the_round_trip_to_a_peer_whatever_the_channel_is_made_of():
     posted = []
     mesh = mesh_over(Transport(), post=posted.append)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-        unix, other = socket.socketpair()
-        with theirs, other:
-            keep(mesh, ours, "b")
-            keep(mesh, unix, "c")
-            await mesh.close()
+    with channel_to(mesh) as theirs:
+        other = Channel(theirs)
+        # An answer to nothing counts for nothing.
+        await other.send(Pong(), 5.0)
+        await other.send(Ping(), 5.0)
+        mesh.broadcast_status()
+        said = [type(await other.read(Decoder(Said), 5.0)) for _ in range(3)]
+        assert sorted(kind.__name__ for kind in said) == ["Announced", "Ping", "Pong"]
+        await asyncio.sleep(0.05)
+        await other.send(Pong(), 5.0)
+        await until(lambda: events.RoundTrip in map(type, posted))
+        await mesh.close()
     (round_trip,) = [event for event in posted if isinstance(event, events.RoundTrip)]
-    assert round_trip.peer_id == "b" and 0 < round_trip.seconds < 1
+    assert round_trip.peer_id == "b" and 0.05 <= round_trip.seconds < 5
     # The core must know the peer before it gets its round trip.
     assert posted.index(events.Connected("b")) < posted.index(round_trip)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 4294.967295])
-async def test_a_round_trip_that_the_kernel_has_not_measured_is_none(monkeypatch, seconds):
-    monkeypatch.setattr(mesh_module, "min_round_trip_s", lambda _sock: seconds)
+async def test_an_answer_that_comes_far_too_late_measures_nothing():
     posted = []
     mesh = mesh_over(Transport(), post=posted.append)
-    with channel_to(mesh):
-        await mesh.close()
-    assert events.Connected("b") in posted
-    assert not any(isinstance(event, events.RoundTrip) for event in posted)
+    mesh.measured("b", ANSWER_S + 1)
+    assert not posted
 
 
 @pytest.mark.parametrize(("num_asks", "is_kept"), [(20, True), (200, False)])

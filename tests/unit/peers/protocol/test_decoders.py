@@ -46,7 +46,7 @@ from peers.protocol.admission import (
 )
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.limits import MAX_MESSAGE_BYTES
-from peers.protocol.mesh import Announced, Introduction, Manifest, Said, WantManifest
+from peers.protocol.mesh import Announced, Introduction, Manifest, Ping, Pong, Said, WantManifest
 from peers.protocol.messages import (
     Abort,
     Ask,
@@ -93,6 +93,8 @@ INTRODUCTIONS: list[Introduction] = [Announced(record=b"r"), Bans(signed=b"b"), 
 SAID: list[Said] = [
     Announced(record=b"r"),
     Bans(signed=b"b"),
+    Ping(),
+    Pong(),
     WantManifest(),
     Manifest(fields=MANIFEST),
     Propose(plan=PLAN),
