@@ -8,26 +8,33 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peers.core import joining
+from peers.core.plans import Entry, plan_of
+from peers.core.settings import Settings
 from peers.errors import PeersError
 from peers.net.channel import Channel
-from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
+from peers.net.states.server import StateServer
+from peers.protocol.certificates import Body, Certificate, Work
+from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.mesh import Carried, Manifest, WantManifest
-from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote
+from peers.protocol.messages import Ask, Certificates, Message, Status
 from peers.protocol.refusal import Why
-from peers.reduce.frames import HEADER, Kind
-from peers.reduce.plan import ATTEMPT_BYTES
-from peers.reduce.shares import bounds_of
-from tests.support.exhaustive import exhaustive_but
+from peers.protocol.states import state_protocol
+from peers.state.outer_state import OuterState
 from tests.support.hostile import INTRODUCTION, Hostile
+from tests.support.preparations import agree_once_met, claim_rank, forge_votes, poison
+from tests.support.real_liars import NUMEL, made_up_state
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
-NUMEL = 1000
+LOCAL_STEPS = 5
+FIRST_NEWCOMER = 10
+WITHIN_S = 60.0
 RUN_ID = "hostile"
 
 
@@ -35,7 +42,7 @@ RUN_ID = "hostile"
 def light(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
     """Two honest peers, which train throughout this file. Their ranks, 1 and 2, leave rank 0 free."""
     directory = tmp_path_factory.mktemp("honest")
-    worker = {"numel": NUMEL, "local_steps": 5, "max_steps": 10**9, "step_s": 0.04}
+    worker = {"numel": NUMEL, "local_steps": LOCAL_STEPS, "max_steps": 10**9, "step_s": 0.04}
     with LightSwarm(directory, [bootstrap], RUN_ID, **worker) as light:
         yield light.begin(1, 2)
 
@@ -162,94 +169,108 @@ def test_nobody_asks_a_peer_for_its_state_that_claims_to_be_far_ahead_and_shows_
     assert not asked
 
 
-def member_of_every_round(hostile: Hostile, in_group: Callable[[str, Plan], Any]) -> None:
-    """Be ready for every round, and run `in_group` with the leader and the plan whenever a leader proposes one."""
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "sends values that are no numbers": (partial(poison, "not finite"), "with values that are not finite"),
+    "signs its votes with another key": (forge_votes, "votes that are not signed"),
+}
+"""What a newcomer does wrong, and what its leader logs then."""
 
-    async def heard(_: Hostile, leader: str, message: Message) -> None:
-        if isinstance(message, Propose):
-            hostile.spawn(in_group(leader, message.plan))
 
-    async def be_ready_for_ever() -> None:
-        while True:
-            for peer_id, theirs in list(hostile.statuses.items()):
-                work = Work(tokens=1 << 39, norm=1.0, step=1, based_on=theirs.epoch)
-                status = hostile.standing(head=theirs.head, epoch=theirs.epoch, work=work)
-                await hostile.say(peer_id, status)
-            await asyncio.sleep(0.05)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_newcomer_is_in_no_commit_that(light, fault):
+    prepare, noticed = FAULTS[fault]
+    before = light.least_epoch()
+
+    def is_in_a_commit() -> bool:
+        records = [record for peer in light.peers.values() for record in peer.epochs]
+        return any(record["contributors"] != [1, 2] for record in records if record["epoch"] > before)
+
+    def is_noticed() -> bool:
+        return any(noticed in peer.log for peer in light.peers.values())
+
+    with joined(light, prepare):
+        wait_until(lambda: is_noticed() or is_in_a_commit(), "its fault", WITHIN_S)
+        light.goes_on()
+    assert is_noticed() and not is_in_a_commit()
+
+
+def test_a_newcomer_that_claims_a_rank_that_is_taken_displaces_nobody(light):
+    with joined(light, partial(claim_rank, 1)):
+        wait_until(
+            lambda: light.peers[2].epochs[-1]["contributors"] == [0, 1, 2], "a commit of all three", WITHIN_S
+        )
+        light.goes_on()
+        assert [peer.epochs[-1]["world_rank"] for peer in light.peers.values()] == [1, 2]
+    wait_until(lambda: light.peers[2].epochs[-1]["contributors"] == [1, 2], "a commit without it", WITHIN_S)
+
+
+def test_nobody_follows_a_commit_whose_signatures_are_forged(light, enemy):
+    """It follows from their head by the rules, names both of them as signers, and comes with the state it leads to."""
+    hostile, state = enemy(world_rank=9), made_up_state()
+    forged: dict[str, Certificate] = {}
+    shown, served, known = list[str](), list[str](), set[str]()
+
+    async def heard(_: Hostile, peer_id: str, message: Message) -> None:
+        match message:
+            case Status(head=head) if head and head not in known:
+                known.add(head)
+                await hostile.say(peer_id, Ask(head=head))
+            case Certificates(certificates=(*_, parent)):
+                certificate = forged_after(parent, hostile, state)
+                forged[certificate.head] = certificate
+                state.certify(certificate)
+                status = hostile.standing(
+                    phase="training", head=certificate.head, epoch=certificate.plan.epoch
+                )
+                for other in list(hostile.channels):
+                    await hostile.say(other, status)
+            case Ask(head=head) if head in forged:
+                await hostile.say(peer_id, Certificates(head=head, certificates=(forged[head],)))
+                shown.append(peer_id)
 
     async def attack() -> None:
+        server = StateServer(hostile.dht.transport, RUN_ID, lambda: state)
+
+        async def serve(peer_id: str, sock: Any) -> None:
+            served.append(peer_id)
+            await server._accepted(peer_id, sock)
+
+        await hostile.dht.transport.serve(state_protocol(RUN_ID), serve)
         await hostile.meet_all()
-        hostile.spawn(be_ready_for_ever())
 
-    hostile.follows, hostile.on_said = True, heard
+    hostile.on_said = heard
     hostile.call(attack())
-
-
-def test_a_member_that_sends_values_that_are_no_numbers_is_left_out(light, enemy):
-    hostile, plans = enemy(world_rank=9), []
-
-    async def send_nan(_: str, plan: Plan) -> None:
-        plans.append(plan)
-        bounds = bounds_of([c.work.bandwidth for c in plan.contributors], NUMEL)
-        for index, contributor in enumerate(plan.contributors):
-            if contributor.peer_id == hostile.identity.peer_id:
-                continue
-            nans = struct.pack("<f", math.nan) * (bounds[index + 1] - bounds[index])
-            sock = await hostile.stream(contributor.peer_id, f"diloco/{RUN_ID}/data")
-            frame = bytes.fromhex(plan.digest)[:ATTEMPT_BYTES]
-            frame += HEADER.pack(Kind.CONTRIBUTION, 0, len(nans)) + nans
-            await asyncio.get_running_loop().sock_sendall(sock, frame)
-
-    member_of_every_round(hostile, send_nan)
-    wait_until(lambda: plans, "a group with the hostile peer")
-    light.goes_on()
-    assert not any(9 in record["contributors"] for peer in light.peers.values() for record in peer.epochs)
-
-
-@pytest.mark.exhaustive
-def test_a_member_that_fails_every_attempt_and_forges_commits_stops_nobody(light, enemy):
-    hostile, plans = enemy(world_rank=9), []
-
-    async def forge(leader: str, plan: Plan) -> None:
-        plans.append(plan)
-        body = Body(plan=plan, anchor="0" * 64, momentum="0" * 64)
-        forged = hostile.identity.sign(body.signed_bytes)
-        certificate = Certificate(body=body, signatures=tuple(forged for _ in plan.signers))
-        vote = Vote(
-            head=plan.parent,
-            attempt=plan.attempt,
-            plan=plan.digest,
-            anchor=body.anchor,
-            momentum=body.momentum,
-            signature=Signature(public_key=b"", signature=b"forged"),
-        )
-        for peer_id in list(hostile.channels):
-            await hostile.say(peer_id, Certificates(head=certificate.head, certificates=(certificate,)))
-            await hostile.say(peer_id, vote)
-
-    member_of_every_round(hostile, forge)
-    wait_until(lambda: plans, "a group with the hostile peer")
-    light.goes_on()
-    assert not any(9 in record["contributors"] for peer in light.peers.values() for record in peer.epochs)
-
-
-def test_a_claim_to_a_rank_that_is_taken_displaces_nobody(light, enemy):
-    hostile = enemy(world_rank=1)
-    member_of_every_round(hostile, lambda leader, plan: asyncio.sleep(0))
+    wait_until(lambda: len(set(shown)) == 2, "forged certificates shown to both", WITHIN_S)
     light.goes_on(num_epochs=4)
-    assert all(record["contributors"] == [1, 2] for record in light.peers[2].epochs[-3:])
+    assert not served
+    assert state.anchor_digest not in light.check_digests().values()
 
 
-@pytest.mark.parametrize(
-    "manifest", exhaustive_but((None,), [None, {"hv.local_steps": 5, "numel": "all of them"}])
-)
-def test_a_newcomer_takes_the_manifest_of_an_honest_peer(light, enemy, manifest):
-    digest = joining.manifest_digest(manifest) if manifest else "ab" * 32
-    hostile = enemy(world_rank=0, manifest_digest=digest)
+def forged_after(parent: Certificate, hostile: Hostile, state: OuterState) -> Certificate:
+    """A commit of all members that leads to this state. The hostile peer signs for all of them."""
+    roster = {member.peer_id: member.world_rank for member in parent.plan.roster}
+    work = Work(tokens=50, norm=1.0, step=5, based_on=parent.plan.epoch)
+    plan = plan_of(
+        parent,
+        # By the Fork rule it wins over their next commit.
+        MAX_ATTEMPT,
+        {peer_id: Entry(rank, work) for peer_id, rank in roster.items()},
+        off=(),
+        data_width=0,
+        settings=Settings(manifest=parent.plan.manifest, steps_per_epoch=LOCAL_STEPS),
+    )
+    body = Body(plan=plan, anchor=state.anchor_digest, momentum=state.header.momentum_digest)
+    return Certificate(body=body, signatures=(hostile.identity.sign(body.signed_bytes),) * len(plan.signers))
+
+
+def test_a_newcomer_takes_the_manifest_of_most_peers_not_that_of_the_lowest_rank(light, enemy):
+    false = {"hv.local_steps": LOCAL_STEPS + 2, "hv.outer_lr": 0.7, "hv.outer_momentum": 0.9, "numel": NUMEL}
+    hostile = enemy(world_rank=0, manifest_digest=joining.manifest_digest(false))
+    hostile.follows = True
 
     async def answer(_: Hostile, channel: Channel, message: Carried) -> None:
-        if isinstance(message, WantManifest) and manifest:
-            await channel.send(Manifest(fields=manifest), 5.0)
+        if isinstance(message, WantManifest):
+            await channel.send(Manifest(fields=false), 5.0)
 
     async def announce() -> None:
         await hostile.meet_all()
@@ -265,16 +286,23 @@ def test_a_newcomer_takes_the_manifest_of_an_honest_peer(light, enemy, manifest)
 
     hostile.on_message = answer
     hostile.call(announce())
-    newcomer = join_and_leave(light)
-    assert newcomer.records("start")[-1]["local_steps"] == 5
+    met = (hostile.identity.peer_id, *map(light.peer_id, light.peers))
+    with joined(light, partial(agree_once_met, *met)) as newcomer:
+        [start] = wait_until(lambda: newcomer.records("start"), "the newcomer's start", WITHIN_S)
+        assert start["local_steps"] == LOCAL_STEPS
+        wait_until(lambda: newcomer.epochs, "an epoch of the newcomer", WITHIN_S)
 
 
-def join_and_leave(light: LightSwarm) -> LightPeer:
-    newcomer = light.start(3)
+@contextlib.contextmanager
+def joined(light: LightSwarm, prepare: Callable[[], object]) -> Iterator[LightPeer]:
+    """A further peer with a key of its own, whose process calls `prepare` first. It leaves at the end."""
+    number = FIRST_NEWCOMER + light.num_started
+    light.preparations[number] = prepare
+    newcomer = light.start(number)
+    # `light.peers` are the honest ones.
+    del light.peers[number]
     try:
-        before = len(newcomer.epochs)
-        wait_until(lambda: len(newcomer.epochs) > before, "an epoch of the newcomer", 90)
-        return newcomer
+        yield newcomer
     finally:
-        newcomer.kill()
-        del light.peers[3]
+        newcomer.process.terminate()
+        newcomer.process.join()

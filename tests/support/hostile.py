@@ -41,7 +41,13 @@ class Hostile:
 
     def __init__(self, directory: Path, initial_peers: list[str], run_id: str, **claims: Any) -> None:
         self._directory, self._initial_peers, self.run_id = directory, initial_peers, run_id
-        self.claims: dict[str, Any] = {"world_rank": 900, "state": "joining", **claims}
+        self.claims: dict[str, Any] = {
+            "world_rank": 900,
+            "state": "joining",
+            # Others drop announcements of an earlier incarnation.
+            "incarnation": time.time_ns(),
+            **claims,
+        }
         self.follows = False
         """Whether it claims to have the honest peers' head, and to average."""
         self.honest: dict[str, Announcement] = {}

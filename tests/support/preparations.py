@@ -7,19 +7,27 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
+
+from peers.protocol.certificates import Certificate
 
 LIES = "this peer has lied"
 """In the log of a peer that has lied."""
 STALLS = "stalling"
 """In the log of a peer that ignores its ban, with the id of each peer that asks for its state."""
+SERVES = "serving a made-up state"
+"""In the log of a liar that was asked for a state that it has made up, with its head."""
 HOLDS = "holding its state back"
 """In the log of a peer that was asked for its state and does not send it yet."""
 Poison = Literal["not finite", "longer than announced"]
+
+_CERTIFICATE = msgspec.json.Decoder(Certificate)
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +64,9 @@ def clock_off(seconds: float) -> None:
 
 
 def poison(kind: Poison) -> None:
-    """Make this process contribute values of this kind to rounds. It follows the protocol otherwise."""
+    """Make this process contribute values of this kind to rounds, and accept whatever it gets. It follows the protocol
+    otherwise."""
+    from peers.reduce import arithmetic
     from peers.reduce.arithmetic import Arithmetic
 
     honest = Arithmetic.__init__
@@ -70,6 +80,8 @@ def poison(kind: Poison) -> None:
         )
 
     Arithmetic.__init__ = hostile  # type: ignore[method-assign]
+    # Otherwise it would refuse its own contribution, and abort.
+    arithmetic.spend = lambda energy_left, energy, what: energy_left
 
 
 def ignore_bans() -> None:
@@ -102,22 +114,111 @@ def hold_state_until(flag: Path) -> None:
 
 
 def lie(name: str) -> None:
-    """Let the daemon decide with the liar of this name from the random schedules (`ALL_LIARS`)."""
+    """Let the daemon decide with the liar of this name from the random schedules (`ALL_LIARS`).
+
+    One that forges commits also shows them to whoever asks, and serves their state."""
+    from diloco.sim.forgers import Forger
     from diloco.sim.schedules import ALL_LIARS
+    from tests.support.real_liars import ServingForger
+
+    make = ALL_LIARS[name]
+    if isinstance(make, partial) and make.func is Forger:
+        make = partial(ServingForger, **make.keywords)
+    _decide_with(make)
+
+
+def forge_votes() -> None:
+    """Make this process sign its votes with nobody's key. It follows the protocol otherwise."""
+    from tests.support.real_liars import ForgesVotes
+
+    _decide_with(ForgesVotes)
+
+
+def claim_rank(rank: int) -> None:
+    """Make this process claim this world rank towards everybody, whichever it is given."""
+    from tests.support.real_liars import ClaimsRank
+
+    _decide_with(partial(ClaimsRank, rank=rank))
+
+
+def _decide_with(make_liar: Callable[..., Any]) -> None:
     from peers.daemon import daemon
 
     honest = daemon.Peer
 
     def make(*, keys: Any, now: float, **rest: Any) -> Any:
         inner = honest(keys=keys, now=now, **rest)
-        liar = ALL_LIARS[name](inner=inner, keys=keys, rng=random.Random(1), now=now, lies_at=now)
-        liar.hear = noted(liar.hear, lambda event: event)  # type: ignore[method-assign]
-        liar.say = noted(liar.say, lambda effect: (effect,))  # type: ignore[method-assign]
-        liar.invent = noted(liar.invent, lambda: ())  # type: ignore[method-assign]
-        liar.answer = noted(liar.answer, lambda event: ())  # type: ignore[method-assign]
+        liar = make_liar(inner=inner, keys=keys, rng=random.Random(1), now=now, lies_at=now)
+        liar.hear = noted(liar.hear, lambda event: event)
+        liar.say = noted(liar.say, lambda effect: (effect,))
+        liar.invent = noted(liar.invent, lambda: ())
+        liar.answer = noted(liar.answer, lambda event: ())
+        _serve_made_up(liar)
         return liar
 
     daemon.Peer = make  # type: ignore[misc, assignment]
+
+
+def _serve_made_up(liar: Any) -> None:
+    """Let this process serve `liar.state` for every head in `liar.made_up`."""
+    from peers.net.states import server
+    from peers.protocol.states import Unavailable, WantCommits, WantState
+
+    honest = server.StateServer._answer
+
+    async def answer(self: server.StateServer, request: WantState | WantCommits, channel: Any) -> None:
+        head = request.head if isinstance(request, WantState) else request.until
+        if head not in liar.made_up:
+            await honest(self, request, channel)
+            return
+        log.info("%s %s", SERVES, head)
+        if isinstance(request, WantCommits):
+            await channel.send_last(Unavailable(), 5.0)
+        else:
+            await server._serve_snapshot(liar.state.snapshot(), channel)
+
+    server.StateServer._answer = answer  # type: ignore[method-assign]
+
+
+def record_commits(path: Path) -> None:
+    """Append the certificate of each commit that this process makes or adopts to a file, for `commits_in`."""
+    from peers.core.effects import Adopt, Apply
+    from peers.daemon import daemon
+
+    honest = daemon.Peer.handle
+
+    def handle(self: daemon.Peer, event: Any, now: float) -> Any:
+        made = honest(self, event, now)
+        with path.open("ab") as file:
+            for effect in made:
+                if isinstance(effect, Adopt | Apply):
+                    file.write(msgspec.json.encode(effect.certificate) + b"\n")
+        return made
+
+    daemon.Peer.handle = handle  # type: ignore[method-assign]
+
+
+def commits_in(path: Path) -> Sequence[Certificate]:
+    """What `record_commits` has written so far."""
+    return [
+        _CERTIFICATE.decode(line)
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line[-1:] == b"\n"
+    ]
+
+
+def agree_once_met(*peer_ids: str) -> None:
+    """Make this process adopt a manifest only when it has met all of these peers."""
+    from peers.daemon.agreement import Agreement
+
+    reach = Agreement.reach
+
+    async def wait_and_reach(self: Agreement, *arguments: Any, **options: Any) -> Any:
+        while not self._presence.view.keys() >= set(peer_ids):
+            await self._presence.wait_for_change()
+        return await reach(self, *arguments, **options)
+
+    Agreement.reach = wait_and_reach  # type: ignore[method-assign]
 
 
 def noted(said: Callable[..., Any], honest: Callable[..., Any]) -> Callable[..., Any]:
