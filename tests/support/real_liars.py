@@ -57,8 +57,13 @@ def replace_message(effect: Send | Broadcast, message: Status) -> Effect:
 
 @dataclass(kw_only=True)
 class ServingForger(Forger):
-    """Its commits follow the rules, but only it has signed them. Whoever asks is shown them, and sent their state."""
+    """Its commits follow the rules, but only it has signed them. Whoever asks is shown them, and sent their state.
 
+    It forges one as soon as it comes to a head (to every second, on average), while the others are still there.
+    """
+
+    _at: str = ""
+    """The head that it has last come to."""
     _forged: dict[str, Sequence[Certificate]] = field(default_factory=dict)
     """By head, the forged certificates that lead to it."""
 
@@ -71,7 +76,14 @@ class ServingForger(Forger):
             case Send(_, Certificates(head, ())) if head in self._forged:
                 # The inner Peer does not know this head; `answer` shows it.
                 return ()
+            case Broadcast(Status(head=head)) if head and head != self._at:
+                self._at = head
+                lies = self.rng.random() < 0.5
+                self._shown = self._forge(self._where_to_part())[-1] if lies else None
         return super().say(effect)
+
+    def invent(self) -> Iterable[Effect]:
+        return ()
 
     def answer(self, event: Event | None) -> Iterable[Effect]:
         match event:
