@@ -45,10 +45,12 @@ def eclipse(
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         end.append(lambda: loop.call_soon_threadsafe(stop.set))
         async with contextlib.AsyncExitStack() as stack:
-            for key in keys:
-                for number in range(num_nodes):
-                    node = _node_beside(directory, initial_peers, key, number)
-                    stores.append(await stack.enter_async_context(node))
+            nodes = [
+                _node_beside(directory, initial_peers, key, number)
+                for key in keys
+                for number in range(num_nodes)
+            ]
+            stores.extend(await asyncio.gather(*map(stack.enter_async_context, nodes)))
             is_ready.set()
             await stop.wait()
 
