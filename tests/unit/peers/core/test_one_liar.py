@@ -72,7 +72,7 @@ def test_one_that_never_votes_or_declines_and_names_others_each_time(names, accu
     assert_they_go_on(swarm, names[:-1], epochs=25, seconds=300)
 
 
-@pytest.mark.parametrize("names", exhaustive_but(("abcd",), ["abcd", "abcde"]))
+@pytest.mark.parametrize("names", ["abcd", "abcde"])
 @pytest.mark.parametrize("declines", [False, True])
 def test_a_leader_that_says_it_has_lost_everybody_else(names, declines):
     swarm, liar, honest = founded(names), names[-1], names[:-1]
@@ -88,7 +88,10 @@ def test_a_leader_that_says_it_has_lost_everybody_else(names, declines):
         return message
 
     swarm.tamper = tamper
-    assert_they_go_on(swarm, honest, epochs=55, seconds=600)
+    assert_they_go_on(swarm, honest, epochs=110, seconds=600)
+    if len(names) > 4:
+        # Half a strike fades before the liar leads again. Among four it leads too often for that.
+        assert not any(swarm[name].machine.swarm._struck & set(honest) for name in honest)
 
 
 @pytest.mark.parametrize("names", ["abc", "abcd", "abcde"])
