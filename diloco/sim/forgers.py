@@ -13,11 +13,12 @@ from diloco.sim.values import State, digest
 from peers.core import effects, events
 from peers.core.effects import Broadcast, Effect, Send
 from peers.core.events import Event
-from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
+from peers.core.plans import Entry, plan_of
+from peers.protocol.certificates import Body, Certificate, Member, Plan, Signature, Work
+from peers.protocol.limits import MAX_TOKENS
 from peers.protocol.messages import Ask, Certificates, Propose, Status, Vote
 
 LONG_CHAIN = 8
-MANY_TOKENS = 1 << 61
 
 Twist = Callable[[str, Plan], Plan]
 """(liar, honest plan) -> the plan that the liar proposes instead."""
@@ -103,37 +104,41 @@ def _alone(me: str, plan: Plan) -> Plan:
 
 @dataclass(kw_only=True)
 class Forger(Liar):
-    """Announces heads of certificates that it alone has signed; gives these, and a made-up state, to whoever asks."""
+    """Announces heads of certificates that follow the rules but that it alone has signed; gives these, and a made-up
+    state, to whoever asks. It forges them as soon as it comes to a head, at every second one on average."""
 
     length: int
+    _at: str = ""
+    """The head that it has last come to."""
     _shown: Sequence[Certificate] = ()
     _forged: dict[str, Sequence[Certificate]] = field(default_factory=dict)
-    """Its made-up chains, by head."""
+    """By head, the forged certificates that lead to it."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         match effect:
-            case Broadcast(Status() as status) if self._shown:
-                newest = self._shown[-1]
-                return (Broadcast(replace(status, head=newest.head, epoch=newest.plan.epoch, work=None)),)
             case Send(_, Certificates(head)) if head in self._forged:
                 # Its Peer does not know this head.
                 return ()
+            case Broadcast(Status() as status):
+                if status.head and status.head != self._at:
+                    self._at = status.head
+                    self._shown = self._forge(self._where_to_part()) if self.rng.random() < 0.5 else ()
+                if self._shown:
+                    newest = self._shown[-1]
+                    status = replace(status, head=newest.head, epoch=newest.plan.epoch, work=None)
+                return (Broadcast(status),)
         return (effect,)
 
     def answer(self, event: Event | None) -> Iterable[Effect]:
         match event:
-            case events.Received(sender, Ask(head)) if head in self._forged:
-                return (Send(sender, Certificates(head=head, certificates=tuple(self._forged[head]))),)
+            case events.Received(sender, Ask(head, have)) if head in self._forged:
+                return (self.show(sender, head, have),)
         return ()
 
-    def invent(self) -> Iterable[Effect]:
-        if self.inner.certificate is None or self.rng.random() < 0.5:
-            # Behave honestly for a while.
-            self._shown = ()
-            return ()
-        self._shown = self._forge(self._where_to_part())
-        self._forged[self._shown[-1].head] = self._shown
-        return ()
+    def show(self, sender: str, head: str, have: str) -> Effect:
+        path = self._forged[head]
+        known = next((count for count, one in enumerate(path, start=1) if one.head == have), 0)
+        return Send(sender, Certificates(head=head, certificates=tuple(path[known:])))
 
     def _where_to_part(self) -> Certificate:
         """The head, or one of the two commits before it."""
@@ -146,28 +151,30 @@ class Forger(Liar):
     def _forge(self, ancestor: Certificate) -> Sequence[Certificate]:
         chain = [ancestor]
         for _ in range(self.length):
-            body = Body(
-                plan=self._plan_on(chain[-1]),
-                anchor=digest("forged", self.rng.random()),
-                momentum=digest("forged", self.rng.random()),
+            anchor, momentum = self.made_up_digests()
+            body = Body(plan=self._plan_on(chain[-1]), anchor=anchor, momentum=momentum)
+            certificate = Certificate(body=body, signatures=(self.keys.sign(body.signed_bytes),))
+            chain.append(certificate)
+            self._forged[body.head] = tuple(chain[1:])
+            self.made_up[body.head] = State(
+                body.head, body.plan.epoch, anchor, momentum, certificate=certificate
             )
-            chain.append(Certificate(body=body, signatures=(self.keys.sign(body.signed_bytes),)))
-            self.made_up[body.head] = State(body.head, body.plan.epoch, body.anchor, body.momentum)
         return chain[1:]
 
+    def made_up_digests(self) -> tuple[str, str]:
+        """Of a made-up state's anchor and momentum."""
+        return digest("forged", self.rng.random()), digest("forged", self.rng.random())
+
     def _plan_on(self, parent: Certificate) -> Plan:
-        before = parent.plan
-        rank = next((m.world_rank for m in before.roster if m.peer_id == self.me), 0)
-        alone = (Member(peer_id=self.me, world_rank=rank),)
-        work = Work(tokens=1 << 40, norm=1.0, step=0, based_on=before.epoch)
-        return replace(
-            before,
-            parent=parent.head,
-            epoch=before.epoch + 1,
-            attempt=self.rng.randint(0, 1000),
-            contributors=(Contributor(peer_id=self.me, world_rank=rank, work=work, weight=1.0),),
-            roster=self.rng.choice((alone, before.roster)),
-            tokens=MANY_TOKENS,
+        roster = {member.peer_id: member.world_rank for member in parent.plan.roster}
+        work = Work(tokens=MAX_TOKENS, norm=1.0, step=0, based_on=parent.plan.epoch)
+        return plan_of(
+            parent,
+            self.rng.randint(0, 1000),
+            {self.me: Entry(roster.get(self.me, 0), work)},
+            off=self.rng.choice(((), tuple(sorted(roster.keys() - {self.me})))),
+            data_width=0,
+            settings=self.inner.catch_up.settings,
         )
 
 

@@ -171,7 +171,9 @@ class Invariants:
                 self._check_support(peer, self._truth.certificates[theirs.head])
         elif not split.theirs:
             self._check_rollback(me, split, certificate.head)
-        elif not self._truth.fork_rule_allows(split):
+        elif not self._truth.fork_rule_allows(
+            split, lambda p: p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S)
+        ):
             self.violated(
                 f"{me} leaves {split.ours[-1].head[:6]} for {certificate.head[:6]} against the Fork rule"
             )
@@ -202,11 +204,21 @@ class Invariants:
         others = [
             p for p, other in self._peers.items() if p != me and other.is_honest and other.state is not None
         ]
-        heard = [p for p in others if not self._is_excused(me, p, LEAST_OUTAGE_S)]
+        heard = [
+            p
+            for p in others
+            if not self._is_excused(me, p, LEAST_OUTAGE_S)
+            and self._has_honest_majority(self._truth.head_of.get(p, ""))
+        ]
         if len(heard) > len(self._liars):
             self.violated(
                 f"{peer.peer_id} adopts {head[:6]}, which no honest peer has held, though it hears {heard}"
             )
+
+    def _has_honest_majority(self, head: str) -> bool:
+        """Otherwise liars may continue from this head as they like."""
+        roster = self._truth.roster_after(head) if head else frozenset[str]()
+        return 2 * len(roster - self._liars) > len(roster)
 
     def _check_gives_way(self, peer: VirtualPeer, head: str) -> None:
         """Commits are not given up for another run as long as this peer hears a majority of its roster at its head."""

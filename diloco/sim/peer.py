@@ -124,7 +124,15 @@ class VirtualPeer(Process):
 
     def state_of(self, head: str) -> State | None:
         """The state that it serves for this head."""
-        return next((state for state in self.kept if state.head == head), self.made_up.get(head))
+        return next((state for state in self.kept if state.head == head), self._made_up_state(head))
+
+    def _made_up_state(self, head: str) -> State | None:
+        """Linked to the state that it claims to follow, so that the invariants see where it parts from others."""
+        state = self.made_up.get(head)
+        if state is None or state.certificate is None:
+            return state
+        parent = state.certificate.plan.parent
+        return replace(state, parent=self.swarm.truth.states.get(parent) or self._made_up_state(parent))
 
     # Effects
 
@@ -150,6 +158,7 @@ class VirtualPeer(Process):
     def fetch(self, fetch: effects.Fetch) -> None:
         follows = self.state is not None and fetch.path[0].plan.parent == self.state.head
         body, donors = fetch.path[-1].body, fetch.donors
+        self.swarm.truth.knows(fetch.path)
         self.swarm.truth.pauses(self.peer_id, self._clock.now)
         self.swarm.downloads.begin(self, body, donors, fetch.timeout_s, follows=follows)
 

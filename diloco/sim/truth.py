@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -161,18 +161,30 @@ class Truth:
     def roster_after(self, head: str) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.certificates[head].plan.roster)
 
-    def fork_rule_allows(self, split: Split) -> bool:
-        """Whether the Fork rule allows to move to their side: at least as many members count for it as for ours.
+    def fork_rule_allows(self, split: Split, is_heard: Callable[[str], bool]) -> bool:
+        """Whether the Fork rule allows to move to their side: at least as many peers count for it as for ours.
+        `is_heard`: whether the peer that moves must have heard this one lately.
 
         Independent of chain.prefers_theirs, and counted over all certificates that exist: an invariant must not share a
         bug with the code that it checks. The hash that breaks ties is not checked.
         """
         assert split.ancestor is not None
-        lead = 0
-        for peer_id in self.roster_after(split.ancestor.head):
+        lead, roster = 0, self.roster_after(split.ancestor.head)
+        for peer_id in roster | self._taken_in(split.ours, roster) | self._taken_in(split.theirs, roster):
             ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
-            lead += (theirs > ours) - (ours > theirs)
+            # Others than members count if they are live to the peer that moves, which this does not know exactly.
+            lead += (theirs > ours) - (ours > theirs and (peer_id in roster or is_heard(peer_id)))
         return lead >= 0
+
+    def _taken_in(self, side: Sequence[State], roster: frozenset[str]) -> frozenset[str]:
+        """The members of the rosters on this side, as long as more than half of each has signed the next commit."""
+        found = frozenset[str]()
+        for state in side:
+            if 2 * len(roster.intersection(self.certificates[state.head].plan.signers)) <= len(roster):
+                break
+            roster = self.roster_after(state.head)
+            found |= roster
+        return found
 
     def _signed_last(self, side: Sequence[State], peer_id: str) -> tuple[int, int]:
         plans = [self.certificates[state.head].plan for state in side]

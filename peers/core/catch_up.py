@@ -132,7 +132,9 @@ class CatchUp:
         if self.target is None or any(certificate.head == other.head for other in self.path):
             return False
         forks_at_own_head = self.path[0].plan.parent == self.chain.head
-        return not forks_at_own_head or prefers_theirs(Fork(self.chain.newest, (certificate,), self.path))
+        return not forks_at_own_head or self._prefers_theirs(
+            Fork(self.chain.newest, (certificate,), self.path)
+        )
 
     def head_moved(self) -> None:
         self._asked.clear()
@@ -206,7 +208,7 @@ class CatchUp:
         best: tuple[Certificate, ...] = ()
         for head in sorted(heads):
             path = self._adoptable_path(turn, head, heads, has_worker)
-            if path and path[-1].head in heads and (not best or _prefers_path(self.chain, path, best)):
+            if path and path[-1].head in heads and (not best or self._prefers_path(path, best)):
                 best = path
         return best or self._rollback_path(turn)
 
@@ -255,7 +257,7 @@ class CatchUp:
             is_gone=self.swarm.is_gone,
             is_sound=self._is_sound,
         )
-        if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
+        if not part or (fork.ours and not self._prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
             return ()
         return () if self._majority_stayed_at(fork.ancestor, part) else part
 
@@ -357,15 +359,17 @@ class CatchUp:
         is_agreed = len(best.supporters) > 1 and is_quorum(best.supporters, best.certificate, 0.5)
         return (best.certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
 
+    def _prefers_path(self, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
+        """Whether `path` is the better of two that may both be adopted: the longer one if it continues the other, else
+        the one that the Fork rule prefers; without a common ancestor the one with the later epoch."""
+        shared = num_shared(path, other)
+        have_same_start = path[0].plan.parent == other[0].plan.parent
+        if shared in (len(other), len(path)) and have_same_start:
+            return len(path) > len(other)
+        ancestor = path[shared - 1] if shared else self.chain.get(path[0].plan.parent)
+        if ancestor is None or (not shared and not have_same_start):
+            return path[-1].plan.epoch > other[-1].plan.epoch
+        return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
-def _prefers_path(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
-    """Whether `path` is the better of two that may both be adopted: the longer one if it continues the other, else the
-    one that the Fork rule prefers; without a common ancestor the one with the later epoch."""
-    shared = num_shared(path, other)
-    have_same_start = path[0].plan.parent == other[0].plan.parent
-    if shared in (len(other), len(path)) and have_same_start:
-        return len(path) > len(other)
-    ancestor = path[shared - 1] if shared else chain.get(path[0].plan.parent)
-    if ancestor is None or (not shared and not have_same_start):
-        return path[-1].plan.epoch > other[-1].plan.epoch
-    return prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
+    def _prefers_theirs(self, fork: Fork) -> bool:
+        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_live(peer_id))

@@ -3,8 +3,9 @@
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every member of the roster
-that they share counts once, for the chain on which it signed last (by epoch, then attempt). The chain with more members
-wins; on a tie, the one whose first certificate after the split has the smaller hash. Tokens and length do not count.
+that they share counts once, for the chain on which it signed last (by epoch, then attempt), and so does every live peer
+that a majority has taken in since, on either chain. The chain with more of them wins; on a tie, the one whose first
+certificate after the split has the smaller hash. Tokens and length do not count.
 """
 
 from __future__ import annotations
@@ -200,14 +201,18 @@ class Chain:
         return count
 
 
-def prefers_theirs(fork: Fork) -> bool:
+def prefers_theirs(fork: Fork, is_live: Callable[[str], bool]) -> bool:
     """The Fork rule: whether their chain wins over ours.
 
-    diloco/sim/truth.py has it a second time, for the invariants. Its consequences: docs/how-it-works.md, security.md.
+    Without those taken in since, a peer that once had the roster to itself could rewrite all that came later. They have
+    to be live: it could have taken in peers that do not exist.
+    diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
+    security.md.
     """
+    taken_in = _taken_in(fork.ancestor, fork.ours) | _taken_in(fork.ancestor, fork.theirs)
     num_ours = num_theirs = 0
-    for member in fork.ancestor.plan.roster:
-        ours, theirs = (_signed_last(side, member.peer_id) for side in (fork.ours, fork.theirs))
+    for peer_id in fork.ancestor.plan.roster_set | set(filter(is_live, taken_in)):
+        ours, theirs = (_signed_last(side, peer_id) for side in (fork.ours, fork.theirs))
         # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
         # attempt, which proves it faulty.
         num_ours += ours > theirs
@@ -215,6 +220,18 @@ def prefers_theirs(fork: Fork) -> bool:
     if num_ours != num_theirs:
         return num_theirs > num_ours
     return fork.theirs[0].head < fork.ours[0].head
+
+
+def _taken_in(ancestor: Certificate, side: Sequence[Certificate]) -> set[str]:
+    """The peers on the rosters of this side's certificates, up to the first one without a majority of the roster before
+    it."""
+    found = set[str]()
+    for before, certificate in pairwise((ancestor, *side)):
+        roster = before.plan.roster_set
+        if 2 * len(roster & certificate.plan.signer_set) <= len(roster):
+            break
+        found |= certificate.plan.roster_set
+    return found
 
 
 def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:

@@ -42,8 +42,9 @@ def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | Non
         return num_holders, first == fetched_run, num_signers, epoch, first
 
     best: Sequence[Certificate] = ()
+    live = {me, *(peer_id for holders in heads.values() for peer_id in holders)}
     for head in runs[max(runs, key=rank)]:
-        best = _better_backed(best, paths[head])
+        best = _better_backed(best, paths[head], live)
     if not best:
         return None
     announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
@@ -53,7 +54,9 @@ def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | Non
     return Best(best[newest], supporters)
 
 
-def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) -> Sequence[Certificate]:
+def _better_backed(
+    path: Sequence[Certificate], other: Sequence[Certificate], live: Collection[str]
+) -> Sequence[Certificate]:
     """The better of two paths that begin alike: the longer one if it continues the other, else the one whose side a
     majority of the last common roster has signed, else the one that the Fork rule prefers."""
     shared = num_shared(path, other)
@@ -64,7 +67,7 @@ def _better_backed(path: Sequence[Certificate], other: Sequence[Certificate]) ->
     ours_has_it, theirs_has_it = has_majority(ancestor, ours), has_majority(ancestor, theirs)
     if ours_has_it != theirs_has_it:
         return other if theirs_has_it else path
-    return other if prefers_theirs(Fork(ancestor, ours, theirs)) else path
+    return other if prefers_theirs(Fork(ancestor, ours, theirs), live.__contains__) else path
 
 
 def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:

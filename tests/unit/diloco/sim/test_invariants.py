@@ -124,12 +124,19 @@ def test_a_peer_that_adopts_whatever_is_signed_is_found(monkeypatch, kind, seed)
     monkeypatch.setattr(catch_up.CatchUp, "_majority_stayed_at", lambda *_: False)
     liar = schedules.draw(seed).liar
     assert liar is not None and liar[1] == kind
-    assert "which no honest peer has held" in schedules.run(seed).fault
+    assert "signed by" in schedules.run(seed).fault
+
+
+def test_a_peer_that_lets_one_that_was_once_alone_rewrite_the_chain_is_found(monkeypatch):
+    monkeypatch.setattr(chain, "_taken_in", lambda ancestor, side: set())
+    assert "against the Fork rule" in schedules.run(5628).fault
 
 
 def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
     monkeypatch.setattr(
-        catch_up, "prefers_theirs", lambda fork: not fork.ours or not chain.prefers_theirs(fork)
+        catch_up,
+        "prefers_theirs",
+        lambda fork, is_live: not fork.ours or not chain.prefers_theirs(fork, is_live),
     )
     assert any("against the Fork rule" in schedules.run(seed).fault for seed in (12, 20, 60))
 

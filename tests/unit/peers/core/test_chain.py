@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from peers.core.chain import MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix, prefers_theirs
+from peers.core.chain import MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix
+from peers.core.chain import prefers_theirs as fork_rule
 from tests.unit.peers.core.made import chain_of, commit, genesis, members
 
 GENESIS = genesis("abcde")
@@ -21,6 +22,10 @@ def chain(*certificates) -> Chain:
 
 def fork(ours, theirs, ancestor=GENESIS) -> Fork:
     return Fork(ancestor, tuple(ours), tuple(theirs))
+
+
+def prefers_theirs(fork: Fork, live="abcdexyz") -> bool:
+    return fork_rule(fork, live.__contains__)
 
 
 def smaller_first(*certificates):
@@ -79,6 +84,32 @@ def test_strangers_that_have_signed_do_not_count(salt):
     ours, theirs = [commit(GENESIS, "ab")], [commit(GENESIS, ["c", "x", "y", "z"], salt=salt)]
     assert not prefers_theirs(fork(ours, theirs))
     assert prefers_theirs(fork(theirs, ours))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_peer_that_once_was_alone_cannot_rewrite_what_came_after_it_took_others_in(at_once):
+    alone = genesis("a")
+    before = [] if at_once else chain_of(alone, "a", 3, salt="alone")
+    first = commit((before or [alone])[-1], "abc")
+    ours = [*before, first, *chain_of(first, "abc", 2)]
+    theirs = chain_of(alone, "a", 30, salt="anew")
+    assert not prefers_theirs(fork(ours, theirs, alone))
+    assert prefers_theirs(fork(theirs, ours, alone))
+    # Nor with the signatures of peers that nobody hears.
+    sybils = [f"s{n}" for n in range(20)]
+    taken_in = commit(alone, ["a", *sybils], salt="anew")
+    theirs = [taken_in, *chain_of(taken_in, ["a", *sybils], 30)]
+    assert not prefers_theirs(fork(ours, theirs, alone))
+    assert prefers_theirs(fork(theirs, ours, alone))
+
+
+def test_peers_that_are_gone_count_only_if_the_split_was_at_a_roster_of_theirs():
+    alone = genesis("a")
+    first = commit(alone, "abc")
+    ours, theirs = [first, *chain_of(first, "abc", 2)], chain_of(alone, "a", 30, salt="anew")
+    assert prefers_theirs(fork(ours, theirs, alone), live="a")
+    ours, theirs = chain_of(first, "bc", 2), chain_of(first, "a", 30)
+    assert not prefers_theirs(fork(ours, theirs, first), live="a")
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
