@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from peers.errors import PeersError, StateUnavailable
-from peers.net.channel import Channel
+from peers.errors import StateUnavailable
 from peers.net.states.replay import can_be_repeated, replay_commits
 from peers.net.states.server import StateServer
 from peers.protocol.certificates import Certificate
 from peers.protocol.codecs import CODEC_NAMES
-from peers.protocol.states import Commits, Go, WantCommits
 from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.commit_log import CommitLog, Recording, parts_of
 from peers.reduce.plan import ReducePlan
@@ -70,7 +66,7 @@ async def serve(network, state, log, peer_id="a"):
     await StateServer(network.transport(peer_id), RUN, lambda: state, log).start()
 
 
-async def replayed(network, have, path, codec, donors=("a",), timeout_s=20):
+async def replayed(network, have, path, codec, donors=("a",)):
     with have.snapshot() as snapshot:
         return await replay_commits(
             donors,
@@ -81,7 +77,7 @@ async def replayed(network, have, path, codec, donors=("a",), timeout_s=20):
             codec,
             "clip",
             optimizer_for,
-            timeout_s=timeout_s,
+            timeout_s=20,
         )
 
 
@@ -179,36 +175,6 @@ async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
     await serve(network, state, log)
     async with asyncio.timeout(9):
         assert_same(await replayed(network, have, path, "int8", ["bad", "a"]), state)
-
-
-async def test_a_donor_that_hands_commits_over_byte_by_byte_leaves_time_for_another_one(network):
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
-    path = [commit(state, log, "int8", 0)]
-    offered, chosen = asyncio.Event(), asyncio.Event()
-
-    async def drip(_peer, sock):
-        with Channel(sock) as channel, contextlib.suppress(PeersError):
-            await channel.read(Decoder(WantCommits))
-            await channel.send(Commits(count=1))
-            offered.set()
-            await channel.read(Decoder(Go))
-            chosen.set()
-            while True:
-                await channel.send_bytes(b"\0", 1)
-                await asyncio.sleep(0.05)
-
-    good = StateServer(network.transport("good"), RUN, lambda: state, log)
-
-    async def answer_second(peer_id, sock):
-        # So that the bad donor's offer is the first.
-        await offered.wait()
-        await asyncio.sleep(0.1)
-        await good._accepted(peer_id, sock)
-
-    await network.transport("bad").serve(f"diloco/{RUN}/state", drip)
-    await network.transport("good").serve(f"diloco/{RUN}/state", answer_second)
-    assert_same(await replayed(network, have, path, "int8", ["bad", "good"], timeout_s=6), state)
-    assert chosen.is_set()
 
 
 def test_the_parts_of_a_commits_average_are_those_of_its_members_shares():
