@@ -315,9 +315,8 @@ def fair_weights(plan: Plan, before: Plan, settings: Settings) -> list[float]:
         tokens = [min(each, most_tokens) for each in tokens]
     shares = [each / sum(tokens) if any(tokens) else 1 / len(works) for each in tokens]
     if rule.rule == "clip" and max(len(works), len(before.roster)) >= 3:
-        norms_before = sorted(contributor.work.norm for contributor in before.contributors)
-        is_compared = len(works) < 3 and norms_before
-        longest = 4 * max(norms[middle], norms_before[(len(norms_before) - 1) // 2] if is_compared else 0.0)
+        averaged = sum(contributor.weight * contributor.work.norm for contributor in before.contributors)
+        longest = 4 * max(norms[middle], averaged if len(works) < 3 else 0.0)
         shares = [
             share * min(1.0, longest / (work.norm or 1.0)) for share, work in zip(shares, works, strict=True)
         ]

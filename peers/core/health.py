@@ -244,7 +244,9 @@ class Swarm:
                 health.is_gone = now >= health.lost_at + regain_s
                 look_at = look_at if health.is_gone else min(look_at, health.lost_at + regain_s)
         num_peers = len(self.roster) or min(FOUNDERS, 1 + num_live)
-        round_trip_s = statistics.median_low(round_trips) if round_trips else 0.0
+        # Before there is a roster, strangers that answer late could make up most of the peers.
+        usual = statistics.median_low if self.roster else min
+        round_trip_s = usual(round_trips) if round_trips else 0.0
         is_same = (num_peers, round_trip_s) == (self._timing.num_peers, self._timing.round_trip_s)
         self._timing.num_peers, self._timing.round_trip_s = num_peers, round_trip_s
         # If timeouts changed, look again: other peers may be lost or gone by the new ones.

@@ -21,7 +21,7 @@ from peers.protocol.aggregation import Rule
 from peers.protocol.limits import Share
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, Announcement, View
-from peers.timing import OFTEN_S
+from peers.timing import START_S
 
 MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10
@@ -138,7 +138,7 @@ def manifest_source(
 
     If the run has begun, the manifest that most of its peers have. Before that, the manifest of the peer with the
     lowest world rank; among peers without a rank, of the one with the smallest peer id. After the deadline, each peer
-    publishes its own, OFTEN_S later for each peer before it: those may hang, or claim ranks and never publish anything.
+    publishes its own, START_S later for each peer before it: those may hang, or claim ranks and never publish anything.
     """
     order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
     holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]
@@ -150,6 +150,6 @@ def manifest_source(
         return holders[0]
     place = next(place for place, peer in enumerate(order) if peer.peer_id == me)
     is_complete = order[0].world_rank == 0 or len(view) >= galaxy_size
-    if (place == 0 and is_complete) or late_s > OFTEN_S * place:
+    if (place == 0 and is_complete) or late_s > START_S * place:
         return "own"
     return None

@@ -215,7 +215,7 @@ class Peer:
     def _notice_own_freeze(self, now: float) -> None:
         late_s = now - max(self.deadline, self._last_handled)
         self._last_handled = now
-        if late_s > self.timing.reaction_s:
+        if late_s > min(self.timing.reaction_s, self.timing.silence_s / 2):
             self.swarm.excuse_own_freeze(late_s)
 
     def _dispatch(self, turn: Turn, event: Event) -> None:

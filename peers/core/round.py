@@ -328,11 +328,11 @@ class Round:
         self._strike(turn, sender, decline.reason, 0.5)
         for peer_id in named:
             self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
-        # Peers that have missed half of the heartbeats after which they count as lost are more likely to be at fault.
-        # All that are named must have: naming everybody is no way to put the blame on whoever is slow.
-        silence_s = self._timing.silence_s / 2
-        are_silent = [self._swarm.is_silent_for(peer_id, silence_s, turn.now) for peer_id in named]
-        lost = named[0] if named and all(are_silent) else self._pick_suspect([sender, *named])
+        # Suspects that have missed half of the heartbeats after which they count as lost are likely to be at fault.
+        # All of them must have: naming everybody is no way to put the blame on whoever is slow.
+        suspects, silence_s = [p for p in named if p in decline.suspects], self._timing.silence_s / 2
+        are_silent = [self._swarm.is_silent_for(peer_id, silence_s, turn.now) for peer_id in suspects]
+        lost = suspects[0] if suspects and all(are_silent) else self._pick_suspect([sender, *named])
         self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
 
     def _pick_suspect(self, peer_ids: Iterable[str]) -> str:

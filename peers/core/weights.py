@@ -61,12 +61,12 @@ class Aggregation:
         epoch: int,
         num_fragments: int,
         *,
-        norms_before: Sequence[float] | None = None,
+        norm_before: float | None = None,
     ) -> tuple[float, ...]:
         """The weight of each contribution to the commit that ends in `epoch`; they sum to 1 unless some are clipped.
 
-        `norms_before`: the norms of the commit before, for a group of two out of a larger roster. In a roster of two,
-        None: neither norm is more trustworthy than the other, and nothing is scaled down.
+        `norm_before`: the weighted mean of the norms in the commit before, for a group of two out of a larger roster.
+        In a roster of two, None: neither norm is more trustworthy than the other, and nothing is scaled down.
         """
         if self.rule in ROBUST_RULES:
             return tuple(1 / len(works) for _ in works)
@@ -82,10 +82,11 @@ class Aggregation:
         shares = _shares([min(claim, most) for claim in claims] if most > 0 else claims)
         usual = statistics.median_low([work.norm for work in works])
         if len(works) < LEAST_ROBUST_GROUP:
-            if norms_before is None:
+            if norm_before is None:
                 return shares
-            # At least what was usual before: else a member could announce 0, to erase the other's work.
-            usual = max(usual, statistics.median_low(norms_before or [0.0]))
+            # At least what was averaged before: else a member could announce 0, to erase the other's work. Two in a row
+            # of which one exaggerates can grow it threefold each time.
+            usual = max(usual, norm_before)
         longest = CLIP_FACTOR * usual
         return tuple(
             share * min(1.0, longest / work.norm) if work.norm > 0 else share

@@ -53,6 +53,8 @@ class Agreement:
         Raises UserError where the swarm's manifest contradicts a setting that the user has named.
         """
         presence, theirs = self._presence, None
+        # Peers that are there now have yet to say what they propose.
+        deadline = max(deadline, time.monotonic())
         while theirs is None:
             source = joining.manifest_source(
                 {p: peer for p, peer in presence.view.items() if self._failures[p] < MAX_FAILURES},

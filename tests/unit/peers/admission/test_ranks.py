@@ -40,7 +40,7 @@ def claimant(tmp_path):
 
 async def test_a_claim_does_not_refuse_the_holder_its_own_rank_but_anybody_else(claimant, tmp_path):
     ledger = RankLedger(tmp_path / "ledger")
-    registrar = Registrar(RUN, ledger, FakeDht(claimant), Gate.open(RUN))
+    registrar = Registrar(RUN, ledger, FakeDht(claimant), Gate(RUN))
     assert await registrar.assign("holder", 0) == Taken(holder=claimant.peer_id)
     ledger.assign("holder", 0)
     assert await registrar.assign("holder", 0) == Grant(world_rank=0, galaxy_size=2)

@@ -13,7 +13,7 @@ from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.errors import ProtocolError
 from peers.protocol.mesh import Manifest
 from peers.protocol.wire import decode, encode
-from peers.timing import OFTEN_S
+from peers.timing import START_S
 from tests.support.announcements import announced
 
 
@@ -107,9 +107,9 @@ def test_before_a_run_has_begun_the_manifest_of_the_lowest_world_rank_counts():
 def test_after_the_deadline_peers_that_publish_nothing_are_passed_over_one_by_one():
     silent, b, c = (announced(peer_id, world_rank=rank) for rank, peer_id in enumerate("abc"))
     assert [source(silent, b, c, me=p, galaxy_size=3, late_s=0.1) for p in "bc"] == [None, None]
-    assert [source(silent, b, c, me=p, galaxy_size=3, late_s=OFTEN_S + 0.1) for p in "bc"] == ["own", None]
+    assert [source(silent, b, c, me=p, galaxy_size=3, late_s=START_S + 0.1) for p in "bc"] == ["own", None]
     b = replace(b, manifest_digest="bb")
-    assert source(silent, b, c, me="c", galaxy_size=3, late_s=2 * OFTEN_S + 0.1) == "b"
+    assert source(silent, b, c, me="c", galaxy_size=3, late_s=2 * START_S + 0.1) == "b"
 
 
 def test_of_peers_that_have_no_world_rank_yet_the_smallest_peer_id_counts():

@@ -414,15 +414,17 @@ def test_a_member_cannot_have_the_leader_itself_or_strangers_left_out():
     assert set(a.of(Abort, made)[0].lost) <= {"b"}
 
 
-def test_of_a_member_and_the_one_it_accuses_the_one_that_has_missed_heartbeats_is_left_out():
+@pytest.mark.parametrize("is_hearsay", [False, True])
+def test_of_a_member_and_the_one_it_accuses_the_one_that_has_missed_heartbeats_is_left_out(is_hearsay):
     for accuser, accused in (("b", "c"), ("c", "d"), ("d", "e")):
         a = led_by_me()
         a.hush(accused)
         a.run(2)
-        made = a.say(
-            accuser,
-            Decline(head=a.peer.head, attempt=0, reason="no streams with it", suspects=(accused,)),
+        told_by = tuple(sorted(set("bcde") - {accuser, accused})[:1]) if is_hearsay else ()
+        decline = Decline(
+            head=a.peer.head, attempt=0, reason="no streams with it", suspects=(accused,), told_by=told_by
         )
+        made = a.say(accuser, decline)
         assert a.of(Abort, made)[0].lost == (accused,)
 
 
