@@ -15,7 +15,7 @@ from peers.core.effects import Broadcast, Effect, Send
 from peers.core.events import Event
 from peers.core.plans import Entry, plan_of
 from peers.protocol.certificates import Body, Certificate, Member, Plan, Signature, Work
-from peers.protocol.limits import MAX_TOKENS
+from peers.protocol.limits import MAX_CERTIFICATES, MAX_TOKENS
 from peers.protocol.messages import Ask, Certificates, Propose, Status, Vote
 
 LONG_CHAIN = 8
@@ -138,19 +138,24 @@ class Forger(Liar):
     def show(self, sender: str, head: str, have: str) -> Effect:
         path = self._forged[head]
         known = next((count for count, one in enumerate(path, start=1) if one.head == have), 0)
-        return Send(sender, Certificates(head=head, certificates=tuple(path[known:])))
+        return Send(sender, Certificates(head=head, certificates=tuple(path[known:][-MAX_CERTIFICATES:])))
 
     def _where_to_part(self) -> Certificate:
-        """The head, or one of the two commits before it."""
+        """The head, one of the two commits before it, or the last one with as small a roster as any."""
         certificate = self.inner.certificate
         assert certificate is not None
-        for _ in range(self.rng.randint(0, 2)):
-            certificate = self.inner.chain.get(certificate.plan.parent) or certificate
-        return certificate
+        chain = [certificate]
+        while (
+            not chain[-1].is_genesis and (before := self.inner.chain.get(chain[-1].plan.parent)) is not None
+        ):
+            chain.append(before)
+        smallest = min(chain, key=lambda certificate: len(certificate.plan.roster))
+        return self.rng.choice((*chain[:3], smallest))
 
     def _forge(self, ancestor: Certificate) -> Sequence[Certificate]:
+        """`length` epochs longer than its real chain."""
         chain = [ancestor]
-        for _ in range(self.length):
+        for _ in range(self.inner.epoch - ancestor.plan.epoch + self.length):
             anchor, momentum = self.made_up_digests()
             body = Body(plan=self._plan_on(chain[-1]), anchor=anchor, momentum=momentum)
             certificate = Certificate(body=body, signatures=(self.keys.sign(body.signed_bytes),))

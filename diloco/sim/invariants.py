@@ -301,10 +301,27 @@ def fair_weights(plan: Plan, before: Plan, settings: Settings) -> list[float]:
 
     Independent of peers/core/weights.py: an invariant must not share a bug with the code that it checks.
     """
+    shares = _fair_shares(plan, settings)
+    works = [contributor.work for contributor in plan.contributors]
+    if settings.aggregation.rule != "clip" or max(len(works), len(before.roster)) < 3:
+        return shares
+    longest = 4 * sorted(work.norm for work in works)[(len(works) - 1) // 2]
+    lengths = {
+        c.peer_id: c.work.norm * c.weight / share
+        for c, share in zip(before.contributors, _fair_shares(before, settings), strict=True)
+        if share and len(works) < 3
+    }
+    return [
+        share * min(1.0, max(longest, lengths.get(c.peer_id, 0.0)) / (c.work.norm or 1.0))
+        for c, share in zip(plan.contributors, shares, strict=True)
+    ]
+
+
+def _fair_shares(plan: Plan, settings: Settings) -> list[float]:
     rule, works = settings.aggregation, [contributor.work for contributor in plan.contributors]
-    if rule.rule in ROBUST_RULES:
-        return [1 / len(works)] * len(works)
-    tokens, norms = [], sorted(work.norm for work in works)
+    if not works or rule.rule in ROBUST_RULES:
+        return [1 / len(works)] * len(works) if works else []
+    tokens = []
     for work in works:
         late = plan.epoch - work.based_on
         most = rule.max_tokens_per_epoch * late if rule.rule == "clip" else 0
@@ -313,11 +330,4 @@ def fair_weights(plan: Plan, before: Plan, settings: Settings) -> list[float]:
     middle = (len(works) - 1) // 2
     if rule.rule == "clip" and (most_tokens := rule.max_weight * sorted(tokens)[middle]):
         tokens = [min(each, most_tokens) for each in tokens]
-    shares = [each / sum(tokens) if any(tokens) else 1 / len(works) for each in tokens]
-    if rule.rule == "clip" and max(len(works), len(before.roster)) >= 3:
-        averaged = sum(contributor.weight * contributor.work.norm for contributor in before.contributors)
-        longest = 4 * max(norms[middle], averaged if len(works) < 3 else 0.0)
-        shares = [
-            share * min(1.0, longest / (work.norm or 1.0)) for share, work in zip(shares, works, strict=True)
-        ]
-    return shares
+    return [each / sum(tokens) if any(tokens) else 1 / len(works) for each in tokens]

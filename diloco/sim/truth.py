@@ -170,17 +170,24 @@ class Truth:
         """
         assert split.ancestor is not None
         lead, roster = 0, self.roster_after(split.ancestor.head)
-        for peer_id in roster | self._taken_in(split.ours, roster) | self._taken_in(split.theirs, roster):
+        taken_in = self._taken_in(split.ours, split.theirs, roster)
+        taken_in |= self._taken_in(split.theirs, split.ours, roster)
+        for peer_id in roster | taken_in:
             ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
-            # Others than members count if they are live to the peer that moves, which this does not know exactly.
+            # Others than members count if they are here for the peer that moves, which this does not know exactly.
             lead += (theirs > ours) - (ours > theirs and (peer_id in roster or is_heard(peer_id)))
         return lead >= 0
 
-    def _taken_in(self, side: Sequence[State], roster: frozenset[str]) -> frozenset[str]:
-        """The members of the rosters on this side, as long as more than half of each has signed the next commit."""
+    def _taken_in(
+        self, side: Sequence[State], other: Sequence[State], roster: frozenset[str]
+    ) -> frozenset[str]:
+        """The members of the rosters on this side, as long as more than half of each has signed the next commit, or
+        some have and none of the rest has signed on the other side."""
         found = frozenset[str]()
         for state in side:
-            if 2 * len(roster.intersection(self.certificates[state.head].plan.signers)) <= len(roster):
+            signed = roster.intersection(self.certificates[state.head].plan.signers)
+            rest = [p for p in roster - signed if self._signed_last(other, p) > (-1, -1)]
+            if 2 * len(signed) <= len(roster) and (rest or not signed):
                 break
             roster = self.roster_after(state.head)
             found |= roster

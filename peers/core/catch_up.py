@@ -372,4 +372,4 @@ class CatchUp:
         return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
     def _prefers_theirs(self, fork: Fork) -> bool:
-        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_live(peer_id))
+        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_here(peer_id))

@@ -3,9 +3,9 @@
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every member of the roster
-that they share counts once, for the chain on which it signed last (by epoch, then attempt), and so does every live peer
-that a majority has taken in since, on either chain. The chain with more of them wins; on a tie, the one whose first
-certificate after the split has the smaller hash. Tokens and length do not count.
+that they share counts once, for the chain on which it signed last (by epoch, then attempt), and so does every peer here
+that they have taken in since, on either chain (`_taken_in`). The chain with more of them wins; on a tie, the one whose
+first certificate after the split has the smaller hash. Tokens and length do not count.
 """
 
 from __future__ import annotations
@@ -201,17 +201,18 @@ class Chain:
         return count
 
 
-def prefers_theirs(fork: Fork, is_live: Callable[[str], bool]) -> bool:
+def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
     """The Fork rule: whether their chain wins over ours.
 
     Without those taken in since, a peer that once had the roster to itself could rewrite all that came later. They have
-    to be live: it could have taken in peers that do not exist.
+    to be here, heard and not gone: it could have taken in peers that do not exist.
     diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
     security.md.
     """
-    taken_in = _taken_in(fork.ancestor, fork.ours) | _taken_in(fork.ancestor, fork.theirs)
+    taken_in = _taken_in(fork.ancestor, fork.ours, fork.theirs)
+    taken_in |= _taken_in(fork.ancestor, fork.theirs, fork.ours)
     num_ours = num_theirs = 0
-    for peer_id in fork.ancestor.plan.roster_set | set(filter(is_live, taken_in)):
+    for peer_id in fork.ancestor.plan.roster_set | set(filter(is_here, taken_in)):
         ours, theirs = (_signed_last(side, peer_id) for side in (fork.ours, fork.theirs))
         # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
         # attempt, which proves it faulty.
@@ -222,13 +223,16 @@ def prefers_theirs(fork: Fork, is_live: Callable[[str], bool]) -> bool:
     return fork.theirs[0].head < fork.ours[0].head
 
 
-def _taken_in(ancestor: Certificate, side: Sequence[Certificate]) -> set[str]:
-    """The peers on the rosters of this side's certificates, up to the first one without a majority of the roster before
-    it."""
-    found = set[str]()
+def _taken_in(ancestor: Certificate, side: Sequence[Certificate], other: Sequence[Certificate]) -> set[str]:
+    """The peers on the rosters of this side's certificates, up to the first one that only a minority of the roster
+    before it has signed while somebody else of that roster has signed on the other side: nobody else means that the
+    minority was all that was left."""
+    found, signed_elsewhere = set[str](), last_signed_at(other).keys()
     for before, certificate in pairwise((ancestor, *side)):
         roster = before.plan.roster_set
-        if 2 * len(roster & certificate.plan.signer_set) <= len(roster):
+        signers = roster & certificate.plan.signer_set
+        is_contested = not signers or not signed_elsewhere.isdisjoint(roster - signers)
+        if 2 * len(signers) <= len(roster) and is_contested:
             break
         found |= certificate.plan.roster_set
     return found

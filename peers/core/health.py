@@ -296,6 +296,10 @@ class Swarm:
     def is_live(self, peer_id: str) -> bool:
         return peer_id in self._live
 
+    def is_here(self, peer_id: str) -> bool:
+        """Whether `peer_id` has been heard, and is not gone."""
+        return not self._is_unheard(peer_id) and not self.is_gone(peer_id)
+
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""
         health = self._peers.get(peer_id)

@@ -21,7 +21,7 @@ from peers.protocol.aggregation import Rule
 from peers.protocol.limits import Share
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, Announcement, View
-from peers.timing import START_S
+from peers.timing import FORGET_S, START_S
 
 MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10
@@ -150,6 +150,6 @@ def manifest_source(
         return holders[0]
     place = next(place for place, peer in enumerate(order) if peer.peer_id == me)
     is_complete = order[0].world_rank == 0 or len(view) >= galaxy_size
-    if (place == 0 and is_complete) or late_s > START_S * place:
+    if (place == 0 and is_complete) or late_s > min(START_S * place, FORGET_S):
         return "own"
     return None

@@ -6,7 +6,6 @@ free one. Members are removed with their last commit, if they left, or if they a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -48,10 +47,13 @@ def plan_of(
     ranks = _ranks_of(before.roster, entries)
     order = sorted(entries, key=lambda peer_id: ranks[peer_id])
     works = [entries[peer_id].work for peer_id in order]
-    norm_before = None
+    lengths_before = None
     if len(before.roster) > 2:
-        norm_before = math.fsum(c.weight * c.work.norm for c in before.contributors)
-    weights = settings.aggregation.weights_of(works, epoch, settings.num_fragments, norm_before=norm_before)
+        lengths = settings.aggregation.lengths_in(before, settings.num_fragments)
+        lengths_before = [lengths.get(peer_id, 0.0) for peer_id in order]
+    weights = settings.aggregation.weights_of(
+        works, epoch, settings.num_fragments, lengths_before=lengths_before
+    )
     kept = {
         peer_id
         for peer_id in ranks

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.protocol.aggregation import DEFAULT_TRIM, LEAST_ROBUST_GROUP, ROBUST_RULES, RULES, Rule
-from peers.protocol.certificates import Work
+from peers.protocol.certificates import Plan, Work
 
 CLIP_FACTOR = 4.0
 """A pseudo-gradient longer than this many times the group's median norm is scaled down to it."""
@@ -61,13 +61,40 @@ class Aggregation:
         epoch: int,
         num_fragments: int,
         *,
-        norm_before: float | None = None,
+        lengths_before: Sequence[float] | None = None,
     ) -> tuple[float, ...]:
         """The weight of each contribution to the commit that ends in `epoch`; they sum to 1 unless some are clipped.
 
-        `norm_before`: the weighted mean of the norms in the commit before, for a group of two out of a larger roster.
-        In a roster of two, None: neither norm is more trustworthy than the other, and nothing is scaled down.
+        `lengths_before`: for a group of two out of a larger roster, how long each member's contribution to the commit
+        before was (`lengths_in`; 0: it had none). None in a roster of two: neither of its norms is more trustworthy
+        than the other, and nothing is scaled down.
         """
+        shares = self._shares_of(works, epoch, num_fragments)
+        if self.rule != "clip":
+            return shares
+        longest = CLIP_FACTOR * statistics.median_low([work.norm for work in works])
+        limits = [longest] * len(works)
+        if len(works) < LEAST_ROBUST_GROUP:
+            if lengths_before is None:
+                return shares
+            # As long as it was before, too: else a member could announce 0, to erase the other's work.
+            limits = [max(longest, before) for before in lengths_before]
+        return tuple(
+            share * min(1.0, limit / work.norm) if work.norm > 0 else share
+            for share, limit, work in zip(shares, limits, works, strict=True)
+        )
+
+    def lengths_in(self, plan: Plan, num_fragments: int) -> dict[str, float]:
+        """By peer id, the length to which each contribution to this commit was scaled."""
+        works = [contributor.work for contributor in plan.contributors]
+        shares = self._shares_of(works, plan.epoch, num_fragments)
+        return {
+            contributor.peer_id: contributor.work.norm * (contributor.weight / share) if share else 0.0
+            for contributor, share in zip(plan.contributors, shares, strict=True)
+        }
+
+    def _shares_of(self, works: Sequence[Work], epoch: int, num_fragments: int) -> tuple[float, ...]:
+        """The weights before pseudo-gradients are scaled down; they sum to 1."""
         if self.rule in ROBUST_RULES:
             return tuple(1 / len(works) for _ in works)
         ages = [max(0, epoch - work.based_on - num_fragments) for work in works]
@@ -75,23 +102,11 @@ class Aggregation:
             self._claim(work, epoch) * _power(self.staleness_discount, age)
             for work, age in zip(works, ages, strict=True)
         ]
-        if self.rule == "mean":
-            return _shares(claims)
-        # Of two claims, median_low takes the lower one: with their mean, a peer could raise its own bound.
-        most = self.max_weight * statistics.median_low(claims)
-        shares = _shares([min(claim, most) for claim in claims] if most > 0 else claims)
-        usual = statistics.median_low([work.norm for work in works])
-        if len(works) < LEAST_ROBUST_GROUP:
-            if norm_before is None:
-                return shares
-            # At least what was averaged before: else a member could announce 0, to erase the other's work. Two in a row
-            # of which one exaggerates can grow it threefold each time.
-            usual = max(usual, norm_before)
-        longest = CLIP_FACTOR * usual
-        return tuple(
-            share * min(1.0, longest / work.norm) if work.norm > 0 else share
-            for share, work in zip(shares, works, strict=True)
-        )
+        if self.rule == "clip" and claims:
+            # Of two claims, median_low takes the lower one: with their mean, a peer could raise its own bound.
+            most = self.max_weight * statistics.median_low(claims)
+            claims = [min(claim, most) for claim in claims] if most > 0 else claims
+        return _shares(claims)
 
     def _claim(self, work: Work, epoch: int) -> float:
         if self.rule == "mean" or not self.max_tokens_per_epoch:

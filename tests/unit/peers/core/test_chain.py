@@ -24,7 +24,7 @@ def fork(ours, theirs, ancestor=GENESIS) -> Fork:
     return Fork(ancestor, tuple(ours), tuple(theirs))
 
 
-def prefers_theirs(fork: Fork, live="abcdexyz") -> bool:
+def prefers_theirs(fork: Fork, live="abcdefxyz") -> bool:
     return fork_rule(fork, live.__contains__)
 
 
@@ -101,6 +101,22 @@ def test_a_peer_that_once_was_alone_cannot_rewrite_what_came_after_it_took_other
     theirs = [taken_in, *chain_of(taken_in, ["a", *sybils], 30)]
     assert not prefers_theirs(fork(ours, theirs, alone))
     assert prefers_theirs(fork(theirs, ours, alone))
+
+
+def test_nor_one_that_committed_alone_after_its_partner_had_died():
+    first = commit(genesis("fa"), "fa")
+    solo = [*chain_of(first, "f", 3)]
+    solo.append(commit(solo[-1], "f", off="a"))
+    grown = commit(solo[-1], "fbcde")
+    ours = [*solo, grown, *chain_of(grown, "fbcde", 4)]
+    theirs = chain_of(first, "f", 30, salt="anew")
+    assert not prefers_theirs(fork(ours, theirs, first), live="bcdef")
+    assert prefers_theirs(fork(theirs, ours, first), live="bcdef")
+    # But those that a minority took in do not count where the others of the roster went on.
+    first = commit(genesis("abc"), "abc")
+    grown = commit(first, "axyz")
+    ours = [grown, *chain_of(grown, "axyz", 4)]
+    assert prefers_theirs(fork(ours, chain_of(first, "bc", 2), first))
 
 
 def test_peers_that_are_gone_count_only_if_the_split_was_at_a_roster_of_theirs():

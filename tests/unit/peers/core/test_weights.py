@@ -23,7 +23,7 @@ def weights(
     based_on=None,
     epoch: int = 1,
     num_fragments: int = 1,
-    norm_before=None,
+    lengths_before=None,
     **others,
 ):
     norms, based_on = norms or [1.0] * len(tokens), based_on or [0] * len(tokens)
@@ -31,7 +31,9 @@ def weights(
         work(count, norm=norm, based_on=since)
         for count, norm, since in zip(tokens, norms, based_on, strict=True)
     ]
-    return Aggregation(rule=rule, **others).weights_of(works, epoch, num_fragments, norm_before=norm_before)
+    return Aggregation(rule=rule, **others).weights_of(
+        works, epoch, num_fragments, lengths_before=lengths_before
+    )
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -100,10 +102,18 @@ def test_a_long_pseudo_gradient_is_scaled_down_to_a_few_times_the_median_of_thre
     assert weights("clip", [1, 1], [1.0, 1000.0]) == pytest.approx((0.5, 0.5))
 
 
-@pytest.mark.parametrize("norm_before", [0.0, 0.5, 1.0, 2.0])
-def test_two_of_a_larger_roster_are_compared_with_each_other_and_with_the_commit_before(norm_before):
-    found = weights("clip", [1, 1], [1.0, 1000.0], norm_before=norm_before)
-    assert found == pytest.approx((0.5, max(1.0, norm_before) * CLIP_FACTOR / 1000 / 2))
+@pytest.mark.parametrize("before", [0.0, 1.0, CLIP_FACTOR, 20.0])
+def test_two_of_a_larger_roster_are_compared_with_each_other_and_with_their_last_contributions(before):
+    found = weights("clip", [1, 1], [1.0, 1000.0], lengths_before=[1.0, before])
+    assert found == pytest.approx((0.5, max(before, CLIP_FACTOR) / 1000 / 2))
+
+
+def test_one_of_two_that_exaggerates_each_time_gains_nothing_by_it():
+    works, last = {"a": work(norm=1.0), "b": work(10**6, norm=1e20)}, commit(genesis("abc"), "abc")
+    for _ in range(6):
+        last = commit(last, "ab", works=works)
+        a, b = last.plan.contributors
+        assert b.weight * b.work.norm / a.weight == pytest.approx(2 * CLIP_FACTOR)
 
 
 def test_one_of_two_that_announces_no_norm_does_not_erase_the_other_s_work():
@@ -112,7 +122,7 @@ def test_one_of_two_that_announces_no_norm_does_not_erase_the_other_s_work():
         last = commit(last, "ab", works=works)
         assert [contributor.weight for contributor in last.plan.contributors] == pytest.approx((0.5, 0.5))
     # Norms grow while the learning rate warms up.
-    assert weights("clip", [1, 1], [9.0, 9.0], norm_before=1.0) == pytest.approx((0.5, 0.5))
+    assert weights("clip", [1, 1], [9.0, 9.0], lengths_before=[1.0, 1.0]) == pytest.approx((0.5, 0.5))
 
 
 def test_peers_of_different_speed_keep_their_weights_in_pairs():
