@@ -182,12 +182,12 @@ class Truth:
         self, side: Sequence[State], other: Sequence[State], roster: frozenset[str]
     ) -> frozenset[str]:
         """The members of the rosters on this side, as long as more than half of each has signed the next commit, or
-        some have and none of the rest has signed on the other side."""
+        no fewer than those of the rest that have signed on the other side."""
         found = frozenset[str]()
         for state in side:
             signed = roster.intersection(self.certificates[state.head].plan.signers)
             rest = [p for p in roster - signed if self._signed_last(other, p) > (-1, -1)]
-            if 2 * len(signed) <= len(roster) and (rest or not signed):
+            if 2 * len(signed) <= len(roster) and len(rest) > len(signed):
                 break
             roster = self.roster_after(state.head)
             found |= roster

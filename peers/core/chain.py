@@ -224,15 +224,14 @@ def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
 
 
 def _taken_in(ancestor: Certificate, side: Sequence[Certificate], other: Sequence[Certificate]) -> set[str]:
-    """The peers on the rosters of this side's certificates, up to the first one that only a minority of the roster
-    before it has signed while somebody else of that roster has signed on the other side: nobody else means that the
-    minority was all that was left."""
+    """The peers on the rosters of this side's certificates, up to the first one that no majority of the roster before
+    it has signed, and fewer members of that roster than have signed on the other side only. One member that signs a
+    made-up chain later cannot undo what another one did when it was all that was left."""
     found, signed_elsewhere = set[str](), last_signed_at(other).keys()
     for before, certificate in pairwise((ancestor, *side)):
         roster = before.plan.roster_set
         signers = roster & certificate.plan.signer_set
-        is_contested = not signers or not signed_elsewhere.isdisjoint(roster - signers)
-        if 2 * len(signers) <= len(roster) and is_contested:
+        if 2 * len(signers) <= len(roster) and len(signed_elsewhere & (roster - signers)) > len(signers):
             break
         found |= certificate.plan.roster_set
     return found

@@ -24,7 +24,7 @@ def fork(ours, theirs, ancestor=GENESIS) -> Fork:
     return Fork(ancestor, tuple(ours), tuple(theirs))
 
 
-def prefers_theirs(fork: Fork, live="abcdefxyz") -> bool:
+def prefers_theirs(fork: Fork, live="abcdefgxyz") -> bool:
     return fork_rule(fork, live.__contains__)
 
 
@@ -112,6 +112,19 @@ def test_nor_one_that_committed_alone_after_its_partner_had_died():
     theirs = chain_of(first, "f", 30, salt="anew")
     assert not prefers_theirs(fork(ours, theirs, first), live="bcdef")
     assert prefers_theirs(fork(theirs, ours, first), live="bcdef")
+    # Nor where the partner went on alone, and took the others in.
+    first = commit(genesis("f"), "fb")
+    solo = [first, *chain_of(first, "b", 3)]
+    grown = commit(solo[-1], "bcdeg", off="f")
+    ours = [*solo, grown, *chain_of(grown, "cdeg", 4)]
+    theirs = chain_of(genesis("f"), "f", 30, salt="anew")
+    assert not prefers_theirs(fork(ours, theirs, genesis("f")), live="cdefg")
+    assert prefers_theirs(fork(theirs, ours, genesis("f")), live="cdefg")
+    # Nor where those others began from the state of a roster that was gone.
+    solo.append(commit(solo[-1], "b", off="f"))
+    grown = commit(solo[-1], "cdeg", off="b")
+    ours = [*solo, grown, *chain_of(grown, "cdeg", 4)]
+    assert not prefers_theirs(fork(ours, theirs, genesis("f")), live="cdefg")
     # But those that a minority took in do not count where the others of the roster went on.
     first = commit(genesis("abc"), "abc")
     grown = commit(first, "axyz")
