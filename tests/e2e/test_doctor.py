@@ -286,6 +286,12 @@ def test_a_swarm_that_asks_for_a_secret_says_so_to_who_has_none(tmp_path):
         assert found["data port"]["verdict"] == "pass"
 
 
+def test_a_rollout_peer_generates_in_one_process_whatever_nproc_per_node_says(start):
+    """Its batch needs not divide by the number of training processes."""
+    command = start(*DILOCO, "doctor", "--role", "rollout", "--rollout", "hf", "--nproc-per-node", "3")
+    assert command.wait() == 0, command.stdout + command.stderr
+
+
 @pytest.mark.parametrize("flags", [("--initial-peers", "here"), ("--worker", "no-such-program")])
 def test_wrong_flags_are_no_finding(flags, start):
     command = start(*DILOCO, "doctor", *flags)
