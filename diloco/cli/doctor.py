@@ -60,8 +60,9 @@ def doctor(
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
     named = _SOURCE.named
     if role == "rollout":
+        train, named = as_rollout_peer(train, named)
         # It generates in one process.
-        (train, named), ranks = as_rollout_peer(train, named), 1
+        ranks = 1
     program = parse_worker(worker)
     train = settled(train, named, None if program else machine, num_ranks=ranks).config
     found: list[Finding] = []

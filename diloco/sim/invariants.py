@@ -319,8 +319,10 @@ def fair_weights(plan: Plan, before: Plan, settings: Settings) -> list[float]:
 
 def _fair_shares(plan: Plan, settings: Settings) -> list[float]:
     rule, works = settings.aggregation, [contributor.work for contributor in plan.contributors]
-    if not works or rule.rule in ROBUST_RULES:
-        return [1 / len(works)] * len(works) if works else []
+    if not works:
+        return []
+    if rule.rule in ROBUST_RULES:
+        return [1 / len(works)] * len(works)
     tokens = []
     for work in works:
         late = plan.epoch - work.based_on

@@ -157,7 +157,7 @@ class Network:
         if self.is_linked(one, other) and (one, other) not in self._channels:
             self._channels |= {(one, other), (other, one)}
             self.on_channel(one, other, True)
-            # The mesh measures it again and again, and takes the least of the last times.
+            # Measured once here; the mesh measures it again and again, and takes the least of the last times.
             round_trip_s = sum(self._rng.uniform(*self.quality.delay_s) for _ in range(2))
             for end, far in ((one, other), (other, one)):
                 if (port := self._ports.get(end)) is not None:

@@ -138,7 +138,8 @@ def manifest_source(
 
     If the run has begun, the manifest that most of its peers have. Before that, the manifest of the peer with the
     lowest world rank; among peers without a rank, of the one with the smallest peer id. After the deadline, each peer
-    publishes its own, START_S later for each peer before it: those may hang, or claim ranks and never publish anything.
+    publishes its own, START_S later for each peer before it, FORGET_S at most: those may hang, or claim ranks and never
+    publish anything.
     """
     order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
     holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]

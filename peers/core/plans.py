@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from peers.core.settings import Settings
+from peers.protocol.aggregation import LEAST_ROBUST_GROUP
 from peers.protocol.certificates import Certificate, Contributor, Member, Plan, Work
 from peers.protocol.limits import MAX_COUNT
 from peers.protocol.messages import Status
@@ -48,7 +49,7 @@ def plan_of(
     order = sorted(entries, key=lambda peer_id: ranks[peer_id])
     works = [entries[peer_id].work for peer_id in order]
     lengths_before = None
-    if len(before.roster) > 2:
+    if len(works) < LEAST_ROBUST_GROUP <= len(before.roster):
         lengths = settings.aggregation.lengths_in(before, settings.num_fragments)
         lengths_before = [lengths.get(peer_id, 0.0) for peer_id in order]
     weights = settings.aggregation.weights_of(

@@ -330,7 +330,8 @@ class Round:
             self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
         # Suspects that have missed half of the heartbeats after which they count as lost are likely to be at fault.
         # All of them must have: naming everybody is no way to put the blame on whoever is slow.
-        suspects, silence_s = [p for p in named if p in decline.suspects], self._timing.silence_s / 2
+        suspects = [peer_id for peer_id in named if peer_id in decline.suspects]
+        silence_s = self._timing.silence_s / 2
         are_silent = [self._swarm.is_silent_for(peer_id, silence_s, turn.now) for peer_id in suspects]
         lost = suspects[0] if suspects and all(are_silent) else self._pick_suspect([sender, *named])
         self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))

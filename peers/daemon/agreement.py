@@ -49,8 +49,9 @@ class Agreement:
     ) -> dict[str, Scalar]:
         """The swarm's manifest, or this peer's own proposal if it is the peer that publishes one.
 
-        No more founders are waited for after `deadline`, by time.monotonic, and those that are there only briefly.
-        Raises UserError where the swarm's manifest contradicts a setting that the user has named.
+        No more founders are waited for after `deadline`, by time.monotonic; those that are there then have a while to
+        publish theirs (`joining.manifest_source`). Raises UserError where the swarm's manifest contradicts a setting
+        that the user has named.
         """
         presence, theirs = self._presence, None
         # Peers that are there now have yet to say what they propose.
