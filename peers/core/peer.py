@@ -486,9 +486,8 @@ class Peer:
     def _recheck_own_state(self, turn: Turn) -> bool:
         """Fetch the state of this peer's own head from others if this peer's digests differed from the majority's."""
         round_ = self.round
-        if round_ is None or not round_.is_outlier or self.catch_up.target is not None:
+        if round_ is None or self.catch_up.target is not None or not round_.lost_its_state():
             return False
-        round_.is_outlier = False
         donors = list(self.swarm.live_at(self.head))
         if not donors:
             return False

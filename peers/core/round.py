@@ -9,27 +9,28 @@ whole roster is gone, the peers that are ready on this head lead instead.
 Group rule (group.py, `_gather`): the leader proposes a group once every peer that trains on this head is ready, or once
 a quorum of the roster is ready and the grace has passed. Every peer evaluates this from the statuses that it receives,
 so it knows when the leader should have proposed, and times it out if it does not.
+
+What the leader does is in leading.py; who is blamed for a failed attempt, in blame.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
+from peers.core.blame import Blame
+from peers.core.effects import CancelReduce, Pledge, Reduce, Send
 from peers.core.events import ReduceFailed
 from peers.core.group import Group, RoundContext
-from peers.core.health import FADE_EPOCHS
+from peers.core.leading import Failure, Lead
 from peers.core.plans import Entry
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.limits import MAX_ATTEMPT
-from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
+from peers.protocol.messages import Abort, Decline, Vote
 
 MAX_FAILURES = 64
 """Failures remembered per head: they are reported to people, and their number sets the pause between attempts."""
@@ -54,21 +55,6 @@ class Gathering(NamedTuple):
     """No member that is relied on (`Group.relies_on`) was excluded."""
 
 
-@dataclass
-class Lead:
-    """An attempt that this peer leads."""
-
-    plan: Plan
-    deadline: float
-    """When the attempt times out."""
-    votes: dict[str, Vote] = field(default_factory=dict)
-
-    @property
-    def has_majority(self) -> bool:
-        """Most members have voted."""
-        return 2 * len(self.votes) > len(self.plan.signers)
-
-
 class Round:
     """`signed`: the last attempt on this head that this peer signed before it restarted; -1: none.
 
@@ -90,14 +76,13 @@ class Round:
         self._me = context.keys.peer_id
         self._began_at = now
         self._group = Group(context, parent, now=now, absent=absent, recent=recent)
+        self._blame = Blame(context, parent)
         self.attempt, self._signed = min(MAX_ATTEMPT, signed + 1), signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
         """Set when an attempt that this peer led has succeeded; the peer takes it from here."""
         self.voted_result: Body | None = None
         """What this peer last voted for; None once another reduction begins, which overwrites the result."""
-        self.is_outlier = False
-        """This peer's digests differed from the majority's: its state may be damaged."""
         self.failures: list[str] = []
         self.gathered: Gathering | None = None
         self.reduced_s = 0.0
@@ -108,10 +93,6 @@ class Round:
         """The plan that this peer last took part in."""
         self._proposals: dict[int, Plan] = {}
         """Plans received for this attempt and later ones."""
-        self._suspects: frozenset[str] = frozenset()
-        """Peers blamed for failed attempts on this head."""
-        self._last_suspects: frozenset[str] = frozenset()
-        """Peers blamed for the last failed attempt."""
         self._deadline = 0.0
         """When the attempt in which this peer takes part times out."""
         self._leader_failed = ""
@@ -131,6 +112,12 @@ class Round:
     @property
     def head(self) -> str:
         return self.parent.head
+
+    def lost_its_state(self) -> bool:
+        """Whether this peer's digests differed from the majority's since this was asked last: its state may be
+        damaged."""
+        was_outlier, self._blame.is_outlier = self._blame.is_outlier, False
+        return was_outlier
 
     @property
     def voting_on(self) -> int:
@@ -156,7 +143,8 @@ class Round:
         """Do what is due; True if anything was. `entry`: this peer's work, None while its worker trains."""
         if self._skip_to_median_attempt(turn):
             return True
-        if self._lead is not None and self._watch_group(turn, self._lead):
+        if self._lead is not None and (failure := self._lead.watch(turn)) is not None:
+            self._fail(turn, failure)
             return True
         if self.stage is not Stage.GATHER:
             return self._watch_attempt(turn)
@@ -227,7 +215,7 @@ class Round:
         pause_s = self._timing.silence_s if self.attempt > 0 else 0.0
         if not turn.passed(self._leader_could_propose_at + pause_s + self._timing.reaction_s):
             return False
-        self._fail(turn, f"its leader {leader} is silent")
+        self._fail(turn, Failure(f"its leader {leader} is silent"))
         return True
 
     def _grace_s(self, late: set[str]) -> float:
@@ -256,8 +244,8 @@ class Round:
             entry,
             is_training=is_training,
             attempt=self.attempt,
-            suspects=self._suspects,
-            last_suspects=self._last_suspects,
+            suspects=self._blame.suspects,
+            last_suspects=self._blame.last_suspects,
         )
 
     def _can_lead(self, peer_id: str) -> bool:
@@ -268,111 +256,28 @@ class Round:
 
     def _begin_to_lead(self, turn: Turn, ready: Collection[str], entry: Entry | None) -> None:
         plan = self._group.plan_of(self.attempt, ready, entry)
-        self._lead = Lead(plan, turn.now + self._timing.attempt_s)
-        for peer_id in sorted(ready):
-            if peer_id != self._me:
-                turn.do(Send(peer_id, Propose(plan=plan)))
+        self._lead = Lead(self._context, self._blame, plan, turn.now)
+        self._lead.propose(turn, ready)
         if self._me in ready:
             self._accept(turn, plan)
 
     def on_vote(self, turn: Turn, sender: str, vote: Vote) -> None:
-        lead = self._lead
-        if lead is None or vote.plan != lead.plan.digest or sender not in lead.plan.signer_set:
+        if (lead := self._lead) is None:
             return
-        body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
-        if sender != self._me and not self._context.verify(sender, body.signed_bytes, vote.signature):
-            self._strike(turn, sender, "it sends votes that are not signed")
-            self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
-            return
-        lead.votes[sender] = vote
-        if lead.has_majority:
-            lead.deadline = min(
-                lead.deadline, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s
-            )
-        if len(lead.votes) == len(lead.plan.signers):
-            self._count_votes(turn, lead)
-
-    def _count_votes(self, turn: Turn, lead: Lead) -> None:
-        """All members have voted: make the certificate, or abort if their digests differ."""
-        digests = {(vote.anchor, vote.momentum) for vote in lead.votes.values()}
-        anchor, momentum = next(iter(digests))
-        if len(digests) == 1:
-            body = Body(plan=lead.plan, anchor=anchor, momentum=momentum)
-            signatures = tuple(lead.votes[peer_id].signature for peer_id in lead.plan.signers)
-            self.certificate = Certificate(body=body, signatures=signatures)
-            self._lead = None
+        if (failure := lead.on_vote(turn, sender, vote)) is not None:
+            self._fail(turn, failure)
+        elif lead.certificate is not None:
+            self.certificate, self._lead = lead.certificate, None
             # A leader that did not contribute has no result to apply and must fetch the new state; until it has had
             # time for that, it proposes nothing more on this head.
             self._not_before = turn.now + self._timing.silence_s + self._timing.regain_s
-            return
-        votes = tuple(
-            OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
-            for peer_id, vote in sorted(lead.votes.items())
-        )
-        outliers, _ = _outliers({p: (vote.anchor, vote.momentum) for p, vote in lead.votes.items()})
-        others = outliers - {self._me}
-        lost = (self._pick_suspect(others),) if others else ()
-        self._abort(turn, "the digests of its members differ", lost, votes)
 
     def on_decline(self, turn: Turn, sender: str, decline: Decline) -> None:
-        lead = self._lead
-        if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
-            return
-        blames_nobody = not decline.suspects and not decline.told_by
-        if blames_nobody and self._group.removed_by(lead.plan):
-            self._abort(turn, f"{sender} declines: {decline.reason}", ())
-            return
-        # The fault may lie with the sender, with a member that it names, or with the link between them: the sender and
-        # those it names share the blame.
-        named = sorted(({*decline.suspects, *decline.told_by} & lead.plan.signer_set) - {sender, self._me})
-        self._strike(turn, sender, decline.reason, 0.5)
-        for peer_id in named:
-            self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
-        # Suspects that have missed half of the heartbeats after which they count as lost are likely to be at fault.
-        # All of them must have: naming everybody is no way to put the blame on whoever is slow.
-        suspects = [peer_id for peer_id in named if peer_id in decline.suspects]
-        silence_s = self._timing.silence_s / 2
-        are_silent = [self._swarm.is_silent_for(peer_id, silence_s, turn.now) for peer_id in suspects]
-        lost = suspects[0] if suspects and all(are_silent) else self._pick_suspect([sender, *named])
-        self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
-
-    def _pick_suspect(self, peer_ids: Iterable[str]) -> str:
-        """Choose one candidate pseudo-randomly but deterministically from (head, attempt), so that blame rotates."""
-        return min(
-            peer_ids, key=lambda p: hashlib.sha256(f"{self.head} {self.attempt} {p}".encode()).digest()
-        )
-
-    def _watch_group(self, turn: Turn, lead: Lead) -> bool:
-        """Abort if a member is lost or votes are late. True if so."""
-        not_voted = [
-            peer_id for peer_id in lead.plan.signers if peer_id not in lead.votes and peer_id != self._me
-        ]
-        if lost := [peer_id for peer_id in not_voted if not self._swarm.is_live(peer_id)]:
-            for peer_id in lost:
-                self._strike(turn, peer_id, "it was lost in the middle of a round", 0.5)
-            self._abort(turn, f"lost {', '.join(lost)}", lost)
-            return True
-        if turn.passed(lead.deadline):
-            self._timing.attempt_timed_out()
-            # If most members have not voted, the cause is probably not theirs: blame nobody.
-            late = not_voted if lead.has_majority else []
-            for peer_id in late:
-                self._strike(turn, peer_id, "it does not vote")
-            self._abort(turn, f"no vote of {', '.join(not_voted)} in time", late)
-            return True
-        return False
-
-    def _abort(self, turn: Turn, reason: str, lost: Sequence[str], votes: tuple[OddVote, ...] = ()) -> None:
-        assert self._lead is not None
-        plan = self._lead.plan
-        message = Abort(
-            head=self.head, attempt=self.attempt, reason=reason[:300], lost=tuple(sorted(lost)), votes=votes
-        )
-        for peer_id in plan.signers:
-            if peer_id != self._me:
-                turn.do(Send(peer_id, message))
-        self._judge(turn, votes, plan)
-        self._fail(turn, reason, lost)
+        if (
+            self._lead is not None
+            and (failure := self._lead.on_decline(turn, sender, decline, self._group)) is not None
+        ):
+            self._fail(turn, failure)
 
     # Taking part
 
@@ -394,18 +299,18 @@ class Round:
         mine = next((c.work for c in plan.contributors if c.peer_id == self._me), None)
         if entry is None or mine != entry.work:
             self._decline(turn, leader, plan.attempt, "it is not ready with the work that the plan names")
-            self._fail(turn, "the plan names other work than this peer has ready")
+            self._fail(turn, Failure("the plan names other work than this peer has ready"))
             return
         present = {contributor.peer_id for contributor in plan.contributors}
         others = self._group.roster - present
         if fault := self._group.fault_in(plan):
             if self._group.would_remove(self._group.removed_by(plan), present):
-                self._strike(turn, leader, f"it proposes {fault}")
+                self._blame.strike(turn, leader, f"it proposes {fault}")
         elif not self._group.is_quorum(present) and not self._group.can_do_without(turn, others):
             fault = f"a group of {len(present)}, which is no quorum, although others are live"
         if fault:
             self._decline(turn, leader, plan.attempt, fault)
-            self._fail(turn, f"its leader {leader} proposes {fault}")
+            self._fail(turn, Failure(f"its leader {leader} proposes {fault}"))
             return
         if self._quorum_at is not None:
             _, expected = self._ready_and_expected(turn, entry, is_training=True)
@@ -451,47 +356,38 @@ class Round:
             self._leader_failed = failed.reason
             self._deadline = min(self._deadline, turn.now + self._timing.reaction_s)
             return
-        for peer_id in sorted(failed.offenders):
-            self._strike(turn, peer_id, failed.reason)
-        # Under hearsay the accuser may itself be at fault, so accuser and accused share half a strike.
-        possible_culprits = (failed.suspects - failed.offenders) | (failed.told_by - {self._me})
-        weight = 0.5 / len(possible_culprits) if failed.told_by and possible_culprits else 0.5
-        for peer_id in sorted(possible_culprits):
-            self._strike(turn, peer_id, failed.reason, weight)
-        self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
+        suspects = self._blame.for_failed_reduction(turn, plan, failed)
+        self._give_up(turn, Failure(failed.reason, suspects), failed.suspects, failed.told_by)
 
     def give_up(self, turn: Turn, reason: str) -> None:
         """Abandon the running reduction, if there is one."""
         if self.stage is Stage.REDUCE:
-            self._give_up(turn, reason, frozenset())
+            self._give_up(turn, Failure(reason), frozenset(), frozenset())
 
     def _give_up(
-        self, turn: Turn, reason: str, suspects: frozenset[str], told_by: frozenset[str] = frozenset()
+        self, turn: Turn, failure: Failure, suspects: frozenset[str], told_by: frozenset[str]
     ) -> None:
         """Fail this attempt and tell the leader why; as the leader, abort it."""
-        lost = suspects
-        if told_by and (possible_culprits := (suspects | told_by) - {self._me}):
-            lost = frozenset({self._pick_suspect(possible_culprits)})
         if self._lead is not None:
-            self._abort(turn, reason, tuple(lost))
-            return
-        self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects, told_by)
-        self._fail(turn, reason, lost)
+            self._lead.abort(turn, failure.reason, failure.suspects)
+        else:
+            self._decline(turn, self.leader_of(self.attempt), self.attempt, failure.reason, suspects, told_by)
+        self._fail(turn, failure)
 
     def _watch_attempt(self, turn: Turn) -> bool:
         """Fail the attempt that this peer takes part in if its leader is lost or it timed out. True if so."""
         assert self._plan is not None
         leader = self.leader_of(self.attempt)
         if leader != self._me and not self._swarm.is_live(leader):
-            self._fail(turn, f"lost its leader {leader}", (leader,))
+            self._fail(turn, Failure(f"lost its leader {leader}", (leader,)))
             return True
         if leader != self._me and turn.passed(self._deadline):
             if self._leader_failed:
-                self._strike(turn, leader, self._leader_failed, 0.5)
-                self._fail(turn, self._leader_failed, (leader,))
+                self._blame.strike(turn, leader, self._leader_failed, 0.5)
+                self._fail(turn, Failure(self._leader_failed, (leader,)))
             else:
                 self._timing.attempt_timed_out()
-                self._fail(turn, "it took too long")
+                self._fail(turn, Failure("it took too long"))
             return True
         return False
 
@@ -499,52 +395,10 @@ class Round:
         if abort.attempt != self.attempt or sender != self.leader_of(abort.attempt) or sender == self._me:
             return
         if self._plan is not None and self._plan.attempt == abort.attempt:
-            self._judge(turn, abort.votes, self._plan)
-        # A leader's turn comes once in as many epochs as there are members. At this weight, strikes fade twice as fast
-        # as one leader can add them: no single leader can exclude a peer.
-        weight = min(0.5, len(self._order) / (2 * FADE_EPOCHS))
-        for peer_id in sorted(set(abort.lost) - {self._me, sender}):
-            if self._swarm.is_live(peer_id):
-                self._strike(turn, peer_id, abort.reason, weight)
+            self._blame.for_digests(turn, self._plan, abort.votes)
+        self._blame.for_abort(turn, sender, abort, len(self._order))
         lost = set(abort.lost) - {self._me} or ({sender} if self._leader_failed else set())
-        self._fail(turn, f"its leader gave it up: {abort.reason}", lost)
-
-    def _judge(self, turn: Turn, votes: Sequence[OddVote], plan: Plan) -> None:
-        """Strike the members whose signed digests differ from the majority's."""
-        proven = [
-            vote
-            for vote in votes
-            if vote.peer_id in plan.signers
-            and self._context.verify(
-                vote.peer_id,
-                Body(plan=plan, anchor=vote.anchor, momentum=vote.momentum).signed_bytes,
-                vote.signature,
-            )
-        ]
-        voted = {vote.peer_id: (vote.anchor, vote.momentum) for vote in proven}
-        if len(voted) < len(plan.signers) or len(proven) > len(voted) or len(set(voted.values())) < 2:
-            # A vote is missing, doubled or not valid: this proves nothing.
-            return
-        outliers, has_majority = _outliers(voted)
-        self.is_outlier = self.is_outlier or self._me in outliers
-        # A single outlier counts as the cause, although another member may have sent wrong sums to it alone: the votes
-        # do not tell (docs/tutorials/security.md). Several outliers may have been sent wrong sums by one of them.
-        weight = 1.0 if has_majority and len(outliers) == 1 else 0.5 / len(outliers)
-        for peer_id in sorted(outliers - {self._me}):
-            self._strike(turn, peer_id, "its digests differ from the others'", weight)
-
-    def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
-        epoch = self.parent.plan.epoch
-        if self._swarm.strike(peer_id, epoch, weight):
-            status = self._swarm.status(peer_id)
-            rank, term = status.world_rank if status else -1, self._swarm.term(peer_id)
-            turn.do(
-                Tell(
-                    "left_out",
-                    f"peer {rank} ({peer_id}) is left out of the next {term} epochs, if the others are enough; its "
-                    f"last fault: {why}",
-                )
-            )
+        self._fail(turn, Failure(f"its leader gave it up: {abort.reason}", lost))
 
     # Between attempts
 
@@ -592,20 +446,9 @@ class Round:
         self._leader_failed = ""
         self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}
 
-    def _fail(
-        self, turn: Turn, reason: str, suspects: Sequence[str] | set[str] | frozenset[str] = ()
-    ) -> None:
+    def _fail(self, turn: Turn, failure: Failure) -> None:
         """Record why this attempt failed, and go to the next one after a pause."""
-        self.failures = [*self.failures[-MAX_FAILURES:], reason]
-        self._last_suspects = frozenset(suspects) - {self._me}
-        self._suspects |= self._last_suspects
+        self.failures = [*self.failures[-MAX_FAILURES:], failure.reason]
+        self._blame.attempt_failed(failure.suspects)
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._leave_attempt(turn, self.attempt + 1)
-
-
-def _outliers(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
-    """The peers whose digests differ from the majority's, and True; without a majority all peers, and False."""
-    most_common, count = Counter(voted.values()).most_common(1)[0]
-    if 2 * count <= len(voted):
-        return set(voted), False
-    return {peer_id for peer_id, digests in voted.items() if digests != most_common}, True

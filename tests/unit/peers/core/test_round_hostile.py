@@ -357,7 +357,7 @@ def test_a_leader_that_ends_its_reduction_is_given_a_moment_to_say_for_whose_fau
     else:
         a.run(2 * a.peer.timing.reaction_s)
     assert a.peer.round.attempt == 1
-    assert a.peer.round._last_suspects == {other if gives_a_reason else leader}
+    assert a.peer.round._blame.last_suspects == {other if gives_a_reason else leader}
     assert a.peer.swarm.strikes(leader) == (0 if gives_a_reason else 0.5)
     assert len(a.of(Decline)) == 1
 
