@@ -252,6 +252,7 @@ class CatchUp:
             fork,
             me=self.me,
             has_worker=has_worker,
+            exists=self._exists,
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
             is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
             is_gone=self.swarm.is_gone,
@@ -372,4 +373,7 @@ class CatchUp:
         return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
     def _prefers_theirs(self, fork: Fork) -> bool:
-        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_here(peer_id))
+        return prefers_theirs(fork, self._exists, lambda p: p == self.me or self.swarm.is_here(p))
+
+    def _exists(self, peer_id: str) -> bool:
+        return peer_id == self.me or self.swarm.exists(peer_id)

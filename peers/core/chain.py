@@ -3,9 +3,10 @@
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every member of the roster
-that they share counts once, for the chain on which it signed last (by epoch, then attempt), and so does every peer here
-that they have taken in since, on either chain (`_taken_in`). The chain with more of them wins; on a tie, the one whose
-first certificate after the split has the smaller hash. Tokens and length do not count.
+that they share counts once, for the chain on which it signed last (`last_votes`), and so does every peer here that they
+have taken in since, on either chain (`_taken_in`). The chain with more of them wins; on a tie, the one whose first
+certificate after the split has the smaller hash. Tokens and length do not count, nor do peers that this one has never
+heard, neither here nor in eligibility: who has a roster to itself can put made-up peers on it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MAX_OWN = 256
 RECENT_COMMITS = 16
 """How many of the newest commits `Chain.is_faultless` covers."""
 MAX_FORMER_MEMBERS = 4096
+_NO_VOTE = (-1, -1)
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
 """Certificates of other chains that a peer keeps; beyond these limits the oldest are dropped."""
@@ -201,19 +203,19 @@ class Chain:
         return count
 
 
-def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
-    """The Fork rule: whether their chain wins over ours.
+def prefers_theirs(fork: Fork, exists: Callable[[str], bool], is_here: Callable[[str], bool]) -> bool:
+    """The Fork rule: whether their chain wins over ours. `exists`: whether a peer was ever heard.
 
-    Without those taken in since, a peer that once had the roster to itself could rewrite all that came later. They have
-    to be here, heard and not gone: it could have taken in peers that do not exist.
+    Without those taken in since, a peer that once had the roster to itself could rewrite all that came later.
     diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
     security.md.
     """
-    taken_in = _taken_in(fork.ancestor, fork.ours, fork.theirs)
-    taken_in |= _taken_in(fork.ancestor, fork.theirs, fork.ours)
+    our_votes, their_votes = last_votes(fork.ours), last_votes(fork.theirs)
+    taken_in = _taken_in(fork.ancestor, fork.ours, set(filter(exists, their_votes)))
+    taken_in |= _taken_in(fork.ancestor, fork.theirs, set(filter(exists, our_votes)))
     num_ours = num_theirs = 0
-    for peer_id in fork.ancestor.plan.roster_set | set(filter(is_here, taken_in)):
-        ours, theirs = (_signed_last(side, peer_id) for side in (fork.ours, fork.theirs))
+    for peer_id in set(filter(exists, fork.ancestor.plan.roster_set)) | set(filter(is_here, taken_in)):
+        ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
         # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
         # attempt, which proves it faulty.
         num_ours += ours > theirs
@@ -223,26 +225,33 @@ def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
     return fork.theirs[0].head < fork.ours[0].head
 
 
-def _taken_in(ancestor: Certificate, side: Sequence[Certificate], other: Sequence[Certificate]) -> set[str]:
+def _taken_in(
+    ancestor: Certificate, side: Sequence[Certificate], signed_elsewhere: Collection[str]
+) -> set[str]:
     """The peers on the rosters of this side's certificates, up to the first one that no majority of the roster before
-    it has signed, and fewer members of that roster than have signed on the other side only. One member that signs a
-    made-up chain later cannot undo what another one did when it was all that was left."""
-    found, signed_elsewhere = set[str](), last_signed_at(other).keys()
+    it has signed, and fewer members of that roster than have signed on the other side only (`signed_elsewhere`). One
+    member that signs a made-up chain later cannot undo what another one did when it was all that was left."""
+    found = set[str]()
     for before, certificate in pairwise((ancestor, *side)):
         roster = before.plan.roster_set
         signers = roster & certificate.plan.signer_set
-        if 2 * len(signers) <= len(roster) and len(signed_elsewhere & (roster - signers)) > len(signers):
+        if 2 * len(signers) <= len(roster) and len((roster - signers).intersection(signed_elsewhere)) > len(
+            signers
+        ):
             break
         found |= certificate.plan.roster_set
     return found
 
 
-def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:
-    """(epoch, attempt) of the last certificate that this peer signed on this side; (-1, -1): none."""
-    return max(
-        ((c.plan.epoch, c.plan.attempt) for c in side if peer_id in c.plan.signer_set),
-        default=(-1, -1),
-    )
+def last_votes(side: Sequence[Certificate]) -> dict[str, tuple[int, int]]:
+    """By signer, when it signed this side last: by (moves, attempt), which only grow. An epoch would not do: who gives
+    up a longer chain signs at earlier epochs from then on."""
+    votes: dict[str, tuple[int, int]] = {}
+    for certificate in side:
+        for contributor in certificate.plan.contributors:
+            vote = contributor.work.moves, certificate.plan.attempt
+            votes[contributor.peer_id] = max(votes.get(contributor.peer_id, _NO_VOTE), vote)
+    return votes
 
 
 def adoptable_prefix(
@@ -250,6 +259,7 @@ def adoptable_prefix(
     *,
     me: str,
     has_worker: bool,
+    exists: Callable[[str], bool],
     may_object: Callable[[str, Certificate], bool],
     is_off_head: Callable[[str, str], bool],
     is_gone: Callable[[str], bool],
@@ -258,7 +268,7 @@ def adoptable_prefix(
     """The longest prefix of `fork.theirs` that this peer may adopt.
 
     Each certificate must follow its parent by the rules, whoever signed it (`is_sound`), and a majority of the parent's
-    roster must have signed it or a certificate that follows it. A minority of that roster is enough if
+    roster, as far as its members exist, must have signed it or a certificate that follows it. A minority is enough if
 
     - no more members object than have signed it: members that have not signed, are neither gone nor left out, and are
       still at the parent or on another chain from there (`may_object`), and this peer, if it is such a member and has a
@@ -267,13 +277,14 @@ def adoptable_prefix(
       could have committed without them;
     - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
       needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers outside the roster may
-      continue from its state.
+      continue from its state. It also counts as gone if this peer continued from there, too (`ours`), and no member
+      objects: one of the two continuations has to give way.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
     last_signed = last_signed_at(fork.theirs)
     for place, certificate in enumerate(fork.theirs):
-        roster = before.plan.roster_set
+        roster = set(filter(exists, before.plan.roster_set))
         all_signers = certificate.plan.signer_set
         signers = roster & all_signers
         objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}
@@ -283,10 +294,8 @@ def adoptable_prefix(
         is_majority = 2 * len(supporters) > len(roster)
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
-        # If this peer continued from that state too (`ours`), the roster counts as gone once none of its members
-        # objects: one of the two continuations has to give way.
-        is_roster_gone = all(map(is_gone, roster)) or (bool(fork.ours) and not objectors)
-        is_succession = before is fork.ancestor and me not in roster and is_roster_gone
+        gives_way = before is fork.ancestor and bool(fork.ours) and not objectors
+        is_succession = me not in roster and (gives_way or all(map(is_gone, roster)))
         is_minority_enough = len(signers) >= len(objectors) and is_due and (supporters or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):
             break

@@ -296,6 +296,12 @@ class Swarm:
     def is_live(self, peer_id: str) -> bool:
         return peer_id in self._live
 
+    def exists(self, peer_id: str) -> bool:
+        """Whether `peer_id` was ever heard, or may yet be heard. Anybody who has a roster to itself can put peers on it
+        that do not exist, and sign for them."""
+        health = self._peers.get(peer_id)
+        return health is not None and (health.status is not _UNHEARD or not health.is_gone)
+
     def is_here(self, peer_id: str) -> bool:
         """Whether `peer_id` has been heard, and is not gone."""
         return not self._is_unheard(peer_id) and not self.is_gone(peer_id)

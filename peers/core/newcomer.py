@@ -64,15 +64,16 @@ def _better_backed(
     if not ours or not theirs:
         return other if theirs else path
     ancestor = path[shared - 1]
-    ours_has_it, theirs_has_it = has_majority(ancestor, ours), has_majority(ancestor, theirs)
+    ours_has_it, theirs_has_it = (has_majority(ancestor, side, live) for side in (ours, theirs))
     if ours_has_it != theirs_has_it:
         return other if theirs_has_it else path
-    return other if prefers_theirs(Fork(ancestor, ours, theirs), live.__contains__) else path
+    is_live = live.__contains__
+    return other if prefers_theirs(Fork(ancestor, ours, theirs), is_live, is_live) else path
 
 
-def has_majority(ancestor: Certificate, path: Sequence[Certificate]) -> bool:
-    """Whether a majority of the ancestor's roster has signed on this path, which follows the ancestor."""
-    roster = ancestor.plan.roster_set
+def has_majority(ancestor: Certificate, path: Sequence[Certificate], live: Collection[str]) -> bool:
+    """Whether a majority of the ancestor's roster, as far as it is live, has signed on this path, which follows it."""
+    roster = ancestor.plan.roster_set.intersection(live)
     return 2 * len(roster.intersection(last_signed_at(path))) > len(roster)
 
 

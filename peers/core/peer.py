@@ -82,7 +82,8 @@ class Peer:
         self.timing = Timing.of(settings)
         self.swarm = Swarm(self.timing)
         self.chain = Chain()
-        self.worker = Worker()
+        # Incarnations are nanoseconds, so the next one is larger than any number of moves from this one on.
+        self.worker = Worker(moves=incarnation)
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
@@ -564,6 +565,7 @@ class Peer:
         signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
         self.swarm.head_moved(turn.now, parent.head, signers, is_first=is_first)
         self.catch_up.head_moved()
+        self.worker.head_moved()
         self._head_since = turn.now
         self.round = Round(
             self._round_context,

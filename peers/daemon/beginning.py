@@ -39,8 +39,8 @@ def offered_state(
     if not certificate.is_signed(verify_signature):
         raise UserError(
             f"the certificate of the checkpoint {resume} is not signed by all of those whose work it says is in it: it "
-            "has been altered, or put together from parts of several. Resume from another one, of a place that only "
-            "you can write to"
+            "has been altered, put together from parts of several, or saved by an earlier version of diloco. Resume "
+            "from another one, of a place that only you can write to, or take its model out with `diloco export`"
         )
     sizes = tuple(weights.numel() for weights in out)
     if state.sizes != sizes:

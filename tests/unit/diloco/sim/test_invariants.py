@@ -136,7 +136,7 @@ def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
     monkeypatch.setattr(
         catch_up,
         "prefers_theirs",
-        lambda fork, is_here: not fork.ours or not chain.prefers_theirs(fork, is_here),
+        lambda fork, *who: not fork.ours or not chain.prefers_theirs(fork, *who),
     )
     assert any("against the Fork rule" in schedules.run(seed).fault for seed in (12, 20, 60))
 

@@ -29,9 +29,15 @@ Keys, verify = RING.keys_of, RING.verify
 
 
 def work(
-    tokens: int = 100, *, norm: float = 1.0, step: int = 10, based_on: int = 0, last: bool = False
+    tokens: int = 100,
+    *,
+    norm: float = 1.0,
+    step: int = 10,
+    based_on: int = 0,
+    last: bool = False,
+    moves: int = 0,
 ) -> Work:
-    return Work(tokens=tokens, norm=norm, step=step, based_on=based_on, last=last)
+    return Work(tokens=tokens, norm=norm, step=step, based_on=based_on, last=last, moves=moves)
 
 
 def members(names: Iterable[str] | Mapping[str, int]) -> tuple[Member, ...]:
@@ -72,8 +78,11 @@ def commit(
     salt: object = "",
     **others,
 ) -> Certificate:
-    """The certificate, signed by `signers`, of the plan that follows `before`, with the plan fields in `others`."""
-    entries = {name: Entry(-1, (works or {}).get(name, work(based_on=before.plan.epoch))) for name in signers}
+    """The certificate, signed by `signers`, of the plan that follows `before`, with the plan fields in `others`. A
+    signer's `moves` are the epochs before unless `works` says otherwise."""
+    epoch = before.plan.epoch
+    usual = work(based_on=epoch, moves=epoch)
+    entries = {name: Entry(-1, (works or {}).get(name, usual)) for name in signers}
     plan = plan_of(before, attempt, entries, off=off, data_width=1, settings=SETTINGS)
     name = before.head, sorted(entries), attempt, salt
     body = Body(
@@ -113,7 +122,7 @@ def a_peer(
     pledges: Mapping[str, int] | None = None,
     rank: int = -1,
 ) -> Peer:
-    return Peer(
+    peer = Peer(
         keys=Keys(name),
         verify=verify,
         settings=settings,
@@ -122,6 +131,9 @@ def a_peer(
         pledges=pledges or {},
         now=0.0,
     )
+    # Its moves are the epochs before, as in `commit`.
+    peer.worker.moves = -1
+    return peer
 
 
 def vote_of(sender: str, body: Body) -> Vote:

@@ -470,3 +470,17 @@ def test_a_former_member_that_returns_holds_nobody_back_from_what_others_made_af
     n.announce(path[-1], "uvw")
     n.run(5)
     assert fetched_heads(n) == [path[-1].head]
+
+
+def test_nobody_follows_a_former_lone_member_that_signs_for_members_whom_nobody_has_heard():
+    ghosts = ["ghost one", "ghost two", "ghost three"]
+    alone = genesis(["f", *ghosts])
+    first = commit(alone, "bcdf", off=ghosts)
+    b = Driven("b")
+    b.come_to([alone, first, *chain_of(first, "bcdf", 2)], "cdf")
+    made_up = chain_of(alone, ["f", *ghosts], 20, salt="made up")
+    b.know([alone, first, *made_up])
+    b.announce(made_up[-1], "f")
+    for _ in range(20):
+        b.run(1)
+    assert made_up[-1].head not in fetched_heads(b)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from peers.core.chain import MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix
 from peers.core.chain import prefers_theirs as fork_rule
-from tests.unit.peers.core.made import chain_of, commit, genesis, members
+from tests.unit.peers.core.made import chain_of, commit, genesis, members, work
 
 GENESIS = genesis("abcde")
 
@@ -24,8 +25,8 @@ def fork(ours, theirs, ancestor=GENESIS) -> Fork:
     return Fork(ancestor, tuple(ours), tuple(theirs))
 
 
-def prefers_theirs(fork: Fork, live="abcdefgxyz") -> bool:
-    return fork_rule(fork, live.__contains__)
+def prefers_theirs(fork: Fork, live="abcdefgxyz", heard="abcdefgxyz") -> bool:
+    return fork_rule(fork, heard.__contains__, live.__contains__)
 
 
 def smaller_first(*certificates):
@@ -63,11 +64,34 @@ def test_a_member_counts_for_the_side_on_which_it_signed_last():
     assert not prefers_theirs(fork([gone_on], alone))
 
 
-def test_a_later_epoch_is_later_whatever_the_attempt():
-    early = commit(GENESIS, "abc", attempt=9)
-    late = chain_of(GENESIS, "abc", 2)
-    assert prefers_theirs(fork([early], late))
-    assert not prefers_theirs(fork(late, [early]))
+def test_later_is_what_a_member_signed_after_more_moves_whatever_the_epoch_and_the_attempt():
+    # `abc` went on for 20 epochs, then gave that up for what `de` had made, and signed there at earlier epochs.
+    given_up, kept = chain_of(GENESIS, "abc", 20), [commit(GENESIS, "de")]
+    kept.append(commit(kept[-1], "abcde", works={name: work(based_on=1, moves=21) for name in "abc"}))
+    assert prefers_theirs(fork(given_up, kept))
+    assert not prefers_theirs(fork(kept, given_up))
+    # Nor does it help whoever comes back to what they gave up that it signs more there, alone.
+    more = [*given_up, *chain_of(given_up[-1], "a", 9)]
+    assert not prefers_theirs(fork(kept, more))
+    assert prefers_theirs(fork([commit(GENESIS, "abc", attempt=9)], chain_of(GENESIS, "abc", 2)))
+
+
+def test_members_that_nobody_has_ever_heard_do_not_count_whoever_signs_for_them():
+    ghosts = ["g1", "g2", "g3"]
+    alone = genesis(["f", *ghosts])
+    first = commit(alone, "fbcd", off=ghosts)
+    ours, theirs = [first, *chain_of(first, "fbcd", 5)], chain_of(alone, ["f", *ghosts], 30)
+    assert not prefers_theirs(fork(ours, theirs, alone))
+    assert prefers_theirs(fork(theirs, ours, alone))
+    # If they were heard once, they are as good as others: identities are not people.
+    assert prefers_theirs(fork(ours, theirs, alone), heard=["f", "b", "c", "d", *ghosts])
+    # Nor are they a majority that one follows who is merely behind.
+    taken_in = commit(alone, ["f", *ghosts], roster=members(["f", *ghosts, "b", "c"]))
+    assert (
+        part_of(fork([], [commit(taken_in, ["f", *ghosts])], taken_in), me="b", stands="c", unheard=ghosts)
+        == 0
+    )
+    assert part_of(fork([], [commit(taken_in, ["f", *ghosts])], taken_in), me="b", stands="c") == 1
 
 
 def test_who_has_signed_two_certificates_of_one_head_and_attempt_counts_for_none():
@@ -277,13 +301,21 @@ def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
 
 
 def part_of(
-    way: Fork, *, me: str, gone: str = "", stands: str = "", left_lately: str = "", has_worker: bool = True
+    way: Fork,
+    *,
+    me: str,
+    gone: str = "",
+    stands: str = "",
+    left_lately: str = "",
+    unheard: Sequence[str] = (),
+    has_worker: bool = True,
 ) -> int:
     """How many certificates of `way.theirs` the peer `me` may adopt. `stands`: the peers that may still object."""
     part = adoptable_prefix(
         way,
         me=me,
         has_worker=has_worker,
+        exists=lambda peer_id: peer_id not in unheard,
         may_object=lambda peer_id, certificate: peer_id in stands,
         is_off_head=lambda peer_id, head: peer_id not in left_lately,
         is_gone=gone.__contains__,

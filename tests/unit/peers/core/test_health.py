@@ -52,6 +52,15 @@ def test_whom_the_mesh_has_not_lost_is_not_silent_and_whom_it_has_lost_does_not_
     assert (swarm.is_live("b"), swarm.is_live("c")) == (True, False)
 
 
+def test_a_peer_exists_if_it_was_ever_heard_or_may_yet_be():
+    swarm = a_swarm("b")
+    swarm.expect("c", 0.0)
+    assert [swarm.exists(name) for name in "bcz"] == [True, True, False]
+    look(swarm, SILENCE_S + REGAIN_S)
+    assert (swarm.is_gone("b"), swarm.is_gone("c")) == (True, True)
+    assert [swarm.exists(name) for name in "bcz"] == [True, False, False]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_live_peers_by_head_are_those_that_one_finds_by_going_through_all(seed):
     rng, swarm, now = random.Random(seed), a_swarm(), 0.0

@@ -108,7 +108,7 @@ def test_a_leader_that_says_it_has_lost_one_member_each_time_it_leads_does_not_h
     swarm.run(400)
     made = committed(swarm["a"])
     assert len(made) > 50
-    assert sum(victim in certificate.plan.signers for certificate in made[-50:]) >= 40
+    assert sum(victim in certificate.plan.signers for certificate in made) > 0.7 * len(made)
     assert not swarm["a"].machine.swarm.term(victim)
 
 

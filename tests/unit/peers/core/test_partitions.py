@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco.sim.schedules import lost_pieces
+from diloco.sim.truth import split_between
+from peers.protocol.messages import Propose
 from tests.unit.peers.core.swarm import Swarm, founded
 
 
@@ -87,3 +89,47 @@ def test_one_broken_link_stops_nobody(names, cut):
     assert min(swarm.epochs()) >= epoch + 2
     swarm.heal(*cut)
     assert come_together(swarm)
+
+
+def test_who_comes_back_alone_follows_the_peers_that_went_on_from_its_dead_partners_state():
+    swarm = founded("ab")
+    for name in "bklm":
+        swarm.cut("a", name)
+    swarm.run(40)
+    # k, l and m get b's state, and it dies before a commit has taken them in.
+    swarm.tamper = lambda sender, to, message: None if isinstance(message, Propose) else message
+    for name in "klm":
+        swarm.start(name)
+    assert swarm.run_until(lambda: all(swarm[name].machine.head for name in "klm"), 20)
+    swarm.kill("b")
+    swarm.tamper = lambda sender, to, message: message
+    swarm.run(60)
+    for name in "klm":
+        assert swarm[name].machine.epoch > swarm["a"].machine.epoch / 2
+        swarm.heal("a", name)
+    assert come_together(swarm)
+
+
+def test_who_gave_up_a_longer_chain_stays_where_it_went_though_somebody_brings_that_chain_back():
+    swarm = founded("abcghi")
+    swarm.partition("abc", "ghi")
+    swarm.run(30)
+    split = split_between(swarm["a"].state, swarm["g"].state)
+    winners, losers = ("abc", "ghi") if split.ours[0].head < split.theirs[0].head else ("ghi", "abc")
+    for name in losers:
+        swarm[name].train_in(1.0)
+    # x joins the longer side, and is away when the others come together.
+    for name in winners:
+        swarm.cut("x", name)
+    swarm.start("x")
+    swarm.run(60)
+    for name in losers:
+        swarm.cut("x", name)
+    swarm.heal_partition("abc", "ghi")
+    swarm.run(20)
+    assert [gave_up(swarm, side) for side in (losers, winners)] == [3, 0]
+    assert swarm["x"].machine.epoch > swarm["a"].machine.epoch
+    for name in "abcghi":
+        swarm.heal("x", name)
+    assert swarm.run_until(lambda: len(swarm.heads()) == 1, 30)
+    assert [gave_up(swarm, side) for side in (losers, winners, "x")] == [3, 0, 1]
