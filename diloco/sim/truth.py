@@ -161,24 +161,21 @@ class Truth:
     def roster_after(self, head: str) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.certificates[head].plan.roster)
 
-    def fork_rule_allows(
-        self, split: Split, exists: Callable[[str], bool], is_heard: Callable[[str], bool]
-    ) -> bool:
+    def fork_rule_allows(self, split: Split, is_heard: Callable[[str], bool]) -> bool:
         """Whether the Fork rule allows to move to their side: at least as many peers count for it as for ours.
-        `exists`, `is_heard`: whether the peer that moves has ever heard this one, and whether it must have lately.
+        `is_heard`: whether the peer that moves must have heard this one lately. Others may be here for it or not: of
+        those, the ones that count for their side count, the ones that count for ours do not.
 
         Independent of chain.prefers_theirs, and counted over all certificates that exist: an invariant must not share a
         bug with the code that it checks. The hash that breaks ties is not checked.
         """
         assert split.ancestor is not None
         lead, roster = 0, self.roster_after(split.ancestor.head)
-        taken_in = self._taken_in(split.ours, split.theirs, roster, exists)
-        taken_in |= self._taken_in(split.theirs, split.ours, roster, exists)
+        taken_in = self._taken_in(split.ours, split.theirs, roster, lambda _: True)
+        taken_in |= self._taken_in(split.theirs, split.ours, roster, is_heard)
         for peer_id in roster | taken_in:
             ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
-            counts = exists(peer_id) if peer_id in roster else is_heard(peer_id)
-            # Others than members count if they are here for the peer that moves, which this does not know exactly.
-            lead += (theirs > ours) - (ours > theirs and counts)
+            lead += (theirs > ours) - (ours > theirs and is_heard(peer_id))
         return lead >= 0
 
     def _taken_in(
@@ -186,14 +183,14 @@ class Truth:
         side: Sequence[State],
         other: Sequence[State],
         roster: frozenset[str],
-        exists: Callable[[str], bool],
+        contests: Callable[[str], bool],
     ) -> frozenset[str]:
         """The members of the rosters on this side, as long as more than half of each has signed the next commit, or
-        no fewer than those of the rest that exist and have signed on the other side."""
+        no fewer than those of the rest that have signed on the other side and may contest it."""
         found = frozenset[str]()
         for state in side:
             signed = roster.intersection(self.certificates[state.head].plan.signers)
-            rest = [p for p in roster - signed if exists(p) and self._signed_last(other, p) > (-1, -1)]
+            rest = [p for p in roster - signed if contests(p) and self._signed_last(other, p) > (-1, -1)]
             if 2 * len(signed) <= len(roster) and len(rest) > len(signed):
                 break
             roster = self.roster_after(state.head)

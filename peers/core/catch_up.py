@@ -252,7 +252,7 @@ class CatchUp:
             fork,
             me=self.me,
             has_worker=has_worker,
-            exists=self._exists,
+            was_heard=lambda peer_id: peer_id == self.me or self.swarm.was_heard(peer_id),
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
             is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
             is_gone=self.swarm.is_gone,
@@ -373,7 +373,4 @@ class CatchUp:
         return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
     def _prefers_theirs(self, fork: Fork) -> bool:
-        return prefers_theirs(fork, self._exists, lambda p: p == self.me or self.swarm.is_here(p))
-
-    def _exists(self, peer_id: str) -> bool:
-        return peer_id == self.me or self.swarm.exists(peer_id)
+        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_here(peer_id))

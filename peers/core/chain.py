@@ -2,11 +2,11 @@
 
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
-Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every member of the roster
-that they share counts once, for the chain on which it signed last (`last_votes`), and so does every peer here that they
-have taken in since, on either chain (`_taken_in`). The chain with more of them wins; on a tie, the one whose first
-certificate after the split has the smaller hash. Tokens and length do not count, nor do peers that this one has never
-heard, neither here nor in eligibility: who has a roster to itself can put made-up peers on it.
+Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer counts once, for
+the chain on which it signed last (`last_votes`), if it is here, and is on the roster that the chains share or was taken
+in since, on either chain (`_taken_in`). The chain with more of them wins; on a tie, the one whose first certificate
+after the split has the smaller hash. Tokens and length do not count, nor do peers that are gone: those that come
+together later have not all heard them, and some may never have existed.
 """
 
 from __future__ import annotations
@@ -203,18 +203,19 @@ class Chain:
         return count
 
 
-def prefers_theirs(fork: Fork, exists: Callable[[str], bool], is_here: Callable[[str], bool]) -> bool:
-    """The Fork rule: whether their chain wins over ours. `exists`: whether a peer was ever heard.
+def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
+    """The Fork rule: whether their chain wins over ours. `is_here`: whether a peer has been heard, and is not gone.
 
     Without those taken in since, a peer that once had the roster to itself could rewrite all that came later.
     diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
     security.md.
     """
     our_votes, their_votes = last_votes(fork.ours), last_votes(fork.theirs)
-    taken_in = _taken_in(fork.ancestor, fork.ours, set(filter(exists, their_votes)))
-    taken_in |= _taken_in(fork.ancestor, fork.theirs, set(filter(exists, our_votes)))
+    members = set(fork.ancestor.plan.roster_set)
+    members |= _taken_in(fork.ancestor, fork.ours, set(filter(is_here, their_votes)))
+    members |= _taken_in(fork.ancestor, fork.theirs, set(filter(is_here, our_votes)))
     num_ours = num_theirs = 0
-    for peer_id in set(filter(exists, fork.ancestor.plan.roster_set)) | set(filter(is_here, taken_in)):
+    for peer_id in filter(is_here, members):
         ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
         # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
         # attempt, which proves it faulty.
@@ -259,7 +260,7 @@ def adoptable_prefix(
     *,
     me: str,
     has_worker: bool,
-    exists: Callable[[str], bool],
+    was_heard: Callable[[str], bool],
     may_object: Callable[[str, Certificate], bool],
     is_off_head: Callable[[str, str], bool],
     is_gone: Callable[[str], bool],
@@ -268,7 +269,9 @@ def adoptable_prefix(
     """The longest prefix of `fork.theirs` that this peer may adopt.
 
     Each certificate must follow its parent by the rules, whoever signed it (`is_sound`), and a majority of the parent's
-    roster, as far as its members exist, must have signed it or a certificate that follows it. A minority is enough if
+    roster must have signed it or a certificate that follows it. Peers that were never heard (`was_heard`) count for it
+    only as long as no two members object: who has a roster to itself can put made-up peers on it. A minority is enough
+    if
 
     - no more members object than have signed it: members that have not signed, are neither gone nor left out, and are
       still at the parent or on another chain from there (`may_object`), and this peer, if it is such a member and has a
@@ -284,19 +287,21 @@ def adoptable_prefix(
     before = fork.ancestor
     last_signed = last_signed_at(fork.theirs)
     for place, certificate in enumerate(fork.theirs):
-        roster = set(filter(exists, before.plan.roster_set))
+        roster = before.plan.roster_set
         all_signers = certificate.plan.signer_set
         signers = roster & all_signers
         objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
         supporters = {p for p in roster if last_signed.get(p, -1) >= place}
-        is_majority = 2 * len(supporters) > len(roster)
+        is_made_up = len(objectors) > max(1, sum(map(was_heard, supporters)))
+        is_majority = 2 * len(supporters) > len(roster) and not is_made_up
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
         gives_way = before is fork.ancestor and bool(fork.ours) and not objectors
         is_succession = me not in roster and (gives_way or all(map(is_gone, roster)))
-        is_minority_enough = len(signers) >= len(objectors) and is_due and (supporters or is_succession)
+        is_backed = sum(map(was_heard, signers)) >= len(objectors)
+        is_minority_enough = is_backed and is_due and (supporters or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):
             break
         accepted.append(certificate)

@@ -199,10 +199,11 @@ class Swarm:
 
     def has_unheard(self) -> bool:
         """Whether any live peer has not sent its first status yet."""
-        return any(self._is_unheard(peer_id) for peer_id, _ in self.live())
+        return not all(self.was_heard(peer_id) for peer_id, _ in self.live())
 
-    def _is_unheard(self, peer_id: str) -> bool:
-        return self._peers[peer_id].status is _UNHEARD if peer_id in self._peers else True
+    def was_heard(self, peer_id: str) -> bool:
+        """Whether `peer_id` has ever sent a status."""
+        return peer_id in self._peers and self._peers[peer_id].status is not _UNHEARD
 
     def measured(self, peer_id: str, round_trip_s: float) -> None:
         if (health := self._peers.get(peer_id)) is not None:
@@ -296,15 +297,9 @@ class Swarm:
     def is_live(self, peer_id: str) -> bool:
         return peer_id in self._live
 
-    def exists(self, peer_id: str) -> bool:
-        """Whether `peer_id` was ever heard, or may yet be heard. Anybody who has a roster to itself can put peers on it
-        that do not exist, and sign for them."""
-        health = self._peers.get(peer_id)
-        return health is not None and (health.status is not _UNHEARD or not health.is_gone)
-
     def is_here(self, peer_id: str) -> bool:
         """Whether `peer_id` has been heard, and is not gone."""
-        return not self._is_unheard(peer_id) and not self.is_gone(peer_id)
+        return self.was_heard(peer_id) and not self.is_gone(peer_id)
 
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""

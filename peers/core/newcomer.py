@@ -67,14 +67,15 @@ def _better_backed(
     ours_has_it, theirs_has_it = (has_majority(ancestor, side, live) for side in (ours, theirs))
     if ours_has_it != theirs_has_it:
         return other if theirs_has_it else path
-    is_live = live.__contains__
-    return other if prefers_theirs(Fork(ancestor, ours, theirs), is_live, is_live) else path
+    return other if prefers_theirs(Fork(ancestor, ours, theirs), live.__contains__) else path
 
 
 def has_majority(ancestor: Certificate, path: Sequence[Certificate], live: Collection[str]) -> bool:
-    """Whether a majority of the ancestor's roster, as far as it is live, has signed on this path, which follows it."""
+    """Whether a majority of the ancestor's roster, as far as it is live, has signed on this path, which follows it. One
+    peer alone is none: it may be all that is left of an old roster."""
     roster = ancestor.plan.roster_set.intersection(live)
-    return 2 * len(roster.intersection(last_signed_at(path))) > len(roster)
+    supporters = roster.intersection(last_signed_at(path))
+    return 2 * len(supporters) > len(roster) and len(supporters) > 1
 
 
 def num_backed(

@@ -52,13 +52,15 @@ def test_whom_the_mesh_has_not_lost_is_not_silent_and_whom_it_has_lost_does_not_
     assert (swarm.is_live("b"), swarm.is_live("c")) == (True, False)
 
 
-def test_a_peer_exists_if_it_was_ever_heard_or_may_yet_be():
+def test_who_has_sent_a_status_was_heard_also_once_it_is_gone():
     swarm = a_swarm("b")
     swarm.expect("c", 0.0)
-    assert [swarm.exists(name) for name in "bcz"] == [True, True, False]
+    assert [(swarm.was_heard(name), swarm.is_here(name)) for name in "bcz"] == [
+        (True, True),
+        *[(False, False)] * 2,
+    ]
     look(swarm, SILENCE_S + REGAIN_S)
-    assert (swarm.is_gone("b"), swarm.is_gone("c")) == (True, True)
-    assert [swarm.exists(name) for name in "bcz"] == [True, False, False]
+    assert [(swarm.was_heard(name), swarm.is_here(name)) for name in "bc"] == [(True, False), (False, False)]
 
 
 @pytest.mark.parametrize("seed", range(20))
