@@ -14,6 +14,7 @@ PeersError
 │   └── Untimely      ignore this record: it is too old or from the future (protocol/records.py)
 ├── RoundFailed       try the round again, without the suspects that the error names
 ├── StateUnavailable  ask other donors, or wait for one
+├── Withheld          show the peer without a report: it is there, but gives this observer none (monitor/observer.py)
 └── LinkLost          the other end of the daemon <-> worker link is gone
 """
 

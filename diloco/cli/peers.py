@@ -34,11 +34,19 @@ class KeyFlags:
 
     @property
     def path(self) -> Path:
+        """Raises UserError if no file is named, and the coordinator has none here."""
         from diloco.launch.swarm_config import state_dir as default_state_dir
 
         if self.admission_key_file is not None:
             return self.admission_key_file
-        return (self.state_dir or default_state_dir()) / "coordinator" / f"{self.run_id}.admission-key"
+        path = (self.state_dir or default_state_dir()) / "coordinator" / f"{self.run_id}.admission-key"
+        if not path.exists():
+            raise UserError(
+                f"there is no admission key of the run {self.run_id} here ({path}): the run is open (its coordinator "
+                "was started without --admission), or its coordinator is on another machine, or it has another "
+                "--run-id"
+            )
+        return path
 
 
 @dataclass(frozen=True, kw_only=True)

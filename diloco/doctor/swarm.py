@@ -53,7 +53,7 @@ async def check_swarm(hv: HvConfig, identity: Identity, timeout_s: float) -> Asy
         yield failed("clock", str(error), _SET_CLOCK)
         return
     except PeersError as error:
-        yield failed("initial peers", str(error), _start_there(hv.initial_peers[0]))
+        yield failed("initial peers", str(error), _start_there(hv, hv.initial_peers[0]))
         return
     try:
         async for finding in _check_members(dht, hv, identity, secret):
@@ -133,15 +133,16 @@ async def _check_initial_peers(dht: Dht, hv: HvConfig) -> Finding:
         return warned(
             "initial peers",
             f"{len(silent)} of {len(hv.initial_peers)} do not answer: {', '.join(silent)}",
-            _start_there(silent[0]),
+            _start_there(hv, silent[0]),
         )
     return passed("initial peers", "answer" if len(hv.initial_peers) > 1 else "answers")
 
 
-def _start_there(maddr: str) -> str:
+def _start_there(hv: HvConfig, maddr: str) -> str:
     where = parse_maddr(maddr)
     return (
-        f"on {where.host}: diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{where.port}  # and open that port"
+        f"on {where.host}: diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{where.port} --run-id {hv.run_id}"
+        "  # and open that port"
     )
 
 
@@ -162,7 +163,7 @@ async def _check_admission(
             "admission", error.why.advice(identity.peer_id), _fix_of(error.why, identity.peer_id)
         ), b""
     except NoIssuer as error:
-        return _without_issuer(error, kept, problem, identity.peer_id)
+        return _without_issuer(error, kept, problem, hv.run_id, identity.peer_id)
 
 
 def _kept_token(identity: Identity, run_id: str, secret: SwarmSecret) -> tuple[bytes, Why | None]:
@@ -177,8 +178,10 @@ def _kept_token(identity: Identity, run_id: str, secret: SwarmSecret) -> tuple[b
     return blob, None
 
 
-def _without_issuer(error: NoIssuer, kept: bytes, problem: Why | None, peer_id: str) -> tuple[Finding, bytes]:
-    start = "diloco dht start --admission  # on the coordinator's machine"
+def _without_issuer(
+    error: NoIssuer, kept: bytes, problem: Why | None, run_id: str, peer_id: str
+) -> tuple[Finding, bytes]:
+    start = f"diloco dht start --admission --run-id {run_id}  # on the coordinator's machine"
     if kept:
         message = "no member issues tokens at the moment; this peer's stored token is still valid"
         return warned("admission", message, start), kept

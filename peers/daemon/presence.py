@@ -213,8 +213,8 @@ class Presence:
         if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
             raise UserError(
                 f"no coordinator answers, and no peer of the run {self._run_id} is found: is the --run-id right? Start "
-                "a coordinator with `diloco dht start` and give its address to --initial-peers, or begin the run with "
-                "--world-rank 0"
+                f"a coordinator with `diloco dht start --run-id {self._run_id}` and give its address to "
+                "--initial-peers, or begin the run with --world-rank 0"
             )
         return NO_RANK if wanted is None else wanted
 

@@ -54,6 +54,8 @@ class Observation:
     """When the last report came."""
     is_failing: bool = False
     """The last attempt to ask it failed, or the stream broke."""
+    withheld: str = ""
+    """Why it gave no report when last asked, although it is there, and what the user can do."""
     was_told_of: bool = False
     """The peer itself or another one has reported that it is there."""
     shown_state: str = ""
@@ -100,6 +102,8 @@ class Observations:
     def __init__(self) -> None:
         self.peers: dict[str, Observation] = {}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.withheld = ""
+        """Why no announcement counts although there are some, and what the user can do."""
 
     def announced(self, announcement: Announcement, now: float) -> None:
         """A checked announcement, from the DHT or in a report. Ignored if it is not newer than the one held."""
@@ -109,7 +113,7 @@ class Observations:
                 self.peers[announcement.peer_id] = Observation(announcement)
         elif announcement.time > known.announcement.time:
             if announcement.incarnation != known.announcement.incarnation:
-                known.reborn_at, known.heard_at, known.is_failing = now, None, False
+                known.reborn_at, known.heard_at, known.is_failing, known.withheld = now, None, False, ""
             known.announcement = announcement
 
     def reported(
@@ -121,6 +125,7 @@ class Observations:
         if known is None:
             return
         known.report, known.heard_at, known.is_failing, known.was_told_of = report, now, False, True
+        known.withheld = ""
         if unix_now is not None:
             known.clock_ahead_s = announcement.time - unix_now
         if report.certified is not None:
@@ -133,10 +138,10 @@ class Observations:
         for point in _new(report.points, known.curve.points, latest):
             known.curve.add(point)
 
-    def missed(self, peer_id: str) -> None:
-        """A peer could not be asked, or has closed the stream."""
+    def missed(self, peer_id: str, withheld: str = "") -> None:
+        """A peer could not be asked, or has closed the stream, or is there but gives no report: then why."""
         if (known := self.peers.get(peer_id)) is not None:
-            known.is_failing = True
+            known.is_failing, known.withheld = True, withheld
 
     def witnesses(self, now: float, *, besides: str = "") -> list[Observation]:
         """Peers whose reports count as evidence of who is there."""
@@ -151,6 +156,8 @@ class Observations:
         peer = self.peers[peer_id]
         said: str = peer.announcement.state
         if said == "leaving" or peer.answers(now) or (not peer.is_failing and peer.heard_at is None):
+            return said
+        if peer.withheld:
             return said
         witnesses = self.witnesses(now, besides=peer_id)
         if any(other.report and peer_id in other.report.sees for other in witnesses):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ from peers.protocol import reports
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.certificates import Certificate, verify_signature
 from peers.protocol.records import PEERS_KEY, Announcement
-from peers.protocol.refusal import Refusal, unless_refused
+from peers.protocol.refusal import Refusal, Refused, Why, unless_refused
 from peers.protocol.reports import Report
 from peers.tasks import cancelled, is_set_within
 from peers.timing import OFTEN_S, PROBE_S, RETRY_S
@@ -55,6 +55,10 @@ _FIRST: Decoder[Nonce | Report | reports.Busy] = Decoder(Nonce | Report | report
 _REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
 
 log = logging.getLogger(__name__)
+
+
+class Withheld(PeersError):
+    """The peer is there, but gives this observer no report. The message is for the verdict."""
 
 
 @contextlib.asynccontextmanager
@@ -158,9 +162,17 @@ class Observer:
                     log.debug("no look into the DHT: %s", error)
 
     async def _look(self) -> None:
-        found = await announced(
-            self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_quietly
-        )
+        refused: set[Why] = set()
+
+        def check(record: Announcement) -> None:
+            try:
+                self._gate.check_quietly(record)
+            except Refused as error:
+                refused.add(error.why)
+                raise
+
+        found = await announced(self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, check)
+        self._observations.withheld = "" if found else _not_of_secret(refused)
         for record in found.values():
             if self._is_reborn(record):
                 self._stop_asking(record.peer_id)
@@ -195,10 +207,11 @@ class Observer:
         """Ask a peer for reports, again and again, until it is gone for good."""
         rest_s, num_missed = AGAIN_S[0], 0
         while True:
-            asked_at = time.monotonic()
+            asked_at, withheld = time.monotonic(), ""
             try:
                 await self._hear(peer_id)
             except (PeersError, OSError) as error:
+                withheld = str(error) if isinstance(error, Withheld) else ""
                 log.debug("%s does not report: %s", peer_id, error)
             took_s = time.monotonic() - asked_at
             # A new record may say that the peer has left or, after a restart, has another address.
@@ -206,9 +219,9 @@ class Observer:
             if self._following.get(peer_id) is not asyncio.current_task():
                 # The peer was restarted, and another task asks it.
                 return
-            self._observations.missed(peer_id)
+            self._observations.missed(peer_id, withheld)
             num_missed += 1
-            if num_missed >= ENOUGH_MISSES:
+            if withheld or num_missed >= ENOUGH_MISSES:
                 self._unasked.discard(peer_id)
             self._news.set()
             if self._is_over(peer_id):
@@ -225,7 +238,7 @@ class Observer:
         return is_lost and time.time() - peer.announcement.time > 2 * SILENCE_S
 
     async def _hear(self, peer_id: str) -> None:
-        """Receive reports on one stream, to its end. Raises PeersError, OSError."""
+        """Receive reports on one stream, to its end. Raises PeersError (Withheld if the peer gives none), OSError."""
         peer = self._observations.peers.get(peer_id)
         if peer is None:
             raise PeerUnreachable("it has been forgotten")
@@ -242,19 +255,30 @@ class Observer:
             await channel.send(reports.Hello(), DIAL_TIMEOUT_S)
             said = await channel.read(_FIRST, DIAL_TIMEOUT_S)
             if isinstance(said, reports.Busy):
-                raise PeerUnreachable("it already reports to as many observers as it can")
+                raise Withheld(
+                    "the peers already report to as many observers as they can: end another `diloco status --watch` "
+                    "or dashboard"
+                )
             report = await self._admitted(peer_id, said.nonce, channel) if isinstance(said, Nonce) else said
             while True:
                 self._heard(peer_id, report)
                 report = unless_refused(await channel.read(_REPORT, SILENCE_S))
 
     async def _admitted(self, peer_id: str, nonce: bytes, channel: Channel) -> Report:
-        """Prove that this observer has the swarm secret, and return the first report."""
+        """Prove that this observer has the swarm secret, and return the first report. Raises Withheld."""
         if self._secret is None:
-            raise ProtocolError("it reports only to observers with the swarm secret, and this one has none")
+            raise Withheld(
+                "this swarm is closed: give --swarm-secret-file FILE, a copy of the one that `diloco dht start` names"
+            )
         proof = proof_of(self._secret, self._run_id, self._dht.peer_id, peer_id, nonce)
         await channel.send(Proof(proof=proof), DIAL_TIMEOUT_S)
-        return unless_refused(await channel.read(_REPORT, DIAL_TIMEOUT_S))
+        try:
+            return unless_refused(await channel.read(_REPORT, DIAL_TIMEOUT_S))
+        except Refused as error:
+            raise Withheld(
+                "this swarm is closed, and the given secret is older or newer than its peers': give a copy of the file "
+                "that they were started with"
+            ) from error
 
     def _heard(self, peer_id: str, report: Report) -> None:
         """Raises ProtocolError for a report that is not of a peer of the run, or shows what is not proved."""
@@ -265,6 +289,15 @@ class Observer:
         self._observations.reported(status, report, time.monotonic(), unix_now=time.time())
         self._unasked.discard(peer_id)
         self._news.set()
+
+
+def _not_of_secret(refused: Set[Why]) -> str:
+    """What to tell the user if all announcements were refused, for these reasons."""
+    if Why.FORGED in refused:
+        return "the given swarm secret is not this swarm's: give a copy of the file that `diloco dht start` names"
+    if Why.NO_TOKEN in refused:
+        return "this swarm is open: give no --swarm-secret-file, and unset DILOCO_SWARM_SECRET"
+    return ""
 
 
 def check_certified(report: Report) -> None:

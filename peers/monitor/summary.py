@@ -39,7 +39,9 @@ def summary_of(
     rounds = rounds_of(by_rank)
     ranked = [i for i in in_order if shown[i].announcement.world_rank != NO_RANK]
     facts = SwarmFacts(
-        peers=[peer_facts(shown[i], states[i], now) for i in ranked], differs_at=_differs_at(by_rank.values())
+        peers=[peer_facts(shown[i], states[i], now) for i in ranked],
+        differs_at=_differs_at(by_rank.values()),
+        withheld=_withheld(there, now) or (observations.withheld if not there else ""),
     )
     return {
         "run_id": run_id,
@@ -74,6 +76,13 @@ def _progress(peers: Sequence[Observation]) -> dict[str, Any]:
     else:
         left_s = training_left_s(furthest.curve.points, step, end_step) if furthest else None
     return {"step": step, "end_step": end_step, "left_s": left_s}
+
+
+def _withheld(there: Sequence[Observation], now: float) -> str:
+    """Why none of these peers reports to this observer; empty if any does."""
+    if any(peer.answers(now) for peer in there):
+        return ""
+    return next((peer.withheld for peer in there if peer.withheld), "")
 
 
 def _in_order(shown: Mapping[str, Observation], states: Mapping[str, str]) -> list[str]:

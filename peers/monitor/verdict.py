@@ -82,6 +82,8 @@ class SwarmFacts:
     peers: Sequence[PeerFacts] = ()
     differs_at: int | None = None
     """The first epoch after which peers held different anchors."""
+    withheld: str = ""
+    """Why no peer reports to this observer, and what the user can do; empty if any does."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def verdict_of(swarm: SwarmFacts) -> Verdict:
     """The worst of what is wrong, else that all is well."""
     faults = [text for check in _FAULTS for text in check(swarm)]
     warnings = [text for check in _WARNINGS for text in check(swarm)]
-    found = faults + warnings
+    # First, because an observer that hears nobody cannot judge the rest.
+    found = [text for text in (swarm.withheld, *faults, *warnings) if text]
     if found:
         return Verdict("fault" if faults else "warning", found[0], tuple(found[1:]))
     there = _there(swarm)

@@ -214,7 +214,10 @@ def test_a_peer_that_is_not_there_is_found():
         found = network("--initial-peers", address)
     assert failing(found) == {"initial peers"}
     assert f"{address}: connection refused" in found["initial peers"]["said"]
-    assert f"diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{port}" in found["initial peers"]["fix"]
+    assert (
+        f"diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{port} --run-id {RUN}"
+        in found["initial peers"]["fix"]
+    )
 
 
 def test_a_port_that_leads_nowhere_is_found(coordinator):
@@ -271,7 +274,7 @@ def test_a_token_that_has_expired_and_that_nobody_renews_is_found(quiet_bootstra
     found = network("--initial-peers", quiet_bootstrap, "--swarm-secret-file", tmp_path / "secret")
     assert failing(found) == {"admission"}
     assert "token has expired" in found["admission"]["said"]
-    assert found["admission"]["fix"].startswith("diloco dht start --admission")
+    assert found["admission"]["fix"].startswith(f"diloco dht start --admission --run-id {RUN} ")
 
 
 def test_a_swarm_that_asks_for_a_secret_says_so_to_who_has_none(tmp_path):

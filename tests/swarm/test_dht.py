@@ -91,6 +91,22 @@ async def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(
         await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
 
 
+async def test_another_program_at_an_address_is_told_apart_from_a_silent_peer(tmp_path):
+    """As if the port were mistyped: a web server's."""
+
+    async def refuse(_reader, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nServer: little\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    identity = load_or_create(tmp_path / "a.key")
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        wrong = f"/ip4/127.0.0.1/tcp/{port}/p2p/{DEAD_PEER.rpartition('/')[2]}"
+        with pytest.raises(UserError, match=f"{wrong}: something else than diloco seems to listen there"):
+            await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
+
+
 @pytest.mark.exhaustive
 def test_a_member_that_is_busy_for_some_seconds_is_waited_for(swarm, tmp_path):
     light = swarm(step_s=0.05, max_steps=100000)

@@ -61,6 +61,8 @@ def plain_reason(error: str) -> str:
             return text
     if _is_slow(error):
         return "no answer in time"
+    if "failed to negotiate security protocol" in error:
+        return "something else than diloco seems to listen there"
     return " ".join(error.split())[-200:]
 
 

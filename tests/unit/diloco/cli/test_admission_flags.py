@@ -67,5 +67,17 @@ def test_a_new_secret_is_made_where_the_key_is_and_not_shown(tmp_path, capsys):
     new, said = secret_path.read_text().strip(), capsys.readouterr().out
     assert new != old and new.split(".")[1] == old.split(".")[1]
     assert str(secret_path) in said and new.split(".")[2] not in said
-    assert exit_code(["peers", "new-secret", "--run-id", "other", "--state-dir", str(tmp_path)]) == 2
-    assert "other.admission-key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["new-secret", "list", "ban", "unban"])
+def test_a_run_without_an_admission_key_here_is_told_from_a_file_that_is_missing(verb, tmp_path, capsys):
+    maddr = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
+    flags = ["--run-id", "other", *([] if verb == "new-secret" else ["--initial-peers", maddr])]
+    ids = ["AAAAAA"] if verb in ("ban", "unban") else []
+    assert exit_code(["peers", verb, *ids, *flags, "--state-dir", str(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "there is no admission key of the run other here" in said and "without --admission" in said
+    assert "other.admission-key" in said.replace(" ", "")
+    missing = str(tmp_path / "missing")
+    assert exit_code(["peers", verb, *ids, *flags, "--admission-key-file", missing]) == 2
+    assert "cannot read the admission key file" in " ".join(capsys.readouterr().err.split())

@@ -126,6 +126,26 @@ def test_the_first_peer_of_a_run_waits_for_nobody(tmp_path, monkeypatch):
     met(tmp_path, monkeypatch, SilentDht([]), "silent")
 
 
+def test_the_coordinator_that_is_missing_is_the_runs_own(tmp_path, monkeypatch):
+    """A coordinator of another run may answer at the same address."""
+
+    async def no_grant(*_args, **_options):
+        return None
+
+    async def scenario(mine):
+        with pytest.raises(UserError, match=f"`diloco dht start --run-id {RUN_ID}`"):
+            await mine._obtain_rank(None)
+
+    monkeypatch.setattr(presence, "request_rank", no_grant)
+    identity = load_or_create(tmp_path / "key")
+    try:
+        mine = a_presence(identity, SilentDht([]))
+        mine._describe = lambda: announced(identity.peer_id)
+        asyncio.run(scenario(mine))
+    finally:
+        identity.release()
+
+
 def test_a_rank_that_another_peer_claims_is_left_to_the_roster_to_decide(tmp_path, caplog):
     identity = load_or_create(tmp_path / "key")
 

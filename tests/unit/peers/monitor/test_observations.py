@@ -81,6 +81,33 @@ def test_the_last_peer_of_all_is_lost_when_its_stream_breaks_and_cannot_be_had_a
     assert states(observations, 0.1) == {"A": "lost"}
 
 
+def test_a_peer_that_gives_no_report_is_there_for_as_long_as_it_says_so():
+    observations = Observations()
+    observations.announced(announced("A", world_rank=0), 0.0)
+    observations.missed("A", "this swarm is closed")
+    assert states(observations, 0.1) == {"A": "training"}
+    seen = summary_of("run", observations, now=0.1, unix_now=1000.0)
+    assert seen["verdict"]["text"] == "this swarm is closed"
+    observations.missed("A")
+    assert states(observations, 0.2) == {"A": "silent"}
+    assert "is closed" not in str(summary_of("run", observations, now=0.2, unix_now=1000.0))
+
+
+def test_one_peer_that_gives_no_report_does_not_close_the_swarm():
+    observations = Observations()
+    for rank, peer_id in enumerate("AB"):
+        observations.announced(announced(peer_id, world_rank=rank), 0.0)
+    observations.missed("B", "this swarm is closed")
+    reported(observations, "A", 0.1, world_rank=0)
+    assert states(observations, 0.2) == {"A": "training", "B": "training"}
+    seen = summary_of("run", observations, now=0.2, unix_now=1000.0)
+    assert seen["verdict"] == {"level": "good", "text": "healthy: 2 peers", "more": ()}
+    # Once it reports, it is judged like any other.
+    reported(observations, "B", 0.3, world_rank=1)
+    observations.missed("B")
+    assert states(observations, 0.4)["B"] == "lost"
+
+
 def test_a_peer_that_never_answered_is_silent_where_nobody_else_could_tell():
     observations = Observations()
     observations.announced(announced("A"), 0.0)

@@ -68,6 +68,11 @@ TABLE = {
         "peer 0 has stood still for 2 min at step 0: see its worker",
     ),
     "an evaluation may last": (swarm({"doing": "evaluating", "idle_s": 60.0}), "good", WELL),
+    "nobody reports": (
+        swarm(withheld="this swarm is closed"),
+        "warning",
+        "this swarm is closed",
+    ),
     "nobody": (SwarmFacts(), "busy", "nobody is there: start a peer, or check the name of the run"),
     "starting": (
         swarm({"doing": "waiting for peers", "in_words": "waiting for peers, 1 of 3 are here"}),
@@ -155,6 +160,12 @@ def test_the_worst_comes_first_and_the_rest_is_not_lost():
     verdict = verdict_of(swarm({"troubles": ("its disk is full",)}, {"state": "lost"}))
     assert verdict.text == "peer 0: its disk is full"
     assert [text[:22] for text in verdict.more] == ["peer 1 was lost, the o"]
+
+
+def test_that_nobody_reports_comes_before_what_an_observer_makes_of_the_rest():
+    verdict = verdict_of(swarm({"state": "silent"}, withheld="this swarm is closed"))
+    assert (verdict.level, verdict.text) == ("fault", "this swarm is closed")
+    assert [text[:22] for text in verdict.more] == ["peer 0 does not answer"]
 
 
 def test_when_everybody_is_lost_nobody_goes_on():
