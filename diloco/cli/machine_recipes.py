@@ -14,6 +14,7 @@ from typing import Any
 from diloco.options.flags import MUON_DEFAULTS
 from diloco.options.trainer import (
     TrainConfig,
+    flag_of,
     flat_values,
     shared_fields,
     with_fitting_batch_size,
@@ -165,10 +166,9 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
         return Choice(config=config)
     if recipe is None:
         is_preset = any(one.values["path_model"] == config.path_model for one in RECIPES)
-        why = (
-            "with --total-batch-size, no other size is chosen for it: give --seq-length and --total-steps too"
-        )
-        return Choice(config=config, why=why if is_preset else "")
+        missing = [flag_of(name) for name in ("seq_length", "total_steps") if name not in named]
+        why = f"with --total-batch-size, no other size is chosen for it: give {' and '.join(missing)} too"
+        return Choice(config=config, why=why if is_preset and missing else "")
     why = f"chosen for {machine.in_words()} (--path-model names another model)"
     if "path_model" in named:
         why = f"sizes chosen for {config.path_model}"

@@ -79,7 +79,7 @@ def unban(*peer_ids: Annotated[str, Parameter(help=_PEERS)], run: BanList = BanL
 @app.command(name="list")
 def list_(*, run: BanList = BanListFlags()) -> int:
     """Print the banned peers of a run, one per line."""
-    return _change_bans(run, lambda outcome: print(*sorted(outcome.bans.peer_ids), sep="\n", flush=True))
+    return _change_bans(run, _print_banned)
 
 
 @app.command
@@ -126,13 +126,19 @@ def _check_peers_named(peer_ids: tuple[str, ...]) -> None:
         raise UserError("No peer is named: give peer ids, which `diloco status --json` prints.")
 
 
+def _print_banned(outcome: ChangedBans) -> None:
+    for peer_id in sorted(outcome.bans.peer_ids):
+        print(peer_id, flush=True)
+
+
 def _print_outcome(outcome: ChangedBans, what: str) -> None:
     for peer_id in sorted(outcome.changed):
         print(f"{peer_id} is {what}")
     if not outcome.changed:
         print("no change")
-    received = f"{outcome.num_told} of {outcome.num_asked}"
+    count = len(outcome.bans.peer_ids)
     print(
-        f"{len(outcome.bans.peer_ids)} peers are banned; {received} members have received the list, and forward it",
+        f"{count} {'peer is' if count == 1 else 'peers are'} banned; the list has reached {outcome.num_told} of "
+        f"{outcome.num_asked} members, which forward it",
         flush=True,
     )

@@ -16,7 +16,7 @@ from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, notes_on_unused_flags
 from diloco.train.devices import needs_two_gpus, this_machine
 from diloco.train.metrics_file import Record
-from diloco.train.run_dir import METRICS, created_run_dir
+from diloco.train.run_dir import METRICS, run_dir_of
 from peers.core.weights import Aggregation
 from peers.protocol.aggregation import Rule
 
@@ -78,13 +78,13 @@ def run(
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
     _check_no_overwrite(train.ckpt)
-    run_dir = created_run_dir(train)
-    if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
-        raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
-    return run_interruptible(
-        _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(train)).run()
-    )
+    with run_dir_of(train) as run_dir:
+        if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
+            raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
+        return run_interruptible(
+            _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(train)).run()
+        )
 
 
 def _check_no_overwrite(ckpt: CkptConfig) -> None:

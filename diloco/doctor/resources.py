@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -35,12 +36,12 @@ _SMALLER_MODEL = "--path-model 2m  # or another that is smaller, shorter samples
 
 @dataclass(frozen=True)
 class Place:
-    """A directory that a peer writes to, the space that it needs, and the flag to choose another directory."""
+    """A directory that a peer writes to, the space that it needs, and what chooses another, such as `--run-dir `."""
 
     name: str
     path: Path
     needed_bytes: int
-    fix: str
+    chosen_by: str
 
 
 def check_descriptors() -> Iterator[Finding]:
@@ -114,23 +115,16 @@ def places_to_check(config: TrainConfig, state_dir: Path, num_parameters: int) -
     model_bytes = num_parameters * _MODEL_BYTES_PER_PARAMETER
     run_dir = Path(config.run_dir or "runs").expanduser()
     places = [
-        Place("run directory", run_dir, model_bytes, "--run-dir /a/larger/disk"),
-        Place("state directory", state_dir, _STATE_BYTES, "export XDG_STATE_HOME=/a/directory/of/yours"),
-        Place(
-            "temporary files",
-            Path(tempfile.gettempdir()),
-            _TEMPORARY_BYTES,
-            "export TMPDIR=/a/disk/with/room",
-        ),
+        Place("run directory", run_dir, model_bytes, "--run-dir "),
+        Place("state directory", state_dir, _STATE_BYTES, "export XDG_STATE_HOME="),
+        Place("temporary files", Path(tempfile.gettempdir()), _TEMPORARY_BYTES, "export TMPDIR="),
     ]
     keeps_whole_models = config.ckpt.interval is not None and not config.trains_adapters
     if keeps_whole_models and "://" not in config.ckpt.path:
         # One more than are kept, since the oldest is deleted only after the newest is complete.
         kept = (config.ckpt.topk or 1) + 1
         size = num_parameters * _CHECKPOINT_BYTES_PER_PARAMETER * kept
-        places.append(
-            Place("checkpoints", Path(config.ckpt.path).expanduser(), size, "--ckpt.path /a/larger/disk")
-        )
+        places.append(Place("checkpoints", Path(config.ckpt.path).expanduser(), size, "--ckpt.path "))
     return places
 
 
@@ -139,6 +133,7 @@ def check_place(place: Place) -> Finding:
     existing = next(
         (path for path in (place.path, *place.path.absolute().parents) if path.exists()), Path("/")
     )
+    larger = f"{place.chosen_by}/a/larger/disk"
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(_TEST_BYTES))
@@ -146,12 +141,17 @@ def check_place(place: Place) -> Finding:
             os.fsync(file.fileno())
         free = shutil.disk_usage(existing).free
     except OSError as error:
-        return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.fix)
+        fix = (
+            larger
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else f"{place.chosen_by}/a/directory/of/yours"
+        )
+        return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", fix)
     message = f"{place.path}: {_size_text(free)} free"
     if free < place.needed_bytes:
-        return failed(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", place.fix)
+        return failed(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", larger)
     if free < 2 * place.needed_bytes:
-        return warned(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", place.fix)
+        return warned(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", larger)
     return passed(place.name, message)
 
 

@@ -30,7 +30,13 @@ def facts_of(config: TrainConfig, records_of: RecordsOf) -> SwarmFacts:
         for rank, records in enumerate(records_of.values())
         if records
     ]
-    return SwarmFacts(peers=peers, differs_at=next(iter(disagreements(records_of)), None))
+    # A peer's own report has the records of no other peer; its last epoch tells how many there were.
+    epochs = [record for own in records_of.values() for record in own if record.get("kind") == "epoch"]
+    return SwarmFacts(
+        peers=peers,
+        num_peers=int(epochs[-1].get("num_peers") or 0) if epochs else 0,
+        differs_at=next(iter(disagreements(records_of)), None),
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from diloco.options.extras import check_extras
 from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
 from diloco.outer.world import World, joined, on_rank_zero
 from diloco.train.progress import Progress
-from diloco.train.run_dir import created_run_dir, written_config
+from diloco.train.run_dir import created_run_dir, run_dir_of, written_config
 from diloco.train.signals import CleanUps, cleaned_up_on_failure
 from peers.daemon.link import LINK_ENV
 from peers.errors import PeersError
@@ -99,8 +99,8 @@ def assigned(
     Appends to `clean_ups` what has to run if a signal or an error ends the process. At the end the daemon leaves the
     swarm, and the report is printed. A collective. Raises UserError.
     """
-    with joined(world, device), cleaned_up_on_failure(clean_ups):
-        assignment, daemon = make_assignment(config, named, world, clean_ups)
+    with joined(world, device), contextlib.ExitStack() as stack, cleaned_up_on_failure(clean_ups):
+        assignment, daemon = make_assignment(config, named, world, clean_ups, stack)
         explained = daemon.explains() if daemon is not None else contextlib.nullcontext()
         with explained, contextlib.closing(assignment.progress(world)) as progress:
             yield assignment, progress
@@ -111,11 +111,16 @@ def assigned(
 
 
 def make_assignment(
-    config: TrainConfig, named: frozenset[str], world: World, clean_ups: CleanUps
+    config: TrainConfig,
+    named: frozenset[str],
+    world: World,
+    clean_ups: CleanUps,
+    stack: contextlib.ExitStack,
 ) -> tuple[Assignment, DaemonProcess | None]:
     """The assignment of this rank. If a swarm is asked for and no daemon runs yet, start one and adopt the manifest.
 
-    The daemon is returned on rank 0 only; `clean_ups` gets the function that kills it. A collective. Raises UserError.
+    The daemon is returned on rank 0 only; `clean_ups` gets the function that kills it. `stack` keeps the run directory
+    from other runs, unless `diloco peer` started this process and does so. A collective. Raises UserError.
     """
     daemons: list[DaemonProcess] = []
 
@@ -123,8 +128,8 @@ def make_assignment(
         for note in notes_on_unused_flags(config, named):
             print_note(note)
         check_extras(config)
-        run_dir = created_run_dir(config)
         link = os.environ.get(LINK_ENV)
+        run_dir = created_run_dir(config) if link else stack.enter_context(run_dir_of(config))
         if link or not wants_swarm(config):
             own = with_fitting_batch_size(config, named, num_ranks=world.num_ranks)
             written_config(own, run_dir)

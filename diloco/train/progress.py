@@ -21,7 +21,7 @@ from peers.errors import LinkLost
 from peers.monitor.phases import Doing, PhaseClock
 
 LONG_STEP_S = 10.0
-"""The trainer reports the first step that will take this long, and what makes steps shorter."""
+"""The trainer reports the micro-batches of steps that will take this long; at the first, also what shortens steps."""
 _INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -70,9 +70,11 @@ class Progress:
 
         def reached(done: int, total: int) -> None:
             took_s = time.monotonic() - began_at
-            if took_s > LEAST_PHASE_S and done < total:
+            if done == total or took_s * total / done < LONG_STEP_S:
+                return
+            if took_s > LEAST_PHASE_S:
                 self._doing = Doing("training", f"step {number}", done, total, "micro-batches")
-            if not self._has_told_of_long_steps and done < total and took_s * total / done >= LONG_STEP_S:
+            if not self._has_told_of_long_steps:
                 self._has_told_of_long_steps = True
                 on_long(took_s * total / done)
 

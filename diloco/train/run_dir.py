@@ -13,22 +13,49 @@ from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig, to_toml
 from peers import errors as peers_errors
 from peers.daemon.restarts import last_line
+from provisioning.errors import Busy
+from provisioning.errors import UserError as PodsError
+from provisioning.ledger.lock import held
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
+LOCK = "lock"
 
 
 @contextlib.contextmanager
 def run_dir_of(config: TrainConfig) -> Iterator[Path]:
-    """As `created_run_dir`, but removes a new directory if the block raises UserError before it has a configuration."""
+    """As `created_run_dir`, for this process alone while the block runs. For the process that a user starts, not for
+    the workers that it starts.
+
+    Removes a new directory if the block raises UserError before it has a configuration. Raises UserError if another
+    process uses the directory.
+    """
     is_new = not (config.run_dir and Path(config.run_dir).expanduser().exists())
     run_dir = created_run_dir(config)
-    try:
-        yield run_dir
-    except (UserError, peers_errors.UserError):
-        if is_new and not (run_dir / CONFIG).exists():
-            shutil.rmtree(run_dir, ignore_errors=True)
-        raise
+    with _locked(run_dir):
+        try:
+            yield run_dir
+        except (UserError, peers_errors.UserError):
+            if is_new and not (run_dir / CONFIG).exists():
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(run_dir / LOCK))
+        except Busy as holder:
+            raise UserError(
+                f"--run-dir {run_dir} is in use by process {holder}; give another directory, or stop that process."
+            ) from None
+        except PodsError as error:
+            raise UserError(f"--run-dir: {error}") from error
+        except OSError:
+            # Some network file systems have no locks. Runs there are not refused.
+            pass
+        yield
 
 
 def created_run_dir(config: TrainConfig) -> Path:

@@ -178,9 +178,9 @@ def resolved(text: str, known: Collection[str]) -> str:
         return text
     meant = [peer_id for peer_id in known if peer_id.endswith(text)]
     if len(text) < MIN_ENDING_CHARACTERS or len(meant) != 1:
-        what = "means none" if not meant else "could mean several"
+        what = "could mean several peers" if meant else "means no peer"
         raise UserError(
-            f"{text!r:.80} {what} of the {len(known)} peers it could be; give the whole peer id, as `diloco status "
-            f"--json` has it, or {MIN_ENDING_CHARACTERS} or more of its last characters"
+            f"{text!r:.80} {what}; give the whole peer id, as `diloco status --json` has it, or "
+            f"{MIN_ENDING_CHARACTERS} or more of its last characters"
         )
     return meant[0]

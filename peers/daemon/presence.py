@@ -135,8 +135,8 @@ class Presence:
         if renewed:
             names = ", ".join(f"{record.peer_id} at {' '.join(record.maddrs)}" for record in renewed[:3])
             raise UserError(
-                f"{len(renewed)} peers of the run are announced, and none of them answers this machine: {names}. Is "
-                "this machine's way to them open (firewall, VPN, --hv.announce-maddrs)?"
+                f"none of the run's announced peers answers this machine: {names}. Is this machine's way to them open "
+                "(firewall, VPN, --hv.announce-maddrs)?"
             )
         if not self._dht.is_answered:
             names = ", ".join(sorted(self._dht.silent_initial_peers))

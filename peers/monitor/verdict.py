@@ -80,6 +80,8 @@ class PeerFacts:
 @dataclass(frozen=True, kw_only=True)
 class SwarmFacts:
     peers: Sequence[PeerFacts] = ()
+    num_peers: int = 0
+    """Peers of the run, if there may be more than those whose facts are known."""
     differs_at: int | None = None
     """The first epoch after which peers held different anchors."""
     withheld: str = ""
@@ -109,7 +111,7 @@ def verdict_of(swarm: SwarmFacts) -> Verdict:
     if busy:
         most = ", ".join(f"peer {peer.world_rank} is {peer.in_words or peer.doing}" for peer in busy[:3])
         return Verdict("busy", f"getting ready: {most}{' and so on' if len(busy) > 3 else ''}")
-    return Verdict("good", _healthy(there))
+    return Verdict("good", _healthy(there, max(swarm.num_peers, len(there))))
 
 
 def is_still(peer: PeerFacts) -> bool:
@@ -122,8 +124,8 @@ def is_still(peer: PeerFacts) -> bool:
     return peer.doing not in ("averaging", "starting") and peer.idle_s > _BUSY_STILL_S
 
 
-def _healthy(there: Sequence[PeerFacts]) -> str:
-    text = f"healthy: {len(there)} peer{'' if len(there) == 1 else 's'}"
+def _healthy(there: Sequence[PeerFacts], num_peers: int) -> str:
+    text = f"healthy: {num_peers} peer{'' if num_peers == 1 else 's'}"
     first = [peer for peer in there if peer.doing == "training" and not peer.step_s and peer.for_s > STILL_S]
     if first:
         longest = max(first, key=lambda peer: peer.for_s)

@@ -136,9 +136,11 @@ def test_a_preset_with_a_batch_of_the_users_own_keeps_the_defaults_for_the_rest(
     config = TrainConfig(path_model="2m")
     choice = chosen(config, {"path_model", "total_batch_size"}, machine(2))
     assert choice.config == config
-    assert "88000 steps" in choice.in_words(config) and "no other size is chosen for it" in choice.in_words(
-        config
-    )
+    assert "88000 steps" in choice.in_words(config)
+    assert choice.why.endswith("no other size is chosen for it: give --seq-length and --total-steps too")
+    named = {"path_model", "total_batch_size", "seq_length"}
+    assert chosen(config, named, machine(2)).why.endswith("give --total-steps too")
+    assert chosen(config, {*named, "total_steps"}, machine(2)).why == ""
 
 
 def test_a_preset_with_fewer_steps_keeps_its_batch():

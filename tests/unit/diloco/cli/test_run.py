@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from diloco.cli.app import exit_code
+from diloco.options.trainer import TrainConfig
+from diloco.train.run_dir import run_dir_of
 
 
 @pytest.mark.parametrize(("peers", "is_refused"), [("2", True), ("1", False)])
@@ -15,6 +19,19 @@ def test_servers_without_a_gpu_are_noticed_before_the_start(tmp_path, monkeypatc
     assert exit_code(["run", "--mode", "grpo", "--dataset", "none.py:None", "--peers", peers]) == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ("need 4 GPUs, two each, but this machine has 3" in said) == is_refused
+
+
+@pytest.mark.parametrize("command", [["run"], ["peer", "--world-rank", "0"]], ids=["run", "peer"])
+def test_a_second_command_leaves_the_directory_of_a_live_run_as_it_is(tmp_path, monkeypatch, capsys, command):
+    for module in ("diloco.cli.interrupts.run_interruptible", "diloco.cli.peer.run_with_hivemind"):
+        monkeypatch.setattr(module, lambda main: main.close())
+    with run_dir_of(TrainConfig(run_dir=str(tmp_path))) as run_dir:
+        (run_dir / "config.toml").write_text("total_steps = 40\n")
+        before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+        assert exit_code([*command, "--device", "cpu", "--run-dir", str(run_dir)]) == 2
+        assert {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"--run-dir {run_dir} is in use by process {os.getpid()}" in said
 
 
 @pytest.mark.parametrize(

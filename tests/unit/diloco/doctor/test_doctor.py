@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from importlib import metadata
 
@@ -175,9 +176,23 @@ def test_checkpoints_take_room_only_where_some_are_made(tmp_path):
 
 
 def test_a_disk_with_too_little_room_fails_and_one_with_just_enough_warns(tmp_path):
-    assert check_place(Place("disk", tmp_path / "not" / "there", 1, "fix")).verdict == "pass"
-    assert check_place(Place("disk", tmp_path, 10**18, "fix")).verdict == "fail"
+    assert check_place(Place("disk", tmp_path / "not" / "there", 1, "--disk ")).verdict == "pass"
+    too_small = check_place(Place("disk", tmp_path, 10**18, "--disk "))
+    assert (too_small.verdict, too_small.fix) == ("fail", "--disk /a/larger/disk")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_larger_disk_is_advised_only_in_place_of_a_full_one(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    found = check_place(Place("run directory", tmp_path / "file", 1, "--run-dir "))
+    assert "Not a directory" in found.said and found.fix == "--run-dir /a/directory/of/yours"
+
+    def fsync(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fsync)
+    found = check_place(Place("run directory", tmp_path, 1, "--run-dir "))
+    assert "No space left" in found.said and found.fix == "--run-dir /a/larger/disk"
 
 
 def test_a_program_of_ones_own_is_not_judged_by_the_model_that_nobody_trains(monkeypatch):

@@ -136,6 +136,17 @@ def test_the_report_tells_how_long_trainings_stood_still_and_what_would_shorten_
     )
 
 
+def test_the_report_of_one_peer_counts_the_peers_of_the_swarm():
+    records = [
+        step(1, 5.0),
+        {**epoch(1, "aa"), "num_peers": 1},
+        step(2, 4.0),
+        {**epoch(2, "bb"), "num_peers": 2},
+    ]
+    assert report_text({"this peer": records}).startswith("verdict                 healthy: 2 peers\n")
+    assert report_text({"this peer": [step(1, 5.0)]}).startswith("verdict                 healthy: 1 peer\n")
+
+
 def test_the_report_begins_with_the_verdict_and_names_what_was_not_saved():
     assert report_text(RECORDS).startswith("verdict                 healthy: 2 peers\n")
     failed = {"kind": "event", "event": "checkpoint_failed", "step": 20, "reason": "no space left"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ from diloco.errors import UserError
 from diloco.launch.worker import make_assignment
 from diloco.options.trainer import TrainConfig
 from diloco.outer.world import World
+from diloco.train.run_dir import run_dir_of
+from peers.daemon.link import LINK_ENV
 
 # A collective that holds the last reference to its tensor; gloo's thread cannot drop it before the process ends.
 ENDS = """
@@ -57,5 +60,20 @@ def test_a_trainer_whose_extra_is_missing_names_it_and_makes_no_run_directory(na
     monkeypatch.setitem(sys.modules, name, None)
     config = TrainConfig(run_dir=str(tmp_path / "run"), metric_logger_type=name)
     with pytest.raises(UserError, match=rf"pip install 'diloco\[{name}\]'"):
-        make_assignment(config, frozenset(), World(), [])
+        make_assignment(config, frozenset(), World(), [], contextlib.ExitStack())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_trainer_takes_no_run_directory_of_another_but_that_of_the_peer_that_started_it(
+    tmp_path, monkeypatch
+):
+    config = TrainConfig(run_dir=str(tmp_path))
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    with run_dir_of(config):
+        with pytest.raises(UserError, match="is in use by process"), contextlib.ExitStack() as stack:
+            make_assignment(config, frozenset(), World(), [], stack)
+        assert not (tmp_path / "config.toml").exists()
+        monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+        with contextlib.ExitStack() as stack:
+            assignment, _ = make_assignment(config, frozenset(), World(), [], stack)
+        assert assignment.run_dir == tmp_path.resolve()

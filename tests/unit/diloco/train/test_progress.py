@@ -34,8 +34,9 @@ def test_the_micro_batches_of_a_long_step_are_reported_and_its_length_is_told_on
 
 
 def test_of_quick_steps_nothing_is_said(monkeypatch):
-    reported, long_s = told(monkeypatch, 0.4)
-    assert set(reported) == {None} and long_s == []
+    for micro_batch_s in (0.4, 2.4):
+        reported, long_s = told(monkeypatch, micro_batch_s)
+        assert set(reported) == {None} and long_s == []
 
 
 def test_a_long_step_is_told_in_lines():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +70,41 @@ def test_a_run_directory_stays_where_it_was_there_before_or_has_begun_or_failed(
     with pytest.raises(ValueError, match="a bug"), run_dir_of(other) as run_dir:
         raise ValueError("a bug")
     assert run_dir.exists()
+
+
+def test_a_run_directory_belongs_to_one_process_until_that_ends(tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path / "mine"))
+    with run_dir_of(config) as run_dir:
+        with (
+            pytest.raises(UserError, match=f"{run_dir} is in use by process {os.getpid()}"),
+            run_dir_of(config),
+        ):
+            pass
+        assert run_dir.exists()
+    with run_dir_of(config):
+        pass
+    holder = "; ".join(
+        (
+            "import os, signal",
+            "from diloco.options.trainer import TrainConfig",
+            "from diloco.train.run_dir import run_dir_of",
+            f"claim = run_dir_of(TrainConfig(run_dir={str(run_dir)!r}))",
+            "claim.__enter__()",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+        )
+    )
+    assert subprocess.run([sys.executable, "-c", holder], timeout=60).returncode == -signal.SIGKILL
+    with run_dir_of(config):
+        pass
+
+
+def test_a_file_system_without_locks_can_hold_a_run(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with run_dir_of(TrainConfig(run_dir=str(tmp_path))) as run_dir:
+        assert run_dir == tmp_path.resolve()
 
 
 def test_two_runs_that_begin_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):

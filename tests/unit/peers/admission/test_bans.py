@@ -65,8 +65,15 @@ def test_a_peer_is_meant_by_its_id_or_by_an_ending_that_is_its_alone():
     assert resolved(PEERS[1][-8:], PEERS) == PEERS[1]
     ending = PEERS[0][-8:]
     several = [PEERS[0], f"another{ending}"]
-    for text, known in ((ending, PEERS[1:]), (ending, several), (PEERS[0][-3:], PEERS), ("x" * 6, [])):
-        with pytest.raises(UserError, match="give the whole peer id"):
+    none, many = "means no peer", "could mean several peers"
+    cases = (
+        (ending, PEERS[1:], none),
+        (ending, several, many),
+        (PEERS[0][-3:], PEERS, many),
+        ("x" * 6, [], none),
+    )
+    for text, known, why in cases:
+        with pytest.raises(UserError, match=f"'{text}' {why}; give the whole peer id"):
             resolved(text, known)
 
 

@@ -112,7 +112,10 @@ def test_who_is_announced_and_answers_nobody_is_named(tmp_path, monkeypatch):
     record = announced(other.peer_id, run_id=RUN_ID, world_rank=0, maddrs=("/ip4/192.0.2.1/tcp/4000",))
     other.release()
     dht = SilentDht([(other, record)])
-    with pytest.raises(UserError, match=f"none of them answers.*{other.peer_id} at /ip4/192.0.2.1"):
+    with pytest.raises(
+        UserError,
+        match=f"none of the run's announced peers answers this machine: {other.peer_id} at /ip4/192.0.2.1",
+    ):
         met(tmp_path, monkeypatch, dht, "silent")
     met(tmp_path, monkeypatch, dht, "gone")
 
