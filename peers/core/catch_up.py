@@ -53,8 +53,8 @@ class CatchUp:
     """The head whose fetch failed last, and until when it is not fetched again."""
     _heads_since: float | None = None
     """Since when other peers have announced heads that are not on this peer's chain; None: nobody does."""
-    _gives_up_since: float | None = None
-    """Since when there has been a state to fetch for which this peer would give up commits of its own chain."""
+    _rollback_since: float | None = None
+    """Since when the conditions for a rollback have held."""
 
     @property
     def is_checking(self) -> bool:
@@ -210,21 +210,22 @@ class CatchUp:
             path = self._adoptable_path(turn, head, heads, has_worker)
             if path and path[-1].head in heads and (not best or self._prefers_path(path, best)):
                 best = path
-        best = best or self._rollback_path()
-        if not best or best[0].plan.parent == self.chain.head:
-            self._gives_up_since = None
-            return best
-        # Commits are not given up in the first moment, before every peer that is here has announced its current head.
-        self._gives_up_since = turn.now if self._gives_up_since is None else self._gives_up_since
-        return best if turn.passed(self._gives_up_since + self.timing.reaction_s) else ()
+        return best or self._rollback_path(turn)
 
-    def _rollback_path(self) -> tuple[Certificate, ...]:
-        """The path back to the earliest head of this chain at which a majority stayed (`_majority_stayed_at`)."""
+    def _rollback_path(self, turn: Turn) -> tuple[Certificate, ...]:
+        """The path back to the earliest head of this peer's chain at which a majority stayed (`_majority_stayed_at`),
+        once that has held for long enough that every peer has announced its current head."""
         own = self.chain.head
         heads = [head for head in self.swarm.heads if head != own and self.chain.is_on_own_chain(head)]
         back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
         found = [fork.ancestor for fork in back if self._majority_stayed_at(fork.ancestor, fork.ours)]
-        return (min(found, key=lambda certificate: certificate.plan.epoch),) if found else ()
+        if not found:
+            self._rollback_since = None
+            return ()
+        self._rollback_since = turn.now if self._rollback_since is None else self._rollback_since
+        if not turn.passed(self._rollback_since + self.timing.reaction_s):
+            return ()
+        return (min(found, key=lambda certificate: certificate.plan.epoch),)
 
     def _majority_stayed_at(self, certificate: Certificate, after: Sequence[Certificate]) -> bool:
         """Whether a majority of this certificate's roster is at its head, and no majority of it has signed the commits

@@ -56,9 +56,9 @@ def test_a_founder_whose_followers_leave_its_genesis_gives_way_by_the_hash(found
     one.run(30)
     other.run(30)
     assert fetched_heads(one) == fetched_heads(other) == []
-    one.mute = other.mute = {"x"}
     one.announce(commit(mine, left), "x")
     other.announce(commit(theirs, right), "x")
+    one.mute = other.mute = {"x"}
     one.run(30)
     other.run(30)
     went = theirs.head in fetched_heads(one), mine.head in fetched_heads(other)
