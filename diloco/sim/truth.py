@@ -167,7 +167,7 @@ class Truth:
         those, the ones that count for their side count, the ones that count for ours do not.
 
         Independent of chain.prefers_theirs, and counted over all certificates that exist: an invariant must not share a
-        bug with the code that it checks. The hash that breaks ties is not checked.
+        bug with the code that it checks. How ties are broken is not checked.
         """
         assert split.ancestor is not None
         lead, roster = 0, self.roster_after(split.ancestor.head)

@@ -4,9 +4,10 @@ Eligibility (`adoptable_prefix`): how much of another chain has enough signature
 
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer counts once, for
 the chain on which it signed last (`last_votes`), if it is here, and is on the roster that the chains share or was taken
-in since, on either chain (`_taken_in`). The chain with more of them wins; on a tie, the one whose first certificate
-after the split has the smaller hash. Tokens and length do not count, nor do peers that are gone: those that come
-together later have not all heard them, and some may never have existed.
+in since, on either chain (`_taken_in`). The chain with more of them wins. On a tie, all members of the shared roster
+count, also those that are gone; on another tie, the chain whose first certificate after the split has the smaller hash
+wins. Tokens and length do not count. Peers that are gone do not count at first, since those that come together later
+have not all heard them, and some may never have existed.
 """
 
 from __future__ import annotations
@@ -211,18 +212,18 @@ def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
     security.md.
     """
     our_votes, their_votes = last_votes(fork.ours), last_votes(fork.theirs)
-    members = set(fork.ancestor.plan.roster_set)
-    members |= _taken_in(fork.ancestor, fork.ours, set(filter(is_here, their_votes)))
-    members |= _taken_in(fork.ancestor, fork.theirs, set(filter(is_here, our_votes)))
-    num_ours = num_theirs = 0
-    for peer_id in filter(is_here, members):
-        ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
-        # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
-        # attempt, which proves it faulty.
-        num_ours += ours > theirs
-        num_theirs += theirs > ours
-    if num_ours != num_theirs:
-        return num_theirs > num_ours
+    shared = fork.ancestor.plan.roster_set
+    taken_in = _taken_in(fork.ancestor, fork.ours, set(filter(is_here, their_votes)))
+    taken_in |= _taken_in(fork.ancestor, fork.theirs, set(filter(is_here, our_votes)))
+    for voters in filter(is_here, shared | taken_in), shared:
+        lead = 0
+        for peer_id in voters:
+            ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
+            # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
+            # attempt, which proves it faulty.
+            lead += (theirs > ours) - (ours > theirs)
+        if lead:
+            return lead > 0
     return fork.theirs[0].head < fork.ours[0].head
 
 

@@ -484,3 +484,31 @@ def test_nobody_follows_a_former_lone_member_that_signs_for_members_whom_nobody_
     for _ in range(20):
         b.run(1)
     assert made_up[-1].head not in fetched_heads(b)
+
+
+@pytest.mark.parametrize("at_the_tip", [False, True])
+def test_whoever_is_heard_first_after_an_outage_leads_nobody_to_a_state_that_it_alone_has_signed(at_the_tip):
+    first = genesis("abcdf")
+    ours = chain_of(first, "abcdf", 4)
+    parent = ours[-1] if at_the_tip else first
+    forged = next(
+        made for salt in range(99) if (made := chain_of(parent, "f", 20, salt=salt))[0].head < ours[0].head
+    )
+    a = Driven.at(first, "bcdf")
+    a.come_to(ours, "bcdf")
+    a.know(forged)
+    # f has been elsewhere for long; then nobody is heard for some time.
+    a.announce(forged[-1], "f")
+    for _ in range(20):
+        a.run(1)
+    others = dict(a.others)
+    a.hush("bcdf")
+    for _ in range(20):
+        a.run(1)
+    assert all(a.peer.swarm.is_gone(name) for name in "bcdf")
+    a.announce(forged[-1], "f")
+    a.run(3)
+    a.others = others
+    for _ in range(20):
+        a.run(1)
+    assert {forge.head for forge in forged}.isdisjoint(fetched_heads(a))

@@ -156,15 +156,21 @@ def test_nor_one_that_committed_alone_after_its_partner_had_died():
     assert prefers_theirs(fork(ours, chain_of(first, "bc", 2), first))
 
 
-def test_peers_that_are_gone_count_on_neither_side():
+def test_members_that_are_gone_count_only_on_a_tie_of_those_that_are_here():
     """Those that come together later have not all heard them: they would decide differently, and stay apart."""
-    alone = genesis("a")
-    first = commit(alone, "abc")
-    ours, theirs = [first, *chain_of(first, "abc", 2)], chain_of(alone, "a", 30, salt="anew")
-    assert prefers_theirs(fork(ours, theirs, alone), live="a")
+    first = genesis("abcd")
     ours, theirs = chain_of(first, "bc", 2), chain_of(first, "a", 30)
     assert prefers_theirs(fork(ours, theirs, first), live="a")
     assert not prefers_theirs(fork(ours, theirs, first), live="abc")
+    # Two are left of the three: what two of them have signed is not undone by the third.
+    assert not prefers_theirs(fork(ours, theirs, first), live="ab")
+    assert prefers_theirs(fork(theirs, ours, first), live="ab")
+    # Who was taken in since, and is gone, does not count on a tie either.
+    alone = genesis("a")
+    taken_in = commit(alone, "abc")
+    ours, theirs = [taken_in, *chain_of(taken_in, "bc", 2)], chain_of(alone, "a", 30, salt="anew")
+    assert prefers_theirs(fork(ours, theirs, alone), live="a")
+    assert prefers_theirs(fork(ours, theirs, alone), live="ab")
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
