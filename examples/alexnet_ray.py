@@ -169,13 +169,14 @@ def main() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     torch.manual_seed(0)
     net = AlexNet(size=chosen.size, width=chosen.width).to(device)
-    outer = Diloco(net)
-    model = DistributedDataParallel(net) if num_ranks > 1 else net
     training, validation, test = load(Path(chosen.data).expanduser(), chosen.made)
     steps = len(training) // (chosen.batch * num_ranks)
+    outer = Diloco(net, max_steps=chosen.passes * steps)
+    model = DistributedDataParallel(net) if num_ranks > 1 else net
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr)
     random = torch.Generator().manual_seed(outer.world_rank or 0)
-    for number in range(1, chosen.passes + 1):
+    # A worker that was started again, or a peer that joins late, goes on with the pass that the swarm is in.
+    for number in range(1 + outer.nominal_step // steps, chosen.passes + 1):
         order = torch.randperm(len(training), generator=random)[rank::num_ranks]
         for step in range(steps):
             indices = order[step * chosen.batch : (step + 1) * chosen.batch]
@@ -185,6 +186,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             outer.step(num_tokens=len(indices), loss=loss.item())
+            if outer.done:
+                break
         if rank == 0:
             seen = accuracy(net, training.part(0, len(validation)), device)
             unseen = accuracy(net, validation, device)

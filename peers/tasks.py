@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
+
+from peers.signals import drop_closed_output, ending_signals
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 async def until_signal(main: Coroutine[Any, Any, int], timeout_s: float) -> int:
-    """Run `main` and return its exit code. SIGINT or SIGTERM, number n, cancels it; the exit code is then 128 + n.
+    """Run `main` and return its exit code. A signal that ends a process cancels it; the code is then 128 + its number.
 
     If it takes longer than `timeout_s` to end, the process exits regardless. The kernel then kills its child processes,
     which were started with that setting (die_with_parent).
@@ -86,12 +87,13 @@ async def until_signal(main: Coroutine[Any, Any, int], timeout_s: float) -> int:
     def cancel(number: int) -> None:
         if not caught:
             caught.append(number)
+            drop_closed_output()
             forced_exit = threading.Timer(timeout_s, os._exit, (128 + number,))
             forced_exit.daemon = True
             forced_exit.start()
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, cancel, number)
     try:
         code = await task

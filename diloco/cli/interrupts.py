@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM: cancels the running coroutine, limits its clean-up time, and exits with 128 + n."""
+"""Handles signals that end a process: cancels the running coroutine, limits its clean-up time, exits with 128 + n."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Coroutine
 from types import FrameType
 from typing import Any
 
+from peers.signals import ending_signals
+
 CLEAN_UP_TIMEOUT_S = 8.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_at_once_on_signals() -> None:
@@ -18,7 +19,7 @@ def exit_at_once_on_signals() -> None:
     def leave(number: int, _frame: FrameType | None) -> None:
         os._exit(128 + number)
 
-    for number in _SIGNALS:
+    for number in ending_signals():
         signal.signal(number, leave)
 
 
@@ -32,7 +33,7 @@ def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
 
     from peers.tasks import until_signal
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in ending_signals()}
     try:
         return asyncio.run(until_signal(main, CLEAN_UP_TIMEOUT_S))
     finally:

@@ -1,4 +1,4 @@
-"""Ends a training process at once on Ctrl-C and SIGTERM, after removing half-written files."""
+"""Ends a training process at once on Ctrl-C, SIGTERM and SIGHUP, after removing half-written files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from peers.signals import ending_signals
+
 log = logging.getLogger(__name__)
 
 CleanUps = list[Callable[[], None]]
 CLEAN_UP_TIMEOUT_S = 25.0
 """Time for all clean-ups; less than the time after which torchrun kills its ranks."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LeaveOnSignal:
-    """Exits with 128 + n on SIGINT and SIGTERM, after running `clean_ups` for at most CLEAN_UP_TIMEOUT_S.
+    """Exits with 128 + n on a signal that ends a process, after running `clean_ups` for at most CLEAN_UP_TIMEOUT_S.
 
     A thread does this: the main thread may block for minutes in a collective or on the GPU, where Python runs no
     signal handlers. Construct it once, in the main thread.
@@ -32,14 +33,15 @@ class LeaveOnSignal:
         # A reference keeps the socket open: the interpreter writes signal numbers to it.
         self._writer = writer
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        self._numbers = ending_signals()
+        for number in self._numbers:
             signal.signal(number, lambda _number, _frame: None)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def _watch(self) -> None:
         while True:
             number = self._reader.recv(1)[0]
-            if number in _SIGNALS:
+            if number in self._numbers:
                 break
         last_resort = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
         last_resort.daemon = True

@@ -27,6 +27,7 @@ from peers.daemon.link import Accept
 from peers.daemon.pledges import Pledges
 from peers.daemon.presence import Presence
 from peers.daemon.reporting import Reporting
+from peers.daemon.restarts import FINISHED
 from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -216,7 +217,8 @@ class Daemon:
 
     async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
         """Train as soon as this peer has a world rank, until the worker command is over or, without one, until a worker
-        says that it has finished. Raises PeersError where the worker was given up on."""
+        says that it has finished. Raises PeersError where the worker was given up on, UserError where it never joined.
+        """
         core = runtime.core
         while core.world_rank == NO_RANK:
             await self._presence.wait_for_change()
@@ -232,7 +234,13 @@ class Daemon:
         supervisor = Supervisor(command)
         self._monitor.on_progress = supervisor.restarts.progressed
         self._monitor.on_commit = supervisor.restarts.committed
-        return await supervisor.run_to_its_end()
+        code = await supervisor.run_to_its_end()
+        if code == FINISHED and not self._host.has_met_worker:
+            raise UserError(
+                "the program ended without calling diloco.Diloco(model) or using DilocoCallback, so it never joined "
+                f"the swarm. Is --worker the right program? Its log: {command.log_path}"
+            )
+        return code
 
     async def close(self) -> None:
         """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""

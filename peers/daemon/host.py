@@ -69,6 +69,11 @@ class WorkerHost:
         """Set once this peer may train; workers are welcomed only then."""
         return self._ready.result()
 
+    @property
+    def has_met_worker(self) -> bool:
+        """Whether a worker has ever introduced its model to this peer."""
+        return self._layout is not None
+
     def may_train(self, runtime: Runtime) -> None:
         """Serve the workers that wait for this peer to join."""
         self._monitor.runtime = runtime

@@ -1,8 +1,8 @@
 """Decides whether a worker that has ended is started again. Pure; supervisor.py carries the decision out.
 
-A worker is given up on when it has ended several times in a row without progress, or fewer times for the same reason.
-For the latter only a commit with this peer's work counts as progress, since steps can be trained on the way to weights
-that are not finite. An end by a signal has no reason.
+A worker is given up on after MAX_DEATHS ends in a row without progress, and after _MAX_SAME ends in a row for the same
+reason. For the latter, steps do not count as progress, since they can be trained on the way to weights that are not
+finite; but _COMMITS_PER_DEATH commits with this peer's work make up for one end. An end by a signal has no reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ GAVE_UP = "the worker failed"
 MAX_DEATHS = 5
 """Deaths in a row without progress."""
 _MAX_SAME = 3
-"""Deaths in a row for the same reason, without a commit between them."""
+"""Deaths in a row for the same reason."""
+_COMMITS_PER_DEATH = 2
+"""More than one: a worker with a bug may commit once in each of its lives."""
 _FIRST_SIGNAL = 128
 _FIRST_DELAY_S = 2 * RETRY_S
 _MAX_DELAY_S = CONNECT_S
@@ -65,22 +67,26 @@ class Restarts:
     def __init__(self, max_deaths: int = MAX_DEATHS) -> None:
         self._max_deaths = max_deaths
         self._num_deaths, self._num_same, self._reason = 0, 0, ""
+        self._num_commits = 0
+        """Since the first death for this reason."""
 
     def progressed(self) -> None:
         """The worker trains: its earlier deaths no longer count, except those for one reason."""
         self._num_deaths = 0
 
     def committed(self) -> None:
-        """A commit contains the worker's work: none of its earlier deaths counts any more."""
-        self._num_deaths, self._num_same = 0, 0
+        """A commit contains the worker's work."""
+        self._num_deaths, self._num_commits = 0, self._num_commits + 1
 
     def ended(self, code: int, said: str) -> WorkerEnd:
         reason = said if FINISHED < code < _FIRST_SIGNAL else ""
-        self._num_same = self._num_same + 1 if reason and reason == self._reason else 1
+        if not reason or reason != self._reason:
+            self._num_same = self._num_commits = 0
+        self._num_same += 1
         self._reason = reason
         self._num_deaths += 1
         is_final = code in (FINISHED, USER_ERROR) or reason.startswith(GAVE_UP)
-        is_hopeless = bool(reason) and self._num_same >= _MAX_SAME
+        is_hopeless = bool(reason) and self._num_same - self._num_commits // _COMMITS_PER_DEATH >= _MAX_SAME
         return WorkerEnd(
             code=code,
             reason=reason,

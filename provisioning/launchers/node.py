@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from provisioning.errors import UserError
 from provisioning.launchers.job import LOGS, LaunchJob, default_interface, network_env, torchrun_argv
@@ -97,6 +98,9 @@ def check_master(job: LaunchJob) -> None:
                 ) from error
         return
     deadline = time.monotonic() + _MASTER_TIMEOUT_S
+    print(
+        f"waiting up to {_MASTER_TIMEOUT_S:g} s for node 0 at {job.master_addr}:{job.master_port}", flush=True
+    )
     while True:
         try:
             socket.create_connection((job.master_addr, job.master_port), 3.0).close()
@@ -128,10 +132,12 @@ def free_gpu_memory() -> list[int]:
 def run(job: LaunchJob, nproc: int, environment: Mapping[str, str], directory: Path) -> int:
     """Run torchrun until it ends, copy its output to stdout and to the log, and return its exit code.
 
-    SIGINT and SIGTERM are forwarded to all its processes.
+    SIGINT, SIGTERM and SIGHUP, number n, are forwarded to all its processes. The exit code is then 128 + n, and what
+    torchrun prints, its own traceback, goes to the log only.
     """
     log_path = log_file(directory, job.node_rank)
     env = {**environment, **node_env(job, environment)}
+    caught: list[int] = []
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             torchrun_argv(job, nproc=nproc),
@@ -141,18 +147,28 @@ def run(job: LaunchJob, nproc: int, environment: Mapping[str, str], directory: P
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+        def forward(number: int, _frame: FrameType | None) -> None:
+            caught.append(number)
+            _signal(process, number)
+
         before = {
-            number: signal.signal(number, lambda number, _frame: _signal(process, number))
-            for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, forward)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            # Under nohup, SIGHUP is ignored.
+            if signal.getsignal(number) != signal.SIG_IGN
         }
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 log.write(line)
                 log.flush()
-                sys.stdout.write(line.decode(errors="replace"))
-                sys.stdout.flush()
+                if not caught:
+                    sys.stdout.write(line.decode(errors="replace"))
+                    sys.stdout.flush()
             code = process.wait()
+            if caught:
+                return 128 + caught[0]
             return 128 - code if code < 0 else code
         finally:
             for number, handler in before.items():

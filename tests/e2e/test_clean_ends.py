@@ -1,4 +1,4 @@
-"""After Ctrl-C, SIGTERM or SIGKILL at any moment nothing keeps running and no file is half-written."""
+"""After Ctrl-C, SIGTERM, SIGHUP or SIGKILL at any moment nothing keeps running and no file is half-written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.commands import (
     wait_until,
 )
 
-SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 # An outer step and a checkpoint after every inner step, so that most of the time goes to rounds and to writing.
 BUSY = {"hv.local-steps": 1, "ckpt.interval": 1, "ckpt.path": "checkpoints", "ckpt.topk": 2}

@@ -58,6 +58,16 @@ def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp
     assert "3 times in a row for the same reason: ValueError: no such column: text" in box
 
 
+def test_a_program_that_never_joins_is_not_taken_for_one_that_has_trained(start, tmp_path):
+    (tmp_path / "loop.py").write_text("print('hello')\n")
+    worker = f"python {tmp_path / 'loop.py'}"
+    command = start(*DILOCO, "peer", "--world-rank", 0, *LOOPBACK, "--worker", worker)
+    assert command.wait() == 2, command.stdout + command.stderr
+    (box,) = text_of_boxes(command.stderr)
+    assert box.startswith("the program ended without calling diloco.Diloco(model)")
+    assert "training is done" not in command.stdout
+
+
 @pytest.mark.exhaustive
 def test_under_torchrun_the_daemons_end_is_told_in_its_own_words(start, model):
     flags = training_flags(model, per_device_train_batch_size=2, **{"hv.world-rank": 0})

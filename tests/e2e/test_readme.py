@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 
 from diloco.train.metrics_file import Tail
+from peers.daemon.link import LINK_ENV
 from tests.support import checkpoint_commands, pods_commands
 from tests.support.commands import ROOT, Command, wait_until
 from tests.support.documents import CONTRIBUTING, PAGES, README, blocks, commands, names_in_table, typed
+from tests.support.scripted_daemon import ScriptedDaemon, joining
 
 DEMO = "make demo"
 RUN = ".venv/bin/diloco run --peers 3 --max-steps 200"
@@ -443,6 +445,18 @@ def test_the_example_trains_alone(run, loop, tmp_path):
     assert command.wait() == 0, command.stderr
     assert re.fullmatch(r"loss 0\.\d{4} after 0 epochs\n", command.stdout)
     assert command.stderr == ""
+
+
+def test_the_example_ends_with_the_others_after_its_worker_was_restarted(
+    run, loop, tmp_path, monkeypatch
+) -> None:
+    """It finds the swarm five steps into its eighteenth epoch of 20."""
+    (tmp_path / "loop.py").write_text(loop)
+    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link"))
+    with ScriptedDaemon(tmp_path / "link", joining(17, 0.1, local_step=5), local_steps=20):
+        command = run(typed("python loop.py"), "restarted", cwd=tmp_path)
+        assert command.wait() == 0, command.stderr
+    assert command.stdout.endswith(" after 20 epochs\n")
 
 
 @pytest.mark.exhaustive

@@ -38,7 +38,9 @@ def test_wrong_toml_gets_a_box_that_names_the_file(toml, message, capsys, tmp_pa
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_cancels_what_runs_and_sets_the_exit_code(number, code, tmp_path):
     script = (
         "import asyncio, pathlib, sys\n"

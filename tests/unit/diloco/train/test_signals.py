@@ -32,7 +32,9 @@ def outcome(number, *, first=""):
     return process.returncode, rest
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_a_process_whose_main_thread_is_busy(number, code):
     assert outcome(number) == (code, "cleaned\n")
 

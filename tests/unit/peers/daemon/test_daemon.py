@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from peers.daemon.daemon import Daemon
+from peers.daemon.supervisor import WorkerCommand
 from peers.errors import PeersError, UserError
 from peers.tasks import cancelled
 
@@ -41,3 +43,26 @@ async def test_a_peer_that_loses_p2pd_while_it_waits_for_others_ends_at_once():
             await daemon.live(None, None, None, None)
     assert daemon.told == [("p2pd has died", True)]
     await cancelled(daemon._tasks)
+
+
+class TrainingDaemon(Daemon):
+    """A daemon that may train; `has_met_worker`: whether its worker joins."""
+
+    def __init__(self, *, has_met_worker):
+        self._host = SimpleNamespace(has_met_worker=has_met_worker, may_train=lambda _runtime: None)
+        self._agreement = SimpleNamespace(manifest={}, is_own=True)
+        self._monitor = SimpleNamespace()
+
+
+@pytest.mark.parametrize("has_met_worker", [True, False])
+async def test_a_program_that_ends_without_joining_is_an_error_of_its_user(has_met_worker, tmp_path):
+    def worker(*_):
+        return WorkerCommand(argv=("true",), env=os.environ, cwd=tmp_path, log_path=tmp_path / "worker.log")
+
+    runtime = SimpleNamespace(core=SimpleNamespace(world_rank=0))
+    training = TrainingDaemon(has_met_worker=has_met_worker)._train(runtime, tmp_path / "link", worker)
+    if has_met_worker:
+        assert await training == 0
+    else:
+        with pytest.raises(UserError, match=r"without calling diloco.Diloco\(model\).*worker.log"):
+            await training

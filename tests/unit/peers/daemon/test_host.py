@@ -95,6 +95,7 @@ def hang_up(link: WorkerLink) -> None:
 
 async def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tmp_path):
     host = SlowHost()
+    assert not host.has_met_worker
     async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
         serving = asyncio.create_task(host.serve(accept))
         first = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
@@ -110,6 +111,7 @@ async def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_avera
         first.close()
         second.close()
     assert host.weights_seen == [1.0]
+    assert host.has_met_worker
 
 
 class FailingHost(SlowHost):

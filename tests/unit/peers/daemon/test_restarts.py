@@ -19,11 +19,32 @@ def test_the_third_end_in_a_row_for_the_same_reason_is_the_last_whatever_was_tra
     assert end.given_up() == f"the worker failed 3 times in a row for the same reason: {HOT}"
 
 
-def test_an_epoch_that_holds_its_work_makes_the_same_reason_count_anew():
+def test_commits_of_its_work_between_its_ends_put_the_last_one_off_but_not_for_ever():
     restarts = Restarts()
-    for _ in range(10):
+    for _ in range(3):
         assert restarts.ended(1, HOT).restarts
         restarts.committed()
+    end = restarts.ended(1, HOT)
+    assert not end.restarts
+    assert end.given_up() == f"the worker failed 4 times in a row for the same reason: {HOT}"
+
+
+def test_who_commits_several_times_between_its_ends_is_started_again_for_ever():
+    restarts = Restarts()
+    for _ in range(50):
+        assert restarts.ended(1, HOT).restarts
+        restarts.committed()
+        restarts.committed()
+
+
+@pytest.mark.parametrize(("code", "said"), [(1, "too cold"), (137, "")])
+def test_an_end_of_another_kind_makes_the_same_reason_count_anew(code, said):
+    restarts = Restarts()
+    for number in range(20):
+        assert (restarts.ended(code, said) if number % 3 == 2 else restarts.ended(1, HOT)).restarts
+        restarts.committed()
+    # Commits from before the first of them do not count.
+    assert [restarts.ended(1, f"{HOT}!").restarts for _ in range(3)] == [True, True, False]
 
 
 def test_other_reasons_are_no_row_but_five_ends_without_progress_are():

@@ -1,0 +1,73 @@
+"""torchrun on one node, for which a script stands in."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from provisioning.errors import UserError
+from provisioning.launchers import node
+from provisioning.launchers.job import LOGS, LaunchJob
+from tests.support.commands import ROOT
+
+# Ends as torchrun does: with a traceback of its own and with 1.
+_TORCHRUN = f"""#!{sys.executable}
+import signal
+ends = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+print("here", flush=True)
+signal.sigwait(ends)
+print("Traceback", flush=True)
+raise SystemExit(1)
+"""
+_RUN = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from provisioning.launchers import node
+from provisioning.launchers.job import LaunchJob
+here = Path.cwd()
+job = LaunchJob(config=here / "c.toml", python=str(here / "torchrun"), backend="gloo")
+sys.exit(node.run(job, 1, os.environ, here))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_after_a_signal_only_the_log_has_torchruns_traceback(number, tmp_path):
+    (tmp_path / "torchrun").write_text(_TORCHRUN)
+    (tmp_path / "torchrun").chmod(0o755)
+    launch = subprocess.Popen(
+        [sys.executable, "-c", _RUN],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
+    try:
+        assert launch.stdout.readline() == "here\n"
+        launch.send_signal(number)
+        rest, _ = launch.communicate(timeout=20)
+    finally:
+        launch.kill()
+        launch.wait()
+    assert (rest, launch.returncode) == ("", 128 + number)
+    assert (tmp_path / LOGS / "latest_node0.log").read_text() == "here\nTraceback\n"
+
+
+def test_a_node_says_for_which_one_it_waits_and_for_how_long(monkeypatch, capsys):
+    monkeypatch.setattr(node, "_MASTER_TIMEOUT_S", 0.0)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        job = LaunchJob(
+            config=Path("c.toml"), num_nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port
+        )
+        with pytest.raises(UserError, match="start node 0 first"):
+            node.check_master(job)
+    assert capsys.readouterr().out == f"waiting up to 0 s for node 0 at 127.0.0.1:{port}\n"
