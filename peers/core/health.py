@@ -134,7 +134,7 @@ class Swarm:
         was_lost = health.lost_at != math.inf
         if not self._live and now > self._alone_since:
             # Probably this peer's own link was down, and the others will be heard again soon.
-            self.excuse_own_silence(now - self._alone_since, now)
+            self.excuse_own_silence(now - self._alone_since, now, besides=peer_id)
             self._alone_since = math.inf
         health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         is_newer = status is not None and _version(status) > _version(health.status)
@@ -221,9 +221,9 @@ class Swarm:
             health.lost_at = now
             self._changed(peer_id, health, now)
 
-    def excuse_own_silence(self, seconds: float, now: float) -> None:
+    def excuse_own_silence(self, seconds: float, now: float, besides: str = "") -> None:
         """This process was frozen or cut off for `seconds`: do not count that as silence of the others."""
-        for health in self._peers.values():
+        for health in (health for peer_id, health in self._peers.items() if peer_id != besides):
             health.heard_at += seconds
             health.at_head_at += seconds
             health.lost_at += seconds
