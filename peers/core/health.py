@@ -87,8 +87,6 @@ class Swarm:
         self._roster: frozenset[str] = frozenset()
         self._look_at = -math.inf
         """No peer becomes lost or gone before then."""
-        self._alone_since = math.inf
-        """Since when no peer has been live; infinite: one is, or none ever was."""
 
     @property
     def roster(self) -> frozenset[str]:
@@ -114,7 +112,6 @@ class Swarm:
             self._live_at.setdefault(new.head, {})[peer_id] = new
         elif old is not None:
             del self._live[peer_id]
-            self._alone_since = self._alone_since if self._live else now
         if (old is None) != (new is None):
             self._look_at = -math.inf
 
@@ -132,10 +129,6 @@ class Swarm:
         if health.is_gone:
             health.missed = 0
         was_lost = health.lost_at != math.inf
-        if not self._live and now > self._alone_since:
-            # Probably this peer's own link was down, and the others will be heard again soon.
-            self.excuse_own_silence(now - self._alone_since, now, besides=peer_id)
-            self._alone_since = math.inf
         health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         is_newer = status is not None and _version(status) > _version(health.status)
         if status is not None and is_newer:
@@ -221,14 +214,12 @@ class Swarm:
             health.lost_at = now
             self._changed(peer_id, health, now)
 
-    def excuse_own_silence(self, seconds: float, now: float, besides: str = "") -> None:
-        """This process was frozen or cut off for `seconds`: do not count that as silence of the others."""
-        for health in (health for peer_id, health in self._peers.items() if peer_id != besides):
+    def excuse_own_freeze(self, seconds: float) -> None:
+        """This process was frozen for `seconds`: do not count that as silence of the others."""
+        for health in self._peers.values():
             health.heard_at += seconds
             health.at_head_at += seconds
             health.lost_at += seconds
-            health.is_gone = health.is_gone and now >= health.lost_at + self._timing.regain_s
-        self._look_at = -math.inf
 
     def notice_silence(self, turn: Turn) -> None:
         """Mark peers as lost and gone, and update what timeouts depend on."""

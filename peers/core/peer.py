@@ -217,7 +217,7 @@ class Peer:
         late_s = now - max(self.deadline, self._last_handled)
         self._last_handled = now
         if late_s > min(self.timing.reaction_s, self.timing.silence_s / 2):
-            self.swarm.excuse_own_silence(late_s, now)
+            self.swarm.excuse_own_freeze(late_s)
 
     def _dispatch(self, turn: Turn, event: Event) -> None:
         round_, worker = self.round, self.worker

@@ -156,7 +156,7 @@ def test_a_restarted_peer_counts_anew_and_its_former_self_is_heard_no_more():
 
 def test_nobody_has_been_silent_while_this_peer_itself_was_frozen():
     swarm = a_swarm("b")
-    swarm.excuse_own_silence(100.0, 100.0)
+    swarm.excuse_own_freeze(100.0)
     look(swarm, 100.0 + SILENCE_S / 2)
     assert swarm.is_live("b")
     look(swarm, 100.0 + SILENCE_S)
@@ -166,26 +166,9 @@ def test_nobody_has_been_silent_while_this_peer_itself_was_frozen():
 def test_who_was_lost_before_a_freeze_is_no_more_lost_after_it():
     swarm = a_swarm("b")
     swarm.disconnected("b", 1.0)
-    swarm.excuse_own_silence(100.0, 100.0)
+    swarm.excuse_own_freeze(100.0)
     look(swarm, 101.1)
     assert not swarm.is_gone("b")
-
-
-def test_who_was_lost_while_this_peer_was_cut_off_is_not_gone_as_soon_as_the_first_one_is_back():
-    swarm = a_swarm("b", "c", "d", "e")
-    swarm.disconnected("e", 1.0)
-    for name in "bcd":
-        swarm.heard(name, None, 100.0)
-        swarm.disconnected(name, 101.0)
-    look(swarm, 101.0 + REGAIN_S)
-    assert [swarm.is_gone(name) for name in "bcde"] == [True] * 4
-    swarm.heard("b", None, 200.0)
-    assert [swarm.is_gone(name) for name in "bcde"] == [False, False, False, True]
-    look(swarm, 200.0 + REGAIN_S)
-    assert [swarm.is_gone(name) for name in "cde"] == [True] * 3
-    # While one is live, the others are silent themselves.
-    swarm.heard("c", None, 300.0)
-    assert swarm.is_gone("d")
 
 
 def test_a_peer_that_spoils_rounds_is_left_out_for_a_while():
