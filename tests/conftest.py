@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make Hypothesis try the same examples every time, and others with `--hypothesis-seed=random` or a number."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        # Commands that tests start would inherit from nohup that it is ignored; they do not inherit a handler.
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     hypothesis.settings.register_profile(
         "diloco",
         derandomize=config.getoption("--hypothesis-seed", default=None) is None,

@@ -7,7 +7,7 @@ the chain on which it signed last (`last_votes`), if it is here, and is on the r
 in since, on either chain (`_taken_in`). The chain with more of them wins. On a tie, all members of the shared roster
 count, also those that are gone; on another tie, the chain whose first certificate after the split has the smaller hash
 wins. Tokens and length do not count. Peers that are gone do not count at first, since those that come together later
-have not all heard them, and some may never have existed.
+have not all heard them, and some may never have existed. Of three chains, each may win over the next.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
         lead = 0
         for peer_id in voters:
             ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
-            # A member counts for neither side if it signed on neither, or if it signed two certificates of one head and
-            # attempt, which proves it faulty.
+            # A member counts for neither side if it signed on neither, or if both its last votes are alike, which those
+            # of an honest peer never are.
             lead += (theirs > ours) - (ours > theirs)
         if lead:
             return lead > 0
@@ -231,8 +231,9 @@ def _taken_in(
     ancestor: Certificate, side: Sequence[Certificate], signed_elsewhere: Collection[str]
 ) -> set[str]:
     """The peers on the rosters of this side's certificates, up to the first one that no majority of the roster before
-    it has signed, and fewer members of that roster than have signed on the other side only (`signed_elsewhere`). One
-    member that signs a made-up chain later cannot undo what another one did when it was all that was left."""
+    it has signed, and that fewer members of it have signed than have not but are here and have signed something on the
+    other side (`signed_elsewhere`). One member that signs a made-up chain later cannot undo what another one did when
+    it was all that was left."""
     found = set[str]()
     for before, certificate in pairwise((ancestor, *side)):
         roster = before.plan.roster_set
@@ -246,8 +247,9 @@ def _taken_in(
 
 
 def last_votes(side: Sequence[Certificate]) -> dict[str, tuple[int, int]]:
-    """By signer, when it signed this side last: by (moves, attempt), which only grow. An epoch would not do: who gives
-    up a longer chain signs at earlier epochs from then on."""
+    """By signer, when it signed this side last: (moves, attempt). An honest peer's only grow; a faulty one may order
+    its own signatures as it likes. An epoch would not do: who gives up a longer chain signs at earlier epochs from then
+    on."""
     votes: dict[str, tuple[int, int]] = {}
     for certificate in side:
         for contributor in certificate.plan.contributors:
@@ -270,13 +272,13 @@ def adoptable_prefix(
     """The longest prefix of `fork.theirs` that this peer may adopt.
 
     Each certificate must follow its parent by the rules, whoever signed it (`is_sound`), and a majority of the parent's
-    roster must have signed it or a certificate that follows it. Peers that were never heard (`was_heard`) count for it
-    only as long as no two members object: who has a roster to itself can put made-up peers on it. A minority is enough
-    if
+    roster must have signed it or a certificate that follows it. That is no majority if two or more members object, and
+    more than those of the signers that were ever heard (`was_heard`): who has a roster to itself can put made-up peers
+    on it. A minority is enough if
 
-    - no more members object than have signed it: members that have not signed, are neither gone nor left out, and are
-      still at the parent or on another chain from there (`may_object`), and this peer, if it is such a member and has a
-      worker;
+    - no more members object than have signed this very certificate and were ever heard. Members object that have not
+      signed, are neither gone nor left out, and are still at the parent or on another chain from there (`may_object`),
+      and this peer, if it is such a member and has a worker;
     - this peer has signed it, or its signers have been off the parent's head for so long (`is_off_head`) that this peer
       could have committed without them;
     - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
