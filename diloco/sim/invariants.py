@@ -172,7 +172,10 @@ class Invariants:
         elif not split.theirs:
             self._check_rollback(me, split, certificate.head)
         elif not self._truth.fork_rule_allows(
-            split, lambda p: p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S)
+            split,
+            lambda p: p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S),
+            self._liars,
+            self._clock.now,
         ):
             self.violated(
                 f"{me} leaves {split.ours[-1].head[:6]} for {certificate.head[:6]} against the Fork rule"

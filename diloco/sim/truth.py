@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 HEARD_AGAIN_S = 1.0
 """Two outages closer together than this count as one: between them perhaps no message was sent."""
+TOLD_S = 3.0
+"""After this time all that hear a peer know its head, and the certificates that lead to it."""
 
 Pair = tuple[str, str]
 """(listener, speaker)."""
@@ -161,7 +163,9 @@ class Truth:
     def roster_after(self, head: str) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.certificates[head].plan.roster)
 
-    def fork_rule_allows(self, split: Split, is_heard: Callable[[str], bool]) -> bool:
+    def fork_rule_allows(
+        self, split: Split, is_heard: Callable[[str], bool], liars: Collection[str], now: float
+    ) -> bool:
         """Whether the Fork rule allows to move to their side: at least as many peers count for it as for ours.
         `is_heard`: whether the peer that moves must have heard this one lately. Others may be here for it or not: of
         those, the ones that count for their side count, the ones that count for ours do not.
@@ -170,28 +174,55 @@ class Truth:
         bug with the code that it checks. How ties are broken is not checked.
         """
         assert split.ancestor is not None
-        lead, roster = 0, self.roster_after(split.ancestor.head)
-        taken_in = self._taken_in(split.ours, split.theirs, roster, lambda _: True)
-        taken_in |= self._taken_in(split.theirs, split.ours, roster, is_heard)
-        for peer_id in roster | taken_in:
-            ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
-            lead += (theirs > ours) - (ours > theirs and is_heard(peer_id))
-        return lead >= 0
+
+        def counts(peer_id: str) -> int:
+            """1: it may count for theirs; -1: it must count for ours."""
+            return 1 if peer_id in liars else max(self._may_count(split, peer_id, is_heard(peer_id), now))
+
+        def contests_theirs(peer_id: str) -> bool:
+            return counts(peer_id) < 0
+
+        def contests_ours(peer_id: str) -> bool:
+            return counts(peer_id) > 0
+
+        roster = self.roster_after(split.ancestor.head)
+        taken_in = self._taken_in(split.ours, roster, contests_ours)
+        taken_in |= self._taken_in(split.theirs, roster, contests_theirs)
+        return sum(map(counts, roster | taken_in)) >= 0
+
+    def _may_count(self, split: Split, peer_id: str, is_heard: bool, now: float) -> set[int]:
+        """What an honest peer may count as: 1, 0 or -1. It counts for the side on which it is once the others know that
+        it has come there, and what it signed until they know its newest head."""
+        ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
+        by_signatures = (theirs > ours) - (ours > theirs)
+        began = {
+            side: min(
+                (self._on_head.get((peer_id, s.head), (math.inf, 0.0))[0] for s in states), default=math.inf
+            )
+            for side, states in ((-1, split.ours), (1, split.theirs))
+        }
+        head = self.head_of.get(peer_id, "")
+        sides = [
+            side
+            for side, states in ((-1, split.ours), (1, split.theirs))
+            if self._follows(head, states[0].head)
+        ]
+        if not is_heard or not sides or began[sides[0]] > now - TOLD_S:
+            return {0, by_signatures, *(side for side, at in began.items() if at < math.inf)}
+        return {sides[0]}
+
+    def _follows(self, head: str, earlier: str) -> bool:
+        return any(state.head == earlier for state in _back_from(self.states.get(head)))
 
     def _taken_in(
-        self,
-        side: Sequence[State],
-        other: Sequence[State],
-        roster: frozenset[str],
-        contests: Callable[[str], bool],
+        self, side: Sequence[State], roster: frozenset[str], contests: Callable[[str], bool]
     ) -> frozenset[str]:
         """The members of the rosters on this side, as long as more than half of each has signed the next commit, or
-        no fewer than those of the rest that have signed on the other side and may contest it."""
+        no fewer than those of the rest that count for the other side."""
         found = frozenset[str]()
         for state in side:
             signed = roster.intersection(self.certificates[state.head].plan.signers)
-            rest = [p for p in roster - signed if contests(p) and self._signed_last(other, p) > (-1, -1)]
-            if 2 * len(signed) <= len(roster) and len(rest) > len(signed):
+            if 2 * len(signed) <= len(roster) and sum(map(contests, roster - signed)) > len(signed):
                 break
             roster = self.roster_after(state.head)
             found |= roster
@@ -199,7 +230,5 @@ class Truth:
 
     def _signed_last(self, side: Sequence[State], peer_id: str) -> tuple[int, int]:
         plans = [self.certificates[state.head].plan for state in side]
-        signed = (
-            (c.work.moves, plan.attempt) for plan in plans for c in plan.contributors if c.peer_id == peer_id
-        )
+        signed = ((plan.epoch, plan.attempt) for plan in plans if peer_id in plan.signers)
         return max(signed, default=(-1, -1))

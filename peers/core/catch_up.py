@@ -87,6 +87,8 @@ class CatchUp:
             self._heads_since = turn.now
         if not can_fetch:
             return False
+        if self.target is not None and not self._is_still_preferred(self.target.head):
+            self.end()
         path = self._best_path(turn, heads, has_worker)
         if len(path) == 1 and path[0].plan.parent == self.chain.head and path[0].plan.attempt < voting_on:
             # The attempt that this peer voted on is later: if it succeeds too, it wins, with the same work.
@@ -135,6 +137,11 @@ class CatchUp:
         return not forks_at_own_head or self._prefers_theirs(
             Fork(self.chain.newest, (certificate,), self.path)
         )
+
+    def _is_still_preferred(self, head: str) -> bool:
+        """False if the fetched state is on another side of a fork, and peers have moved to this peer's side since."""
+        fork = self._fork_in_own_run(head)
+        return fork is None or not (fork.ours and fork.theirs) or self._prefers_theirs(fork)
 
     def head_moved(self) -> None:
         self._asked.clear()
@@ -207,10 +214,10 @@ class CatchUp:
             return self._newcomer_path(turn, heads)
         best: tuple[Certificate, ...] = ()
         for head in sorted(heads):
-            path = self._adoptable_path(turn, head, heads, has_worker)
+            path = self._adoptable_path(turn, head, has_worker)
             if path and path[-1].head in heads and (not best or self._prefers_path(path, best)):
                 best = path
-        return best or self._rollback_path(turn)
+        return best or self._path_to_another_run(turn, heads) or self._rollback_path(turn)
 
     def _rollback_path(self, turn: Turn) -> tuple[Certificate, ...]:
         """The path back to the earliest head of this peer's chain at which a majority stayed (`_majority_stayed_at`),
@@ -240,14 +247,10 @@ class CatchUp:
             stayed.add(self.me)
         return is_quorum(stayed, certificate, 0.5) and not is_quorum(signers, certificate, 0.5)
 
-    def _adoptable_path(
-        self, turn: Turn, head: str, heads: Heads, has_worker: bool
-    ) -> tuple[Certificate, ...]:
-        fork = self.chain.fork_to(head)
-        # A run that was founded anew has no common past with this one, even if it started from this one's checkpoint.
-        if fork is None or (fork.theirs and fork.theirs[0].is_genesis):
-            return self._path_without_common_past(turn, head, heads)
-
+    def _adoptable_path(self, turn: Turn, head: str, has_worker: bool) -> tuple[Certificate, ...]:
+        fork = self._fork_in_own_run(head)
+        if fork is None:
+            return ()
         part = adoptable_prefix(
             fork,
             me=self.me,
@@ -267,7 +270,7 @@ class CatchUp:
         this peer's head, on another chain from there."""
         parent, head = certificate.plan.parent, self._head_of(peer_id)
         if parent == self.chain.head:
-            return self._is_at_or_past_own_head(turn, peer_id) and not self._is_or_follows(
+            return self._is_at_or_past_own_head(turn, peer_id) and not self.chain.is_or_follows(
                 head, certificate.head
             )
         return head == parent and self._is_heard_and_trusted(peer_id)
@@ -287,9 +290,6 @@ class CatchUp:
         status = self.swarm.status(peer_id)
         return status.head if status is not None else ""
 
-    def _is_or_follows(self, head: str, earlier: str) -> bool:
-        return head == earlier or self.chain.follows(head, earlier)
-
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
         key = certificate.head
         if key not in self._sound:
@@ -298,28 +298,41 @@ class CatchUp:
             self._sound[key] = not fault_of_successor(certificate, before, self.settings)
         return self._sound[key]
 
-    def _path_without_common_past(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
-        """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
+    def _fork_in_own_run(self, head: str) -> Fork | None:
+        """Where the chain of `head` parts from this peer's chain; None if they have no known common past. A run that
+        was founded anew has none with this one, even if it started from this one's checkpoint."""
+        fork = self.chain.fork_to(head)
+        return None if fork is None or (fork.theirs and fork.theirs[0].is_genesis) else fork
 
-        Members of this peer's roster decide: those that hold the other run's heads against those still here, this peer
+    def _path_to_another_run(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
+        """The path to the head where a newcomer would go (newcomer.py) among the heads that have no known common
+        ancestor with this peer's chain, if this peer should leave its run for that one.
+
+        Members of this peer's roster decide: those that are in the other run against those still here, this peer
         included. On a tie it goes if the other genesis is unknown or its own run gives way. If no member went there and
         all others are gone, it goes if its own run gives way and either has no commits or a former member is there:
         commits are not given up to strangers. A run gives way to two members of the other one that are there together,
         since they would not come here. Else, alike on both sides, a run without commits gives way, then one whose
         genesis is known, then the greater genesis hash, then the greater head; but a founder with followers stays.
         """
-        path = self.chain.path_back(head)
-        holders = {p for certificate in path for p in heads.get(certificate.head, ())}
-        if not path or not (path[0].is_genesis or self._are_without(holders, path[0].plan.parent)):
+        own, chain = self.chain.newest, self.chain
+        # A newcomer's own chain begins with its first head, but it may know older ones.
+        others = {
+            head: holders
+            for head, holders in heads.items()
+            if self._fork_in_own_run(head) is None and not chain.follows(own.head, head)
+        }
+        best = best_head(chain, others, self._head_if_here, self.me, fetched=self.target) if others else None
+        if best is None:
             return ()
-        own = self.chain.newest
-        if self.chain.follows(own.head, head):
-            # The other head is older. A newcomer's own chain begins with its first head, but it may know older ones.
+        head, holders = best.certificate.head, best.in_run
+        path = chain.path_back(head)
+        if not (path[0].is_genesis or self._are_without(holders, path[0].plan.parent)):
             return ()
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
         theirs = path[0].head if path[0].is_genesis else ""
-        place, own_place = (path[-1].is_genesis, theirs, head), (own.is_genesis, self.chain.genesis, own.head)
+        place, own_place = (path[-1].is_genesis, theirs, head), (own.is_genesis, chain.genesis, own.head)
         is_before = place < own_place
         # Peers that followed a founder to its genesis become members only with its first commit.
         is_founder = own.is_genesis and self.me in own.plan.roster_set
@@ -331,7 +344,7 @@ class CatchUp:
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
             may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
         else:
-            is_known = not self.chain.former_members.keys().isdisjoint(heads[head])
+            is_known = not chain.former_members.keys().isdisjoint(heads[head])
             wins = gives_way and (own.is_genesis or is_known)
             may_go = all(map(self.swarm.is_gone, roster))
         return tuple(path[-1:]) if may_go and wins else ()
@@ -354,7 +367,7 @@ class CatchUp:
         if not heads or self._heads_since is None:
             return ()
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
-        best = best_head(self.chain, heads, self.me, fetched=self.target)
+        best = best_head(self.chain, heads, self._head_if_here, self.me, fetched=self.target)
         if best is None:
             return ()
         is_agreed = len(best.supporters) > 1 and is_quorum(best.supporters, best.certificate, 0.5)
@@ -373,4 +386,9 @@ class CatchUp:
         return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
     def _prefers_theirs(self, fork: Fork) -> bool:
-        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_here(peer_id))
+        return prefers_theirs(self.chain, fork, self._head_if_here)
+
+    def _head_if_here(self, peer_id: str) -> str | None:
+        if peer_id == self.me:
+            return self.chain.head
+        return self.swarm.head_of(peer_id)

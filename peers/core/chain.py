@@ -2,18 +2,21 @@
 
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
-Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer counts once, for
-the chain on which it signed last (`last_votes`), if it is here, and is on the roster that the chains share or was taken
-in since, on either chain (`_taken_in`). The chain with more of them wins. On a tie, all members of the shared roster
-count, also those that are gone; on another tie, the chain whose first certificate after the split has the smaller hash
-wins. Tokens and length do not count. Peers that are gone do not count at first, since those that come together later
-have not all heard them, and some may never have existed. Of three chains, each may win over the next.
+Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer that is here
+counts once, for the chain that its announced head is on, if it is on the roster that the chains share or was taken in
+since, on either chain (`_taken_in`). Whoever has not moved on from before the split counts for the chain on which it
+signed last (`last_votes`). The chain with more of them wins. On a tie, all members of the shared roster count, also
+those that are gone, by their signatures; on another tie, the chain whose first certificate after the split has the
+smaller hash wins. Tokens and length do not count. A peer moves only to where more peers are, or equally many, so that
+moves come to an end. Peers that are gone do not count at first, since those that come together later have not all heard
+them, and some may never have existed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from peers.protocol.certificates import Certificate
@@ -164,16 +167,19 @@ class Chain:
             head = certificate.plan.parent
         return path[::-1]
 
-    def follows(self, head: str, earlier: str) -> bool:
-        """Whether `head` is known to be a descendant of `earlier`, on any chain."""
-        for _ in range(MAX_OWN):
+    def back_from(self, head: str) -> Iterator[str]:
+        """This head and those before it, as far as they are known, on any chain."""
+        while head:
+            yield head
             certificate = self.get(head)
-            if certificate is None or certificate.is_genesis:
-                return False
-            head = certificate.plan.parent
-            if head == earlier:
-                return True
-        return False
+            head = "" if certificate is None or certificate.is_genesis else certificate.plan.parent
+
+    def is_or_follows(self, head: str, earlier: str) -> bool:
+        """Whether `head` is `earlier` or known to be a descendant of it, on any chain."""
+        return earlier in self.back_from(head)
+
+    def follows(self, head: str, earlier: str) -> bool:
+        return head != earlier and self.is_or_follows(head, earlier)
 
     def move_to(self, path: Sequence[Certificate]) -> None:
         """Make the end of `path` the head. Own certificates that `path` does not follow become another chain's."""
@@ -204,58 +210,65 @@ class Chain:
         return count
 
 
-def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
-    """The Fork rule: whether their chain wins over ours. `is_here`: whether a peer has been heard, and is not gone.
+def prefers_theirs(chain: Chain, fork: Fork, head_of: Callable[[str], str | None]) -> bool:
+    """The Fork rule: whether their chain wins over ours. `head_of`: the announced head of a peer that has been heard
+    and is not gone, empty if it has none; None: of any other peer.
 
     Without those taken in since, a peer that once had the roster to itself could rewrite all that came later.
     diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
     security.md.
     """
     our_votes, their_votes = last_votes(fork.ours), last_votes(fork.theirs)
+    sides = {c.head: -1 for c in fork.ours} | {c.head: 1 for c in fork.theirs}
+
+    @cache
+    def side_of(head: str) -> int | None:
+        """The side that this head is on, 0 if it is on neither; None if it is not known, or not beyond the split."""
+        if head and (chain.get(head) is None or chain.is_or_follows(fork.ancestor.head, head)):
+            return None
+        return next((sides[each] for each in chain.back_from(head) if each in sides), 0)
+
+    def vote(peer_id: str) -> int:
+        """1: for theirs, -1: for ours, 0: for neither."""
+        head = head_of(peer_id)
+        if head is not None and (side := side_of(head)) is not None:
+            return side
+        ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
+        # For neither if both its last votes are alike, which those of an honest peer never are.
+        return (theirs > ours) - (ours > theirs)
+
+    def is_here(peer_id: str) -> bool:
+        return head_of(peer_id) is not None
+
     shared = fork.ancestor.plan.roster_set
-    taken_in = _taken_in(fork.ancestor, fork.ours, set(filter(is_here, their_votes)))
-    taken_in |= _taken_in(fork.ancestor, fork.theirs, set(filter(is_here, our_votes)))
+    taken_in = _taken_in(fork.ancestor, fork.ours, lambda p: is_here(p) and vote(p) > 0)
+    taken_in |= _taken_in(fork.ancestor, fork.theirs, lambda p: is_here(p) and vote(p) < 0)
     for voters in filter(is_here, shared | taken_in), shared:
-        lead = 0
-        for peer_id in voters:
-            ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
-            # A member counts for neither side if it signed on neither, or if both its last votes are alike, which those
-            # of an honest peer never are.
-            lead += (theirs > ours) - (ours > theirs)
-        if lead:
+        if lead := sum(map(vote, voters)):
             return lead > 0
     return fork.theirs[0].head < fork.ours[0].head
 
 
 def _taken_in(
-    ancestor: Certificate, side: Sequence[Certificate], signed_elsewhere: Collection[str]
+    ancestor: Certificate, side: Sequence[Certificate], is_elsewhere: Callable[[str], bool]
 ) -> set[str]:
     """The peers on the rosters of this side's certificates, up to the first one that no majority of the roster before
-    it has signed, and that fewer members of it have signed than have not but are here and have signed something on the
-    other side (`signed_elsewhere`). One member that signs a made-up chain later cannot undo what another one did when
-    it was all that was left."""
+    it has signed, and that fewer members of it have signed than have not but are here and count for the other side
+    (`is_elsewhere`). One member that signs a made-up chain later cannot undo what another one did when it was all that
+    was left."""
     found = set[str]()
     for before, certificate in pairwise((ancestor, *side)):
         roster = before.plan.roster_set
         signers = roster & certificate.plan.signer_set
-        if 2 * len(signers) <= len(roster) and len((roster - signers).intersection(signed_elsewhere)) > len(
-            signers
-        ):
+        if 2 * len(signers) <= len(roster) and sum(map(is_elsewhere, roster - signers)) > len(signers):
             break
         found |= certificate.plan.roster_set
     return found
 
 
 def last_votes(side: Sequence[Certificate]) -> dict[str, tuple[int, int]]:
-    """By signer, when it signed this side last: (moves, attempt). An honest peer's only grow; a faulty one may order
-    its own signatures as it likes. An epoch would not do: who gives up a longer chain signs at earlier epochs from then
-    on."""
-    votes: dict[str, tuple[int, int]] = {}
-    for certificate in side:
-        for contributor in certificate.plan.contributors:
-            vote = contributor.work.moves, certificate.plan.attempt
-            votes[contributor.peer_id] = max(votes.get(contributor.peer_id, _NO_VOTE), vote)
-    return votes
+    """By signer, what it signed last on this side: (epoch, attempt)."""
+    return {p: (c.plan.epoch, c.plan.attempt) for c in side for p in c.plan.signers}
 
 
 def adoptable_prefix(

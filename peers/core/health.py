@@ -44,8 +44,8 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is live."""
-    in_started_run: bool = False
-    """It has announced a head whose certificate this peer holds: its run exists."""
+    known_head: str = ""
+    """The last head that it has announced and whose certificate this peer holds."""
     is_gone: bool = False
     """It has been lost for longer than `regain_s`."""
     at_head_at: float = 0.0
@@ -173,15 +173,16 @@ class Swarm:
             self._struck.discard(gone)
         return True
 
-    def certificate_arrived(self, head: str) -> None:
-        """This peer now holds the certificate of this head."""
+    def certificate_is_here(self, head: str) -> None:
+        """This peer holds the certificate of this head, which others may have announced."""
         for health in self._peers.values():
-            health.in_started_run = health.in_started_run or health.status.head == head
+            if health.status.head == head:
+                health.known_head = head
 
     def has_started_run(self) -> bool:
         """Whether any live peer is in a run that exists."""
         return any(
-            health.in_started_run and health.status.head and math.isinf(health.lost_at)
+            health.known_head and health.status.head and math.isinf(health.lost_at)
             for health in self._peers.values()
         )
 
@@ -297,9 +298,13 @@ class Swarm:
     def is_live(self, peer_id: str) -> bool:
         return peer_id in self._live
 
-    def is_here(self, peer_id: str) -> bool:
-        """Whether `peer_id` has been heard, and is not gone."""
-        return self.was_heard(peer_id) and not self.is_gone(peer_id)
+    def head_of(self, peer_id: str) -> str | None:
+        """The last head that `peer_id` has announced, of those whose certificates are here if there is any; empty if it
+        has none now; None if it is gone or was never heard."""
+        if not self.was_heard(peer_id) or self.is_gone(peer_id):
+            return None
+        health = self._peers[peer_id]
+        return health.status.head and (health.known_head or health.status.head)
 
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""

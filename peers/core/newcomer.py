@@ -7,7 +7,7 @@ so that a member that made commits with strangers alone cannot lead newcomers to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,10 +22,15 @@ class Best(NamedTuple):
     certificate: Certificate
     supporters: set[str]
     """The peers at its head, or at a head that follows it."""
+    in_run: set[str]
+    """The peers at any head of its run."""
 
 
-def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | None) -> Best | None:
-    """The best announced head whose certificates have arrived. `fetched`: certificate of the state being fetched."""
+def best_head(
+    chain: Chain, heads: Heads, head_of: Callable[[str], str | None], me: str, *, fetched: Certificate | None
+) -> Best | None:
+    """The best announced head whose certificates have arrived. `head_of`: as of
+    `prefers_theirs`. `fetched`: certificate of the state being fetched."""
     paths = {head: chain.path_back(head) for head in heads}
     # Paths that share a certificate begin with the same one. While a state is fetched, heads without known certificates
     # count for its run: otherwise two runs that commit in turn would take turns in seeming larger.
@@ -42,40 +47,50 @@ def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | Non
         return num_holders, first == fetched_run, num_signers, epoch, first
 
     best: Sequence[Certificate] = ()
-    live = {me, *(peer_id for holders in heads.values() for peer_id in holders)}
-    for head in runs[max(runs, key=rank)]:
-        best = _better_backed(best, paths[head], live)
+    run = runs[max(runs, key=rank)]
+    for head in run:
+        best = _better_backed(chain, best, paths[head], head_of)
     if not best:
         return None
     announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
     end = num_backed(best, announced[0], heads, me)
     newest = max(place for place in announced if place < end)
     supporters = {p for place in announced if place >= newest for p in heads[best[place].head]}
-    return Best(best[newest], supporters)
+    return Best(best[newest], supporters, {peer_id for head in run for peer_id in heads[head]})
 
 
 def _better_backed(
-    path: Sequence[Certificate], other: Sequence[Certificate], live: Collection[str]
+    chain: Chain,
+    path: Sequence[Certificate],
+    other: Sequence[Certificate],
+    head_of: Callable[[str], str | None],
 ) -> Sequence[Certificate]:
     """The better of two paths that begin alike: the longer one if it continues the other, else the one whose side a
     majority of the last common roster has signed, else the one that the Fork rule prefers."""
     shared = num_shared(path, other)
-    ours, theirs = tuple(path[shared:]), tuple(other[shared:])
-    if not ours or not theirs:
-        return other if theirs else path
-    ancestor = path[shared - 1]
-    ours_has_it, theirs_has_it = (has_majority(ancestor, side, live) for side in (ours, theirs))
+    if shared in (len(path), len(other)):
+        return max(path, other, key=len)
+    fork = Fork(path[shared - 1], tuple(path[shared:]), tuple(other[shared:]))
+    ours_has_it = has_majority(chain, fork.ancestor, fork.ours, fork.theirs, head_of)
+    theirs_has_it = has_majority(chain, fork.ancestor, fork.theirs, fork.ours, head_of)
     if ours_has_it != theirs_has_it:
         return other if theirs_has_it else path
-    return other if prefers_theirs(Fork(ancestor, ours, theirs), live.__contains__) else path
+    return other if prefers_theirs(chain, fork, head_of) else path
 
 
-def has_majority(ancestor: Certificate, path: Sequence[Certificate], live: Collection[str]) -> bool:
-    """Whether a majority of the ancestor's roster, as far as it is live, has signed on this path, which follows it. One
-    peer alone is none: it may be all that is left of an old roster."""
-    roster = ancestor.plan.roster_set.intersection(live)
-    supporters = roster.intersection(last_signed_at(path))
-    return 2 * len(supporters) > len(roster) and len(supporters) > 1
+def has_majority(
+    chain: Chain,
+    ancestor: Certificate,
+    side: Sequence[Certificate],
+    other: Sequence[Certificate],
+    head_of: Callable[[str], str | None],
+) -> bool:
+    """Whether a majority of the ancestor's roster, as far as it is here, has signed on this side, and no more than half
+    of those have moved to the other side. One peer alone is none: it may be all that is left of an old roster."""
+    heads = {peer_id: head for peer_id in ancestor.plan.roster_set if (head := head_of(peer_id)) is not None}
+    supporters = heads.keys() & last_signed_at(side).keys()
+    moved = [p for p in supporters if chain.is_or_follows(heads[p], other[0].head)]
+    return 2 * len(supporters) > len(heads) and len(supporters) > 1 and 2 * len(moved) <= len(supporters)
 
 
 def num_backed(

@@ -82,8 +82,7 @@ class Peer:
         self.timing = Timing.of(settings)
         self.swarm = Swarm(self.timing)
         self.chain = Chain()
-        # Incarnations are nanoseconds, so the next one is larger than any number of moves from this one on.
-        self.worker = Worker(moves=incarnation)
+        self.worker = Worker()
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
@@ -301,6 +300,8 @@ class Peer:
                 status = replace(status, offer=None)
         self.swarm.heard(peer_id, status, turn.now)
         if status.head:
+            if self.chain.get(status.head) is not None:
+                self.swarm.certificate_is_here(status.head)
             self._founding.heard_of_a_run(turn.now)
 
     def _take_certificates(self, sender: str, message: Certificates) -> None:
@@ -326,7 +327,7 @@ class Peer:
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
-            self.swarm.certificate_arrived(certificate.head)
+            self.swarm.certificate_is_here(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
         """Whether this peer is among the signers, or the plan follows its head and names a majority of that roster."""
@@ -565,7 +566,6 @@ class Peer:
         signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
         self.swarm.head_moved(turn.now, parent.head, signers, is_first=is_first)
         self.catch_up.head_moved()
-        self.worker.head_moved()
         self._head_since = turn.now
         self.round = Round(
             self._round_context,

@@ -9,7 +9,7 @@ import pytest
 
 from peers.core.chain import MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix
 from peers.core.chain import prefers_theirs as fork_rule
-from tests.unit.peers.core.made import chain_of, commit, genesis, members, work
+from tests.unit.peers.core.made import chain_of, commit, genesis, members
 
 GENESIS = genesis("abcde")
 
@@ -26,7 +26,8 @@ def fork(ours, theirs, ancestor=GENESIS) -> Fork:
 
 
 def prefers_theirs(fork: Fork, live="abcdefgxyz") -> bool:
-    return fork_rule(fork, live.__contains__)
+    """By signatures, as long as no announced head is known."""
+    return fork_rule(Chain(), fork, lambda peer_id: "unknown" if peer_id in live else None)
 
 
 def smaller_first(*certificates):
@@ -64,16 +65,46 @@ def test_a_member_counts_for_the_side_on_which_it_signed_last():
     assert not prefers_theirs(fork([gone_on], alone))
 
 
-def test_later_is_what_a_member_signed_after_more_moves_whatever_the_epoch_and_the_attempt():
-    # `abc` went on for 20 epochs, then gave that up for what `de` had made, and signed there at earlier epochs.
+def knowing(*sides) -> Chain:
+    """A chain that knows the certificates of all sides, and is on none of them."""
+    known = chain(GENESIS)
+    for certificate in itertools.chain(*sides):
+        known.add(certificate)
+    return known
+
+
+def prefers_where(ours, theirs, heads, *, third=()) -> bool:
+    """By where peers are. `heads`: by certificate, those that announce its head."""
+    at = {name: certificate.head for certificate, names in heads.items() for name in names}
+    return fork_rule(knowing(ours, theirs, third), fork(ours, theirs), at.get)
+
+
+def test_a_peer_counts_for_the_side_on_which_it_is_whatever_it_signed_before():
+    # `abc` went on for 20 epochs, then gave that up for what `de` had made.
     given_up, kept = chain_of(GENESIS, "abc", 20), [commit(GENESIS, "de")]
-    kept.append(commit(kept[-1], "abcde", works={name: work(based_on=1, moves=21) for name in "abc"}))
-    assert prefers_theirs(fork(given_up, kept))
-    assert not prefers_theirs(fork(kept, given_up))
-    # Nor does it help whoever comes back to what they gave up that it signs more there, alone.
+    assert prefers_where(given_up, kept, {kept[-1]: "abcde"})
+    assert not prefers_where(kept, given_up, {kept[-1]: "abcde"})
+    # One that went back alone, and signed more there, does not take the others with it.
     more = [*given_up, *chain_of(given_up[-1], "a", 9)]
-    assert not prefers_theirs(fork(kept, more))
-    assert prefers_theirs(fork([commit(GENESIS, "abc", attempt=9)], chain_of(GENESIS, "abc", 2)))
+    assert not prefers_where(kept, more, {kept[-1]: "bcde", more[-1]: "a"})
+    assert prefers_where(more, kept, {kept[-1]: "bcde", more[-1]: "a"})
+    # Those that have gone back to where the sides parted, or are not that far yet, count by what they signed.
+    assert prefers_where(kept, given_up, {GENESIS: "abc", kept[-1]: "de"})
+
+
+def test_a_peer_that_is_on_a_third_side_counts_for_neither_of_two():
+    """Else one that signs three sides could make each of them beat the next."""
+    one, other, third = (
+        [commit(GENESIS, "abc")],
+        [commit(GENESIS, "de")],
+        [commit(GENESIS, "a", salt="third")],
+    )
+    heads = {one[0]: "a", other[0]: "de", third[0]: "bc"}
+    assert prefers_where(one, other, heads, third=third)
+    assert not prefers_where(other, one, heads, third=third)
+    # Nor one that has no head any more.
+    at = {"a": one[0].head, "b": "", "c": "", "d": other[0].head, "e": other[0].head}
+    assert fork_rule(knowing(one, other), fork(one, other), at.get)
 
 
 def test_members_that_are_not_here_do_not_count_whoever_signs_for_them():

@@ -55,12 +55,24 @@ def test_whom_the_mesh_has_not_lost_is_not_silent_and_whom_it_has_lost_does_not_
 def test_who_has_sent_a_status_was_heard_also_once_it_is_gone():
     swarm = a_swarm("b")
     swarm.expect("c", 0.0)
-    assert [(swarm.was_heard(name), swarm.is_here(name)) for name in "bcz"] == [
+    assert [(swarm.was_heard(name), swarm.head_of(name) is not None) for name in "bcz"] == [
         (True, True),
         *[(False, False)] * 2,
     ]
     look(swarm, SILENCE_S + REGAIN_S)
-    assert [(swarm.was_heard(name), swarm.is_here(name)) for name in "bc"] == [(True, False), (False, False)]
+    assert [(swarm.was_heard(name), swarm.head_of(name)) for name in "bc"] == [(True, None), (False, None)]
+
+
+def test_a_peer_is_where_it_was_until_the_certificate_of_its_new_head_is_here():
+    swarm, next_head = a_swarm("b"), commit(HEAD, "b")
+    assert swarm.head_of("b") == HEAD.head
+    swarm.certificate_is_here(HEAD.head)
+    swarm.heard("b", status(next_head, sequence=2), 1.0)
+    assert swarm.head_of("b") == HEAD.head
+    swarm.certificate_is_here(next_head.head)
+    assert swarm.head_of("b") == next_head.head
+    swarm.heard("b", status(sequence=3), 2.0)
+    assert swarm.head_of("b") == ""
 
 
 @pytest.mark.parametrize("seed", range(20))
