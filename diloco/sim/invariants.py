@@ -55,6 +55,8 @@ class Invariants:
         self._began_to_reduce: dict[str, float] = {}
         """By peer id: when its last reduction began."""
         self._seen: set[tuple[str, str]] = set()
+        self._may_move: dict[str, str] = {}
+        """By peer id: the head that it fetches, if the Fork rule allowed it to move there when the fetch began."""
 
     def violated(self, text: str) -> None:
         raise InvariantViolated(f"at {self._clock.now:.3f} s: {text}")
@@ -171,15 +173,24 @@ class Invariants:
                 self._check_support(peer, self._truth.certificates[theirs.head])
         elif not split.theirs:
             self._check_rollback(me, split, certificate.head)
-        elif not self._truth.fork_rule_allows(
-            split,
-            lambda p: p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S),
-            self._liars,
-            self._clock.now,
-        ):
+        elif self._may_move.get(me) != certificate.head and not self._fork_rule_allows(me, split):
             self.violated(
                 f"{me} leaves {split.ours[-1].head[:6]} for {certificate.head[:6]} against the Fork rule"
             )
+
+    def begins_to_fetch(self, peer: VirtualPeer, certificate: Certificate) -> None:
+        """A fetch that has begun is not given up because peers come to another side meanwhile."""
+        state = self._truth.states.get(certificate.head)
+        split = split_between(peer.state, state) if peer.state is not None and state is not None else None
+        is_fork = split is not None and split.ancestor is not None and split.ours and split.theirs
+        may_move = is_fork and self._fork_rule_allows(peer.peer_id, split)
+        self._may_move[peer.peer_id] = certificate.head if may_move else ""
+
+    def _fork_rule_allows(self, me: str, split: Split) -> bool:
+        def is_heard(p: str) -> bool:
+            return p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S)
+
+        return self._truth.fork_rule_allows(split, is_heard, self._liars, self._clock.now)
 
     def _check_rollback(self, me: str, split: Split, head: str) -> None:
         """A majority of the roster stayed at the earlier head, and no majority has signed what came after it."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from diloco.sim.values import State
@@ -100,6 +101,8 @@ class Truth:
     """By peer id: since when it has held its head."""
     head_of: dict[str, str] = field(default_factory=dict)
     """By peer id: the head it holds."""
+    _held: dict[str, list[tuple[float, str]]] = field(default_factory=lambda: defaultdict(list))
+    """By peer id: every head that the peer has held, and since when."""
     _on_head: dict[Pair, tuple[float, float]] = field(default_factory=dict)
     """By (peer id, head): from when to when the peer last held this head."""
     left_until: dict[str, float] = field(default_factory=dict)
@@ -124,6 +127,7 @@ class Truth:
             self.contradictions.append(state.head)
         self.drops(peer.peer_id, now)
         self.head_of[peer.peer_id] = state.head
+        self._held[peer.peer_id].append((now, state.head))
         self._on_head[peer.peer_id, state.head] = (now, math.inf)
         self._took_part[peer.peer_id, state.head] = []
         self.takes_part(peer.peer_id, now)
@@ -191,28 +195,28 @@ class Truth:
         return sum(map(counts, roster | taken_in)) >= 0
 
     def _may_count(self, split: Split, peer_id: str, is_heard: bool, now: float) -> set[int]:
-        """What an honest peer may count as: 1, 0 or -1. It counts for the side on which it is once the others know that
-        it has come there, and what it signed until they know its newest head."""
+        """What an honest peer may count as: 1, 0 or -1. It counts for the side on which it was last, once the others
+        know that it has come there; and for what it signed while that is before the split, or if it has been there
+        before."""
         ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
         by_signatures = (theirs > ours) - (ours > theirs)
-        began = {
-            side: min(
-                (self._on_head.get((peer_id, s.head), (math.inf, 0.0))[0] for s in states), default=math.inf
-            )
-            for side, states in ((-1, split.ours), (1, split.theirs))
-        }
-        head = self.head_of.get(peer_id, "")
-        sides = [
-            side
-            for side, states in ((-1, split.ours), (1, split.theirs))
-            if self._follows(head, states[0].head)
-        ]
-        if not is_heard or not sides or began[sides[0]] > now - TOLD_S:
-            return {0, by_signatures, *(side for side, at in began.items() if at < math.inf)}
-        return {sides[0]}
+        held = self._held[peer_id]
+        sides = [self._side_of(head, split) for _, head in held]
+        known = sum(since <= now - TOLD_S for since, _ in held)
+        moves = [side for side, _ in groupby(sides)]
+        may = {by_signatures if side is None else side for side in sides[max(0, known - 1) :]}
+        if not known or len(set(moves)) < len(moves) or peer_id not in self.head_of:
+            may.add(by_signatures)
+        return may if is_heard else may | {0, by_signatures}
 
-    def _follows(self, head: str, earlier: str) -> bool:
-        return any(state.head == earlier for state in _back_from(self.states.get(head)))
+    def _side_of(self, head: str, split: Split) -> int | None:
+        """1: theirs, -1: ours, 0: a third one; None: not beyond the split."""
+        assert split.ancestor is not None
+        back = [state.head for state in _back_from(self.states[head])]
+        for side, states in ((-1, split.ours), (1, split.theirs)):
+            if states[0].head in back:
+                return side
+        return 0 if split.ancestor.head in back[1:] else None
 
     def _taken_in(
         self, side: Sequence[State], roster: frozenset[str], contests: Callable[[str], bool]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from peers.core.chain import Chain, Fork, adoptable_prefix, num_shared, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
-from peers.core.newcomer import Heads, best_head
+from peers.core.newcomer import Best, Heads, best_head, best_in, runs
 from peers.core.plans import fault_of_successor, is_quorum
 from peers.core.settings import Settings
 from peers.core.timing import Timing
@@ -87,8 +87,6 @@ class CatchUp:
             self._heads_since = turn.now
         if not can_fetch:
             return False
-        if self.target is not None and not self._is_still_preferred(self.target.head):
-            self.end()
         path = self._best_path(turn, heads, has_worker)
         if len(path) == 1 and path[0].plan.parent == self.chain.head and path[0].plan.attempt < voting_on:
             # The attempt that this peer voted on is later: if it succeeds too, it wins, with the same work.
@@ -137,11 +135,6 @@ class CatchUp:
         return not forks_at_own_head or self._prefers_theirs(
             Fork(self.chain.newest, (certificate,), self.path)
         )
-
-    def _is_still_preferred(self, head: str) -> bool:
-        """False if the fetched state is on another side of a fork, and peers have moved to this peer's side since."""
-        fork = self._fork_in_own_run(head)
-        return fork is None or not (fork.ours and fork.theirs) or self._prefers_theirs(fork)
 
     def head_moved(self) -> None:
         self._asked.clear()
@@ -258,7 +251,7 @@ class CatchUp:
             was_heard=lambda peer_id: peer_id == self.me or self.swarm.was_heard(peer_id),
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
             is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
-            is_gone=self.swarm.is_gone,
+            is_gone=lambda peer_id: self.swarm.is_gone(peer_id) or self._is_on(peer_id, fork.ours),
             is_sound=self._is_sound,
         )
         if not part or (fork.ours and not self._prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
@@ -290,6 +283,9 @@ class CatchUp:
         status = self.swarm.status(peer_id)
         return status.head if status is not None else ""
 
+    def _is_on(self, peer_id: str, side: Sequence[Certificate]) -> bool:
+        return bool(side) and self.chain.is_or_follows(self._head_of(peer_id), side[0].head)
+
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
         key = certificate.head
         if key not in self._sound:
@@ -305,8 +301,23 @@ class CatchUp:
         return None if fork is None or (fork.theirs and fork.theirs[0].is_genesis) else fork
 
     def _path_to_another_run(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """The path to the head where a newcomer would go (newcomer.py) among the heads that have no known common
-        ancestor with this peer's chain, if this peer should leave its run for that one.
+        """The path to a head that has no known common ancestor with this peer's chain, if this peer should leave its
+        run for that one: of the largest such run, the head that a newcomer would go to (newcomer.py)."""
+        # A newcomer's own chain begins with its first head, but it may know older ones.
+        others = {
+            head: holders
+            for head, holders in heads.items()
+            if self.chain.get(head) is not None
+            and self._fork_in_own_run(head) is None
+            and not self.chain.follows(self.chain.head, head)
+        }
+        for run in runs(self.chain, others):
+            if (best := best_in(run, self.chain, self)) is not None and self._gives_way_to(turn, run, best):
+                return (best.certificate,)
+        return ()
+
+    def _gives_way_to(self, turn: Turn, run: Heads, best: Best) -> bool:
+        """Whether this peer leaves its run for another one, with which it has no known past in common.
 
         Members of this peer's roster decide: those that are in the other run against those still here, this peer
         included. On a tie it goes if the other genesis is unknown or its own run gives way. If no member went there and
@@ -315,45 +326,31 @@ class CatchUp:
         since they would not come here. Else, alike on both sides, a run without commits gives way, then one whose
         genesis is known, then the greater genesis hash, then the greater head; but a founder with followers stays.
         """
-        own, chain = self.chain.newest, self.chain
-        # A newcomer's own chain begins with its first head, but it may know older ones.
-        others = {
-            head: holders
-            for head, holders in heads.items()
-            if self._fork_in_own_run(head) is None and not chain.follows(own.head, head)
-        }
-        best = best_head(chain, others, self._head_if_here, self.me, fetched=self.target) if others else None
-        if best is None:
-            return ()
-        head, holders = best.certificate.head, best.in_run
-        path = chain.path_back(head)
-        if not (path[0].is_genesis or self._are_without(holders, path[0].plan.parent)):
-            return ()
+        own, target = self.chain.newest, best.certificate
+        first = self.chain.path_back(target.head)[0]
+        holders = {peer_id for peers in run.values() for peer_id in peers}
+        if not first.is_genesis and not all(self._is_unknown_to(p, first.plan.parent) for p in holders):
+            return False
         roster = own.plan.roster_set - {self.me}
         switched = roster & holders
-        theirs = path[0].head if path[0].is_genesis else ""
-        place, own_place = (path[-1].is_genesis, theirs, head), (own.is_genesis, chain.genesis, own.head)
-        is_before = place < own_place
+        theirs = first.head if first.is_genesis else ""
+        place = target.is_genesis, theirs, target.head
+        own_place = own.is_genesis, self.chain.genesis, own.head
         # Peers that followed a founder to its genesis become members only with its first commit.
         is_founder = own.is_genesis and self.me in own.plan.roster_set
         is_followed = is_founder and not (holders | roster).issuperset(self.swarm.live_at(own.head))
-        gives_way = len(holders & path[-1].plan.roster_set) > 1 or (is_before and not is_followed)
+        gives_way = len(holders & target.plan.roster_set) > 1 or (place < own_place and not is_followed)
         if switched:
             objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
             lead = len(switched) - 1 - len(objectors)
-            wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or gives_way))
-            may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
-        else:
-            is_known = not chain.former_members.keys().isdisjoint(heads[head])
-            wins = gives_way and (own.is_genesis or is_known)
-            may_go = all(map(self.swarm.is_gone, roster))
-        return tuple(path[-1:]) if may_go and wins else ()
-
-    def _are_without(self, holders: set[str], head: str) -> bool:
-        """Whether there are holders, and all of them have answered that they do not know this head."""
-        return bool(holders) and all(self._is_unknown_to(peer_id, head) for peer_id in holders)
+            wins = lead > 0 or (lead == 0 and (not first.is_genesis or gives_way))
+            return wins and all(self.swarm.is_off_head(p, turn) for p in switched)
+        is_known = not self.chain.former_members.keys().isdisjoint(best.supporters)
+        wins = gives_way and (own.is_genesis or is_known)
+        return wins and all(map(self.swarm.is_gone, roster))
 
     def _is_unknown_to(self, peer_id: str, head: str) -> bool:
+        """Whether this peer has answered that it does not know this head."""
         return self._asked.get(peer_id, {}).get(head) == math.inf
 
     def newest_of_largest_run(self, turn: Turn) -> Certificate | None:
@@ -367,7 +364,7 @@ class CatchUp:
         if not heads or self._heads_since is None:
             return ()
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
-        best = best_head(self.chain, heads, self._head_if_here, self.me, fetched=self.target)
+        best = best_head(self.chain, heads, self, fetched=self.target)
         if best is None:
             return ()
         is_agreed = len(best.supporters) > 1 and is_quorum(best.supporters, best.certificate, 0.5)
@@ -386,9 +383,10 @@ class CatchUp:
         return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
     def _prefers_theirs(self, fork: Fork) -> bool:
-        return prefers_theirs(self.chain, fork, self._head_if_here)
+        return prefers_theirs(self.chain, fork, self)
 
-    def _head_if_here(self, peer_id: str) -> str | None:
-        if peer_id == self.me:
-            return self.chain.head
-        return self.swarm.head_of(peer_id)
+    def is_here(self, peer_id: str) -> bool:
+        return peer_id == self.me or self.swarm.is_here(peer_id)
+
+    def known_heads(self, peer_id: str) -> Sequence[str]:
+        return (self.chain.head,) if peer_id == self.me else self.swarm.known_heads(peer_id)

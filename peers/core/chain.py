@@ -3,13 +3,15 @@
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer that is here
-counts once, for the chain that its announced head is on, if it is on the roster that the chains share or was taken in
-since, on either chain (`_taken_in`). Whoever has not moved on from before the split counts for the chain on which it
-signed last (`last_votes`). The chain with more of them wins. On a tie, all members of the shared roster count, also
-those that are gone, by their signatures; on another tie, the chain whose first certificate after the split has the
-smaller hash wins. Tokens and length do not count. A peer moves only to where more peers are, or equally many, so that
-moves come to an end. Peers that are gone do not count at first, since those that come together later have not all heard
-them, and some may never have existed.
+counts once, for the chain that it is on by the last head that it has announced, if it is on the roster that the chains
+share or was taken in since, on either chain (`_taken_in`). Whoever is not known to be beyond the split, or comes back
+to a chain that it had left, counts for the chain on which it signed last (`last_votes`). The chain with more of them
+wins. On a tie, members of the shared roster that are gone count as well, by their signatures; on another tie, the chain
+whose first certificate after the split has the smaller hash wins. Tokens and length do not count. Peers that are gone
+do not count at first, since those that come together later have not all heard them, and some may never have existed.
+
+Honest peers move only to where more peers are, or equally many, so that moves come to an end; a peer that says now this
+and now that about itself soon counts by its signatures.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Protocol
 
 from peers.protocol.certificates import Certificate
 from peers.protocol.limits import MAX_CERTIFICATES_BYTES
@@ -27,6 +30,8 @@ MAX_OWN = 256
 RECENT_COMMITS = 16
 """How many of the newest commits `Chain.is_faultless` covers."""
 MAX_FORMER_MEMBERS = 4096
+MAX_MOVES = 16
+"""A peer that has moved to other sides of forks more often counts by its signatures."""
 _NO_VOTE = (-1, -1)
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
@@ -210,9 +215,19 @@ class Chain:
         return count
 
 
-def prefers_theirs(chain: Chain, fork: Fork, head_of: Callable[[str], str | None]) -> bool:
-    """The Fork rule: whether their chain wins over ours. `head_of`: the announced head of a peer that has been heard
-    and is not gone, empty if it has none; None: of any other peer.
+class Whereabouts(Protocol):
+    """What is known of other peers, and of this one."""
+
+    def is_here(self, peer_id: str) -> bool:
+        """Whether the peer has been heard, and is not gone."""
+
+    def known_heads(self, peer_id: str) -> Sequence[str]:
+        """The heads that the peer has announced and whose certificates are known, oldest first, without those that the
+        next one follows: more than one if it has moved to another side of a fork."""
+
+
+def prefers_theirs(chain: Chain, fork: Fork, where: Whereabouts) -> bool:
+    """The Fork rule: whether their chain wins over ours.
 
     Without those taken in since, a peer that once had the roster to itself could rewrite all that came later.
     diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
@@ -223,27 +238,30 @@ def prefers_theirs(chain: Chain, fork: Fork, head_of: Callable[[str], str | None
 
     @cache
     def side_of(head: str) -> int | None:
-        """The side that this head is on, 0 if it is on neither; None if it is not known, or not beyond the split."""
-        if head and (chain.get(head) is None or chain.is_or_follows(fork.ancestor.head, head)):
-            return None
-        return next((sides[each] for each in chain.back_from(head) if each in sides), 0)
+        """1: theirs, -1: ours, 0: a third one; None: unknown, or not beyond the split."""
+        for each in chain.back_from(head):
+            if each in sides:
+                return sides[each]
+            if each == fork.ancestor.head and each != head:
+                return 0
+        return None
 
+    @cache
     def vote(peer_id: str) -> int:
         """1: for theirs, -1: for ours, 0: for neither."""
-        head = head_of(peer_id)
-        if head is not None and (side := side_of(head)) is not None:
-            return side
+        been_on = [side_of(head) for head in where.known_heads(peer_id)]
+        if where.is_here(peer_id) and been_on and (side := been_on[-1]) is not None:
+            since = been_on[been_on.index(side) :]
+            if len(been_on) <= MAX_MOVES and set(since) == {side}:
+                return side
         ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
         # For neither if both its last votes are alike, which those of an honest peer never are.
         return (theirs > ours) - (ours > theirs)
 
-    def is_here(peer_id: str) -> bool:
-        return head_of(peer_id) is not None
-
     shared = fork.ancestor.plan.roster_set
-    taken_in = _taken_in(fork.ancestor, fork.ours, lambda p: is_here(p) and vote(p) > 0)
-    taken_in |= _taken_in(fork.ancestor, fork.theirs, lambda p: is_here(p) and vote(p) < 0)
-    for voters in filter(is_here, shared | taken_in), shared:
+    taken_in = _taken_in(fork.ancestor, fork.ours, lambda p: where.is_here(p) and vote(p) > 0)
+    taken_in |= _taken_in(fork.ancestor, fork.theirs, lambda p: where.is_here(p) and vote(p) < 0)
+    for voters in filter(where.is_here, shared | taken_in), shared:
         if lead := sum(map(vote, voters)):
             return lead > 0
     return fork.theirs[0].head < fork.ours[0].head
@@ -267,7 +285,7 @@ def _taken_in(
 
 
 def last_votes(side: Sequence[Certificate]) -> dict[str, tuple[int, int]]:
-    """By signer, what it signed last on this side: (epoch, attempt)."""
+    """By signer, the highest epoch, and the attempt there, that it has signed on this side."""
     return {p: (c.plan.epoch, c.plan.attempt) for c in side for p in c.plan.signers}
 
 
@@ -295,9 +313,9 @@ def adoptable_prefix(
     - this peer has signed it, or its signers have been off the parent's head for so long (`is_off_head`) that this peer
       could have committed without them;
     - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
-      needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers outside the roster may
-      continue from its state. It also counts as gone if this peer continued from there, too (`ours`), and no member
-      objects: one of the two continuations has to give way.
+      needed if the whole roster is gone (`is_gone`) or on our side, and this peer was not in it or is there as well:
+      then peers outside the roster may continue from its state. It also counts as gone if this peer continued from
+      there, too (`ours`), and no member objects: one of the two continuations has to give way.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
@@ -315,7 +333,8 @@ def adoptable_prefix(
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
         gives_way = before is fork.ancestor and bool(fork.ours) and not objectors
-        is_succession = me not in roster and (gives_way or all(map(is_gone, roster)))
+        has_left = me not in roster or (bool(fork.ours) and before is not fork.ancestor)
+        is_succession = has_left and (gives_way or all(map(is_gone, roster - {me})))
         is_backed = sum(map(was_heard, signers)) >= len(objectors)
         is_minority_enough = is_backed and is_due and (supporters or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):

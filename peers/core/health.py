@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, ItemsView, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, ItemsView, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from peers.core.chain import MAX_MOVES, Chain
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
@@ -44,8 +45,8 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is live."""
-    known_head: str = ""
-    """The last head that it has announced and whose certificate this peer holds."""
+    known_heads: list[str] = field(default_factory=list)
+    """As of `chain.Whereabouts`."""
     is_gone: bool = False
     """It has been lost for longer than `regain_s`."""
     at_head_at: float = 0.0
@@ -173,16 +174,17 @@ class Swarm:
             self._struck.discard(gone)
         return True
 
-    def certificate_is_here(self, head: str) -> None:
-        """This peer holds the certificate of this head, which others may have announced."""
-        for health in self._peers.values():
-            if health.status.head == head:
-                health.known_head = head
+    def is_at(self, peer_id: str, head: str, chain: Chain) -> None:
+        """`peer_id` has announced this head, whose certificate this peer holds."""
+        known = [each for each in self._peers[peer_id].known_heads if chain.get(each) is not None]
+        if known and chain.is_or_follows(head, known[-1]):
+            known.pop()
+        self._peers[peer_id].known_heads = [*known[:MAX_MOVES], head]
 
     def has_started_run(self) -> bool:
         """Whether any live peer is in a run that exists."""
         return any(
-            health.known_head and health.status.head and math.isinf(health.lost_at)
+            health.known_heads and health.status.head and math.isinf(health.lost_at)
             for health in self._peers.values()
         )
 
@@ -298,13 +300,12 @@ class Swarm:
     def is_live(self, peer_id: str) -> bool:
         return peer_id in self._live
 
-    def head_of(self, peer_id: str) -> str | None:
-        """The last head that `peer_id` has announced, of those whose certificates are here if there is any; empty if it
-        has none now; None if it is gone or was never heard."""
-        if not self.was_heard(peer_id) or self.is_gone(peer_id):
-            return None
-        health = self._peers[peer_id]
-        return health.status.head and (health.known_head or health.status.head)
+    def is_here(self, peer_id: str) -> bool:
+        return self.was_heard(peer_id) and not self.is_gone(peer_id)
+
+    def known_heads(self, peer_id: str) -> Sequence[str]:
+        health = self._peers.get(peer_id)
+        return health.known_heads if health is not None else ()
 
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""

@@ -7,11 +7,12 @@ so that a member that made commits with strangers alone cannot lead newcomers to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from peers.core.chain import Chain, Fork, last_signed_at, num_shared, prefers_theirs
+from peers.core.chain import Chain, Fork, Whereabouts, last_signed_at, num_shared, prefers_theirs
 from peers.protocol.certificates import Certificate
 
 Heads = dict[str, list[str]]
@@ -22,48 +23,55 @@ class Best(NamedTuple):
     certificate: Certificate
     supporters: set[str]
     """The peers at its head, or at a head that follows it."""
-    in_run: set[str]
-    """The peers at any head of its run."""
 
 
-def best_head(
-    chain: Chain, heads: Heads, head_of: Callable[[str], str | None], me: str, *, fetched: Certificate | None
-) -> Best | None:
-    """The best announced head whose certificates have arrived. `head_of`: as of
-    `prefers_theirs`. `fetched`: certificate of the state being fetched."""
+class Newcomer(Whereabouts, Protocol):
+    """What is known of other peers, and this peer's id."""
+
+    me: str
+
+
+def best_head(chain: Chain, heads: Heads, newcomer: Newcomer, *, fetched: Certificate | None) -> Best | None:
+    """The best announced head whose certificates have arrived. `fetched`: certificate of the state being fetched."""
+    return best_in(runs(chain, heads, fetched)[0], chain, newcomer)
+
+
+def runs(chain: Chain, heads: Heads, fetched: Certificate | None = None) -> list[Heads]:
+    """The announced heads by run, the largest run first."""
     paths = {head: chain.path_back(head) for head in heads}
     # Paths that share a certificate begin with the same one. While a state is fetched, heads without known certificates
     # count for its run: otherwise two runs that commit in turn would take turns in seeming larger.
     fetched_run = next(iter(chain.path_back(fetched.head)), fetched).head if fetched is not None else ""
-    runs: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for head, path in paths.items():
-        runs.setdefault(path[0].head if path else fetched_run or head, []).append(head)
+        found.setdefault(path[0].head if path else fetched_run or head, []).append(head)
 
     def rank(first: str) -> tuple[int, bool, int, int, str]:
-        num_holders = sum(len(heads[head]) for head in runs[first])
-        plans = [paths[head][-1].plan for head in runs[first] if paths[head]]
+        num_holders = sum(len(heads[head]) for head in found[first])
+        plans = [paths[head][-1].plan for head in found[first] if paths[head]]
         num_signers, epoch = max(((len(plan.signers), plan.epoch) for plan in plans), default=(0, 0))
         # A fetch that has begun is not given up for a run that is no larger.
         return num_holders, first == fetched_run, num_signers, epoch, first
 
+    return [{head: heads[head] for head in found[first]} for first in sorted(found, key=rank, reverse=True)]
+
+
+def best_in(run: Heads, chain: Chain, newcomer: Newcomer) -> Best | None:
+    """The best head of one run; None if none of its certificates has arrived."""
     best: Sequence[Certificate] = ()
-    run = runs[max(runs, key=rank)]
     for head in run:
-        best = _better_backed(chain, best, paths[head], head_of)
+        best = _better_backed(chain, best, chain.path_back(head), newcomer)
     if not best:
         return None
-    announced = [place for place, certificate in enumerate(best) if certificate.head in heads]
-    end = num_backed(best, announced[0], heads, me)
+    announced = [place for place, certificate in enumerate(best) if certificate.head in run]
+    end = num_backed(best, announced[0], run, newcomer.me)
     newest = max(place for place in announced if place < end)
-    supporters = {p for place in announced if place >= newest for p in heads[best[place].head]}
-    return Best(best[newest], supporters, {peer_id for head in run for peer_id in heads[head]})
+    supporters = {p for place in announced if place >= newest for p in run[best[place].head]}
+    return Best(best[newest], supporters)
 
 
 def _better_backed(
-    chain: Chain,
-    path: Sequence[Certificate],
-    other: Sequence[Certificate],
-    head_of: Callable[[str], str | None],
+    chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate], where: Whereabouts
 ) -> Sequence[Certificate]:
     """The better of two paths that begin alike: the longer one if it continues the other, else the one whose side a
     majority of the last common roster has signed, else the one that the Fork rule prefers."""
@@ -71,26 +79,23 @@ def _better_backed(
     if shared in (len(path), len(other)):
         return max(path, other, key=len)
     fork = Fork(path[shared - 1], tuple(path[shared:]), tuple(other[shared:]))
-    ours_has_it = has_majority(chain, fork.ancestor, fork.ours, fork.theirs, head_of)
-    theirs_has_it = has_majority(chain, fork.ancestor, fork.theirs, fork.ours, head_of)
+    back = Fork(fork.ancestor, fork.theirs, fork.ours)
+    ours_has_it, theirs_has_it = has_majority(chain, fork, where), has_majority(chain, back, where)
     if ours_has_it != theirs_has_it:
         return other if theirs_has_it else path
-    return other if prefers_theirs(chain, fork, head_of) else path
+    return other if prefers_theirs(chain, fork, where) else path
 
 
-def has_majority(
-    chain: Chain,
-    ancestor: Certificate,
-    side: Sequence[Certificate],
-    other: Sequence[Certificate],
-    head_of: Callable[[str], str | None],
-) -> bool:
-    """Whether a majority of the ancestor's roster, as far as it is here, has signed on this side, and no more than half
-    of those have moved to the other side. One peer alone is none: it may be all that is left of an old roster."""
-    heads = {peer_id: head for peer_id in ancestor.plan.roster_set if (head := head_of(peer_id)) is not None}
-    supporters = heads.keys() & last_signed_at(side).keys()
-    moved = [p for p in supporters if chain.is_or_follows(heads[p], other[0].head)]
-    return 2 * len(supporters) > len(heads) and len(supporters) > 1 and 2 * len(moved) <= len(supporters)
+def has_majority(chain: Chain, fork: Fork, where: Whereabouts) -> bool:
+    """Whether a majority of the common roster, as far as it is here, has signed on our side, and no more than half of
+    those have moved to theirs. One peer alone is none: it may be all that is left of an old roster."""
+    roster = set(filter(where.is_here, fork.ancestor.plan.roster_set))
+    supporters = roster & last_signed_at(fork.ours).keys()
+    heads = [known[-1] for p in supporters if (known := where.known_heads(p))]
+    num_moved = sum(
+        num for head, num in Counter(heads).items() if chain.is_or_follows(head, fork.theirs[0].head)
+    )
+    return 2 * len(supporters) > len(roster) and len(supporters) > 1 and 2 * num_moved <= len(supporters)
 
 
 def num_backed(

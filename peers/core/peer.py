@@ -301,7 +301,7 @@ class Peer:
         self.swarm.heard(peer_id, status, turn.now)
         if status.head:
             if self.chain.get(status.head) is not None:
-                self.swarm.certificate_is_here(status.head)
+                self.swarm.is_at(peer_id, status.head, self.chain)
             self._founding.heard_of_a_run(turn.now)
 
     def _take_certificates(self, sender: str, message: Certificates) -> None:
@@ -327,7 +327,8 @@ class Peer:
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
-            self.swarm.certificate_is_here(certificate.head)
+            for peer_id in self.swarm.live_at(certificate.head):
+                self.swarm.is_at(peer_id, certificate.head, self.chain)
 
     def _concerns_me(self, plan: Plan) -> bool:
         """Whether this peer is among the signers, or the plan follows its head and names a majority of that roster."""

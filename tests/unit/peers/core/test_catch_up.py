@@ -507,3 +507,17 @@ def test_whoever_is_heard_first_after_an_outage_cannot_undo_what_a_majority_has_
     for _ in range(20):
         a.run(1)
     assert {forge.head for forge in forged}.isdisjoint(fetched_heads(a))
+
+
+def test_members_that_begin_anew_count_where_they_were_last():
+    """Else one liar could take their place: `d` is all that is left of abcd, and `z` forks off an earlier head."""
+    first = genesis("abcdz")
+    way = [first, *chain_of(first, "abcd", 9)]
+    forgeries = (commit(way[3], "z", attempt=7, salt=salt) for salt in range(1000))
+    forged = next(forged for forged in forgeries if forged.head < way[4].head)
+    d = Driven.at(first, "abcz", me="d")
+    d.come_to(way[1:], "abc")
+    d.announce(None, "abc", phase="waiting")
+    d.announce(forged, "z")
+    d.run(120)
+    assert forged.head not in fetched_heads(d)

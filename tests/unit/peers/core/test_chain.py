@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -25,9 +26,23 @@ def fork(ours, theirs, ancestor=GENESIS) -> Fork:
     return Fork(ancestor, tuple(ours), tuple(theirs))
 
 
+@dataclass
+class Heard:
+    """`here`: the peers that are here. `heads`: by peer, the known heads that it has announced."""
+
+    here: Collection[str] = "abcdefgxyz"
+    heads: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def is_here(self, peer_id: str) -> bool:
+        return peer_id in self.here
+
+    def known_heads(self, peer_id: str) -> Sequence[str]:
+        return self.heads.get(peer_id, ())
+
+
 def prefers_theirs(fork: Fork, live="abcdefgxyz") -> bool:
     """By signatures, as long as no announced head is known."""
-    return fork_rule(Chain(), fork, lambda peer_id: "unknown" if peer_id in live else None)
+    return fork_rule(Chain(), fork, Heard(live))
 
 
 def smaller_first(*certificates):
@@ -73,23 +88,38 @@ def knowing(*sides) -> Chain:
     return known
 
 
-def prefers_where(ours, theirs, heads, *, third=()) -> bool:
-    """By where peers are. `heads`: by certificate, those that announce its head."""
-    at = {name: certificate.head for certificate, names in heads.items() for name in names}
-    return fork_rule(knowing(ours, theirs, third), fork(ours, theirs), at.get)
+def prefers_where(ours, theirs, been_at, *, here="abcdef", third=()) -> bool:
+    """By where peers are. `been_at`: by peers, the certificates that they have announced, oldest first."""
+    heads = {
+        name: [certificate.head for certificate in at] for names, at in been_at.items() for name in names
+    }
+    return fork_rule(knowing(ours, theirs, third), fork(ours, theirs), Heard(here, heads))
 
 
 def test_a_peer_counts_for_the_side_on_which_it_is_whatever_it_signed_before():
     # `abc` went on for 20 epochs, then gave that up for what `de` had made.
     given_up, kept = chain_of(GENESIS, "abc", 20), [commit(GENESIS, "de")]
-    assert prefers_where(given_up, kept, {kept[-1]: "abcde"})
-    assert not prefers_where(kept, given_up, {kept[-1]: "abcde"})
+    moved = [given_up[-1], kept[-1]]
+    assert prefers_where(given_up, kept, {"abc": moved, "de": kept})
+    assert not prefers_where(kept, given_up, {"abc": moved, "de": kept})
     # One that went back alone, and signed more there, does not take the others with it.
     more = [*given_up, *chain_of(given_up[-1], "a", 9)]
-    assert not prefers_where(kept, more, {kept[-1]: "bcde", more[-1]: "a"})
-    assert prefers_where(more, kept, {kept[-1]: "bcde", more[-1]: "a"})
+    back = {"a": [*moved, more[-1]], "bc": moved, "de": kept}
+    assert not prefers_where(kept, more, back)
+    assert prefers_where(more, kept, back)
     # Those that have gone back to where the sides parted, or are not that far yet, count by what they signed.
-    assert prefers_where(kept, given_up, {GENESIS: "abc", kept[-1]: "de"})
+    assert prefers_where(kept, given_up, {"abc": [given_up[-1], GENESIS], "de": kept})
+
+
+def test_a_peer_that_comes_back_to_the_side_that_it_had_left_counts_by_its_signatures():
+    """Else one that says now this and now that could make the others change places for ever."""
+    one, other = [commit(GENESIS, "abz")], [commit(GENESIS, "cde")]
+    for been_at in ([one[0]], [other[0], one[0]]):
+        assert prefers_where(other, one, {"ab": one, "cd": other, "z": been_at}, here="abcdz")
+    for been_at in ([other[0]], [one[0], other[0]], [one[0], GENESIS, other[0]]):
+        assert prefers_where(one, other, {"ab": one, "cd": other, "z": been_at}, here="abcdz")
+    for been_at in ([other[0], one[0], other[0]], [other[0], GENESIS, other[0]]):
+        assert prefers_where(other, one, {"ab": one, "cd": other, "z": been_at}, here="abcdz")
 
 
 def test_a_peer_that_is_on_a_third_side_counts_for_neither_of_two():
@@ -99,12 +129,16 @@ def test_a_peer_that_is_on_a_third_side_counts_for_neither_of_two():
         [commit(GENESIS, "de")],
         [commit(GENESIS, "a", salt="third")],
     )
-    heads = {one[0]: "a", other[0]: "de", third[0]: "bc"}
-    assert prefers_where(one, other, heads, third=third)
-    assert not prefers_where(other, one, heads, third=third)
-    # Nor one that has no head any more.
-    at = {"a": one[0].head, "b": "", "c": "", "d": other[0].head, "e": other[0].head}
-    assert fork_rule(knowing(one, other), fork(one, other), at.get)
+    been_at = {"a": one, "de": other, "bc": third}
+    assert prefers_where(one, other, been_at, third=third)
+    assert not prefers_where(other, one, been_at, third=third)
+
+
+def test_a_peer_whose_certificates_have_a_gap_counts_by_what_it_signed():
+    ours, theirs = chain_of(GENESIS, "abc", 9), chain_of(GENESIS, "z", 1, salt="alone")
+    known = knowing(ours[:3], ours[6:], theirs)
+    heads = {"z": [theirs[0].head]} | {name: [ours[2].head, ours[-1].head] for name in "abc"}
+    assert not fork_rule(known, fork(ours[:3], theirs), Heard("abcdz", heads))
 
 
 def test_members_that_are_not_here_do_not_count_whoever_signs_for_them():

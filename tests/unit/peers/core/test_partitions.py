@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from diloco.sim.schedules import lost_pieces
 from diloco.sim.truth import split_between
-from peers.protocol.messages import Propose
+from peers.protocol.messages import Message, Propose, Status
 from tests.unit.peers.core.swarm import Swarm, founded
 
 
@@ -133,3 +134,31 @@ def test_who_gave_up_a_longer_chain_stays_where_it_went_though_somebody_brings_t
         swarm.heal("x", name)
     assert swarm.run_until(lambda: len(swarm.heads()) == 1, 30)
     assert [gave_up(swarm, side) for side in (losers, winners, "x")] == [3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("says", "fetch_s"),
+    [("now this, now that", 1.0), ("now this, now that", 5.0), ("each the other", 2.0)],
+)
+def test_a_liar_that_says_it_is_on_this_side_and_on_that_does_not_keep_two_sides_apart(says, fetch_s):
+    swarm = founded("abcdefz")
+    swarm.liars = swarm.invariants._liars = frozenset("z")
+    swarm.partition("abcz", "def")
+    swarm.run(40)
+    swarm.downloads.fetch_s = (fetch_s, fetch_s)
+
+    def tamper(sender: str, to: str, message: Message) -> Message:
+        is_one = swarm["a"].machine.head == swarm["d"].machine.head
+        if sender != "z" or is_one or not isinstance(message, Status):
+            return message
+        by_time, by_listener = "ad"[int(swarm.now / 2) % 2], "d" if to in "abc" else "a"
+        peer = swarm[by_listener if says == "each the other" else by_time].machine
+        return replace(message, head=peer.head, epoch=peer.epoch, work=None, phase="training")
+
+    swarm.tamper = tamper
+    swarm.heal_partition("abcz", "def")
+    swarm.run(60)
+    before = {name: swarm[name].machine.epoch for name in "abcdef"}
+    swarm.run(30)
+    assert min(swarm[name].machine.epoch - before[name] for name in "abcdef") >= 3
+    assert len({swarm[name].machine.head for name in "abcdef"}) == 1

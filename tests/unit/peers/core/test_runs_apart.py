@@ -265,3 +265,23 @@ def test_a_former_member_at_an_old_head_opens_no_door_for_strangers_on_top_of_it
     a.announce(lie, "yz")
     a.run(60)
     assert lie.head not in fetched_heads(a)
+
+
+@pytest.mark.parametrize("strangers", ["", "vxy"])
+def test_a_peer_goes_to_the_run_of_its_partner_though_strangers_have_a_larger_one(strangers):
+    """The hashes decide which of the two goes to the other; a larger run of strangers changes nothing."""
+    went = 0
+    for salt in range(8):
+        shared = genesis("ab", tokens=salt)
+        anew = genesis("b", epoch=1, parent=shared.head, tokens=salt)
+        a = Driven.at(shared, "b", me="a")
+        a.know([shared, anew])
+        if strangers:
+            other = genesis(strangers, tokens=7)
+            a.know([other])
+            a.announce(other, strangers)
+            a.run(5)
+        a.announce(anew, "b")
+        a.run(180)
+        went += anew.head in fetched_heads(a)
+    assert 0 < went < 8
