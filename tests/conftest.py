@@ -37,9 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make Hypothesis try the same examples every time, and others with `--hypothesis-seed=random` or a number."""
+    # nohup ignores SIGHUP, and a shell SIGINT of what it starts in the background. Commands that tests start would
+    # inherit that; they do not inherit a handler.
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        # Commands that tests start would inherit from nohup that it is ignored; they do not inherit a handler.
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile(
         "diloco",
         derandomize=config.getoption("--hypothesis-seed", default=None) is None,

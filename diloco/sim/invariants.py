@@ -180,10 +180,11 @@ class Invariants:
 
     def begins_to_fetch(self, peer: VirtualPeer, certificate: Certificate) -> None:
         """A fetch that has begun is not given up because peers come to another side meanwhile."""
-        state = self._truth.states.get(certificate.head)
-        split = split_between(peer.state, state) if peer.state is not None and state is not None else None
-        is_fork = split is not None and split.ancestor is not None and split.ours and split.theirs
-        may_move = is_fork and self._fork_rule_allows(peer.peer_id, split)
+        theirs, may_move = self._truth.states.get(certificate.head), False
+        if peer.state is not None and theirs is not None:
+            split = split_between(peer.state, theirs)
+            is_fork = bool(split.ancestor is not None and split.ours and split.theirs)
+            may_move = is_fork and self._fork_rule_allows(peer.peer_id, split)
         self._may_move[peer.peer_id] = certificate.head if may_move else ""
 
     def _fork_rule_allows(self, me: str, split: Split) -> bool:
