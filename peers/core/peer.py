@@ -298,10 +298,10 @@ class Peer:
             is_verified = last is not None and last.offer == status.offer
             if not is_verified and not is_offer_sound(status.offer, self._verify):
                 status = replace(status, offer=None)
-        self.swarm.heard(peer_id, status, turn.now)
+        is_news = self.swarm.heard(peer_id, status, turn.now)
+        if is_news and self.chain.get(status.head) is not None:
+            self.swarm.is_at(peer_id, status.head, self.chain)
         if status.head:
-            if self.chain.get(status.head) is not None:
-                self.swarm.is_at(peer_id, status.head, self.chain)
             self._founding.heard_of_a_run(turn.now)
 
     def _take_certificates(self, sender: str, message: Certificates) -> None:

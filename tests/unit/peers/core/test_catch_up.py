@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from peers.core import catch_up, effects, events
+from peers.core import catch_up, effects, events, health
 from peers.core.catch_up import LEAST_ASKED, MAX_ASKED
 from peers.core.chain import MAX_OWN
 from peers.core.timing import FETCH_S
@@ -521,3 +521,10 @@ def test_members_that_begin_anew_count_where_they_were_last():
     d.announce(forged, "z")
     d.run(120)
     assert forged.head not in fetched_heads(d)
+
+
+def test_a_peer_for_which_there_is_no_room_may_announce_a_known_head(monkeypatch):
+    monkeypatch.setattr(health, "MAX_PEERS_HEARD", 2)
+    a = Driven.at(GENESIS, "bc")
+    a.say("x", status(GENESIS))
+    assert not a.peer.swarm.was_heard("x")
