@@ -23,11 +23,11 @@ def facts_of(config: TrainConfig, records_of: RecordsOf) -> SwarmFacts:
     finished = [_has_finished(records) for records in records_of.values()]
     peers = [
         replace(
-            _facts(rank, records, config),
+            _facts(_world_rank(records, default=place), records, config),
             # If no peer has finished, all were stopped together and none counts as lost.
-            state="lost" if any(finished) and not finished[rank] else "training",
+            state="lost" if any(finished) and not finished[place] else "training",
         )
-        for rank, records in enumerate(records_of.values())
+        for place, records in enumerate(records_of.values())
         if records
     ]
     # A peer's own report has the records of no other peer; its last epoch tells how many there were.
@@ -108,6 +108,12 @@ def waited_s(record: Record) -> float:
     """Seconds of an epoch in which training waited for the slowest peer rather than for the round."""
     beyond_s = float(record["blocked_s"]) - float(record.get("round_s") or 0.0)
     return max(0.0, min(beyond_s, float(record.get("wait_s") or 0.0)))
+
+
+def _world_rank(records: Sequence[Record], default: int) -> int:
+    """The rank of the last start; a run without a swarm has none."""
+    ranks = [record.get("world_rank") for record in records if record.get("event") == "start"]
+    return default if not ranks or ranks[-1] is None else int(ranks[-1])
 
 
 def _has_finished(records: Sequence[Record]) -> bool:

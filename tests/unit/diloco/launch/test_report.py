@@ -147,6 +147,22 @@ def test_the_report_of_one_peer_counts_the_peers_of_the_swarm():
     assert report_text({"this peer": [step(1, 5.0)]}).startswith("verdict                 healthy: 1 peer\n")
 
 
+def test_a_peers_own_report_calls_it_by_its_world_rank():
+    failed = {
+        "kind": "event",
+        "event": "checkpoint_failed",
+        "step": 20,
+        "reason": "no space left",
+        "time": 60.0,
+    }
+    starts = [{"kind": "event", "event": "start", "world_rank": rank, "time": 1.0} for rank in (0, 3)]
+    first_line = report_text({"this peer": [*starts, step(1, 5.0), failed]}).splitlines()[0]
+    assert (
+        first_line
+        == "verdict                 peer 3: 1 checkpoint was not saved, the last one of step 20: no space left"
+    )
+
+
 def test_the_report_begins_with_the_verdict_and_names_what_was_not_saved():
     assert report_text(RECORDS).startswith("verdict                 healthy: 2 peers\n")
     failed = {"kind": "event", "event": "checkpoint_failed", "step": 20, "reason": "no space left"}
