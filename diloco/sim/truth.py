@@ -196,8 +196,8 @@ class Truth:
 
     def _may_count(self, split: Split, peer_id: str, is_heard: bool, now: float) -> set[int]:
         """What an honest peer may count as: 1, 0 or -1. It counts for the side on which it was last, once the others
-        know that it has come there; and for what it signed while that is before the split, or if it has been there
-        before."""
+        know that it has come there, or for neither if it has been there before; for what it signed while that is before
+        the split."""
         ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
         by_signatures = (theirs > ours) - (ours > theirs)
         held = self._held[peer_id]
@@ -205,8 +205,10 @@ class Truth:
         known = sum(since <= now - TOLD_S for since, _ in held)
         moves = [side for side, _ in groupby(sides)]
         may = {by_signatures if side is None else side for side in sides[max(0, known - 1) :]}
-        if not known or len(set(moves)) < len(moves) or peer_id not in self.head_of:
+        if not known or peer_id not in self.head_of:
             may.add(by_signatures)
+        if len(set(moves)) < len(moves):
+            may.add(0)
         return may if is_heard else may | {0, by_signatures}
 
     def _side_of(self, head: str, split: Split) -> int | None:

@@ -4,14 +4,15 @@ Eligibility (`adoptable_prefix`): how much of another chain has enough signature
 
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer that is here
 counts once, for the chain that it is on by the last head that it has announced, if it is on the roster that the chains
-share or was taken in since, on either chain (`_taken_in`). Whoever is not known to be beyond the split, or comes back
-to a chain that it had left, counts for the chain on which it signed last (`last_votes`). The chain with more of them
-wins. On a tie, members of the shared roster that are gone count as well, by their signatures; on another tie, the chain
-whose first certificate after the split has the smaller hash wins. Tokens and length do not count. Peers that are gone
-do not count at first, since those that come together later have not all heard them, and some may never have existed.
+share or was taken in since, on either chain (`_taken_in`); but if it comes back to a chain that it had left, only once
+it has signed there again. Whoever is not known to be beyond the split counts for the chain on which it signed last
+(`last_votes`). The chain with more of them wins. On a tie, members of the shared roster that are gone count as well, by
+their signatures; on another tie, the chain whose first certificate after the split has the smaller hash wins. Tokens
+and length do not count. Peers that are gone do not count at first, since those that come together later have not all
+heard them, and some may never have existed.
 
-Honest peers move only to where more peers are, or equally many, so that moves come to an end; a peer that says now this
-and now that about itself soon counts by its signatures.
+Honest peers move only to where more peers are, or equally many, so that moves come to an end; and a peer that says now
+this and now that about itself soon does not count.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RECENT_COMMITS = 16
 """How many of the newest commits `Chain.is_faultless` covers."""
 MAX_FORMER_MEMBERS = 4096
 MAX_MOVES = 16
-"""A peer that has moved to other sides of forks more often counts by its signatures."""
+"""A peer that has moved to other sides of forks more often does not count."""
 _NO_VOTE = (-1, -1)
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
@@ -234,29 +235,34 @@ def prefers_theirs(chain: Chain, fork: Fork, where: Whereabouts) -> bool:
     security.md.
     """
     our_votes, their_votes = last_votes(fork.ours), last_votes(fork.theirs)
-    sides = {c.head: -1 for c in fork.ours} | {c.head: 1 for c in fork.theirs}
+    places = {
+        c.head: (side, c.plan.epoch) for side, path in ((-1, fork.ours), (1, fork.theirs)) for c in path
+    }
 
     @cache
-    def side_of(head: str) -> int | None:
-        """1: theirs, -1: ours, 0: a third one; None: unknown, or not beyond the split."""
+    def place_of(head: str) -> tuple[int, int] | None:
+        """1: on their side, -1: on ours, 0: on a third one; and the epoch of the last commit of the side that it is or
+        follows. None: unknown, or not beyond the split."""
         for each in chain.back_from(head):
-            if each in sides:
-                return sides[each]
+            if each in places:
+                return places[each]
             if each == fork.ancestor.head and each != head:
-                return 0
+                return 0, 0
         return None
 
     @cache
     def vote(peer_id: str) -> int:
         """1: for theirs, -1: for ours, 0: for neither."""
-        been_on = [side_of(head) for head in where.known_heads(peer_id)]
-        if where.is_here(peer_id) and been_on and (side := been_on[-1]) is not None:
-            since = been_on[been_on.index(side) :]
-            if len(been_on) <= MAX_MOVES and set(since) == {side}:
-                return side
         ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
-        # For neither if both its last votes are alike, which those of an honest peer never are.
-        return (theirs > ours) - (ours > theirs)
+        been_at = [place_of(head) for head in where.known_heads(peer_id)]
+        last = been_at[-1] if been_at and where.is_here(peer_id) else None
+        if last is None:
+            # For neither if both its last votes are alike, which those of an honest peer never are.
+            return (theirs > ours) - (ours > theirs)
+        side, _ = last
+        left_at = max((place[1] for place in been_at[:-2] if place and place[0] == side), default=None)
+        signed_at, _ = theirs if side > 0 else ours
+        return side if left_at is None or (signed_at > left_at and len(been_at) <= MAX_MOVES) else 0
 
     shared = fork.ancestor.plan.roster_set
     taken_in = _taken_in(fork.ancestor, fork.ours, lambda p: where.is_here(p) and vote(p) > 0)

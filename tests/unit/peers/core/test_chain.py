@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from peers.core.chain import MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix
+from peers.core.chain import MAX_MOVES, MAX_OWN, RECENT_COMMITS, Chain, Fork, adoptable_prefix
 from peers.core.chain import prefers_theirs as fork_rule
 from tests.unit.peers.core.made import chain_of, commit, genesis, members
 
@@ -111,15 +111,26 @@ def test_a_peer_counts_for_the_side_on_which_it_is_whatever_it_signed_before():
     assert prefers_where(kept, given_up, {"abc": [given_up[-1], GENESIS], "de": kept})
 
 
-def test_a_peer_that_comes_back_to_the_side_that_it_had_left_counts_by_its_signatures():
+def test_a_peer_that_comes_back_to_the_side_that_it_had_left_counts_once_it_has_signed_there_again():
     """Else one that says now this and now that could make the others change places for ever."""
-    one, other = [commit(GENESIS, "abz")], [commit(GENESIS, "cde")]
+    one, other = [commit(GENESIS, "abe")], [commit(GENESIS, "cdz")]
+    everybody = {"ab": one, "cd": other}
     for been_at in ([one[0]], [other[0], one[0]]):
-        assert prefers_where(other, one, {"ab": one, "cd": other, "z": been_at}, here="abcdz")
+        assert prefers_where(other, one, everybody | {"z": been_at}, here="abcdz")
     for been_at in ([other[0]], [one[0], other[0]], [one[0], GENESIS, other[0]]):
-        assert prefers_where(one, other, {"ab": one, "cd": other, "z": been_at}, here="abcdz")
+        assert prefers_where(one, other, everybody | {"z": been_at}, here="abcdz")
+    # Two to two: `e`, which is gone, decides.
     for been_at in ([other[0], one[0], other[0]], [other[0], GENESIS, other[0]]):
-        assert prefers_where(other, one, {"ab": one, "cd": other, "z": been_at}, here="abcdz")
+        assert prefers_where(other, one, everybody | {"z": been_at}, here="abcdz")
+    more = [*other, commit(other[0], "cdz")]
+    back = [other[0], one[0], more[1]]
+    assert prefers_where(one, more, everybody | {"z": back}, here="abcdz")
+    # But not if it has moved very often.
+    sides = [commit(GENESIS, "z", salt=salt) for salt in range(MAX_MOVES)]
+    assert prefers_where(more, one, everybody | {"z": [*sides, *back]}, here="abcdz", third=sides)
+    # That it signed other sides at later epochs does not count then.
+    longer = [*one, *chain_of(one[0], "abz", 9)]
+    assert prefers_where(longer, more, {"ab": longer, "cd": more, "z": back}, here="abcdz")
 
 
 def test_a_peer_that_is_on_a_third_side_counts_for_neither_of_two():
