@@ -251,7 +251,8 @@ class CatchUp:
             was_heard=lambda peer_id: peer_id == self.me or self.swarm.was_heard(peer_id),
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
             is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
-            is_gone=lambda peer_id: self.swarm.is_gone(peer_id) or self._is_on(peer_id, fork.ours),
+            is_gone=self.swarm.is_gone,
+            on_ours=self._live_on(fork.ours),
             is_sound=self._is_sound,
         )
         if not part or (fork.ours and not self._prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
@@ -283,8 +284,12 @@ class CatchUp:
         status = self.swarm.status(peer_id)
         return status.head if status is not None else ""
 
-    def _is_on(self, peer_id: str, side: Sequence[Certificate]) -> bool:
-        return bool(side) and self.chain.is_or_follows(self._head_of(peer_id), side[0].head)
+    def _live_on(self, side: Sequence[Certificate]) -> set[str]:
+        """The live peers on this peer's side of a fork, and this one; nobody if there is no such side."""
+        if not side:
+            return set()
+        heads = [head for head in self.swarm.heads if self.chain.is_or_follows(head, side[0].head)]
+        return {self.me, *(peer_id for head in heads for peer_id in self.swarm.live_at(head))}
 
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
         key = certificate.head

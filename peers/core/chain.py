@@ -5,8 +5,8 @@ Eligibility (`adoptable_prefix`): how much of another chain has enough signature
 Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer that is here
 counts once, for the chain that it is on by the last head that it has announced, if it is on the roster that the chains
 share or was taken in since, on either chain (`_taken_in`); but if it comes back to a chain that it had left, only once
-it has signed there again. Whoever is not known to be beyond the split counts for the chain on which it signed last
-(`last_votes`). The chain with more of them wins. On a tie, members of the shared roster that are gone count as well, by
+it has signed there again. Whoever is not known to be beyond the split counts for the chain on which it signed the
+latest epoch. The chain with more of them wins. On a tie, members of the shared roster that are gone count as well, by
 their signatures; on another tie, the chain whose first certificate after the split has the smaller hash wins. Tokens
 and length do not count. Peers that are gone do not count at first, since those that come together later have not all
 heard them, and some may never have existed.
@@ -260,9 +260,11 @@ def prefers_theirs(chain: Chain, fork: Fork, where: Whereabouts) -> bool:
             # For neither if both its last votes are alike, which those of an honest peer never are.
             return (theirs > ours) - (ours > theirs)
         side, _ = last
+        if len(been_at) > MAX_MOVES:
+            return 0
         left_at = max((place[1] for place in been_at[:-2] if place and place[0] == side), default=None)
         signed_at, _ = theirs if side > 0 else ours
-        return side if left_at is None or (signed_at > left_at and len(been_at) <= MAX_MOVES) else 0
+        return side if left_at is None or signed_at > left_at else 0
 
     shared = fork.ancestor.plan.roster_set
     taken_in = _taken_in(fork.ancestor, fork.ours, lambda p: where.is_here(p) and vote(p) > 0)
@@ -304,6 +306,7 @@ def adoptable_prefix(
     may_object: Callable[[str, Certificate], bool],
     is_off_head: Callable[[str, str], bool],
     is_gone: Callable[[str], bool],
+    on_ours: Collection[str],
     is_sound: Callable[[Certificate, Certificate], bool],
 ) -> tuple[Certificate, ...]:
     """The longest prefix of `fork.theirs` that this peer may adopt.
@@ -319,13 +322,14 @@ def adoptable_prefix(
     - this peer has signed it, or its signers have been off the parent's head for so long (`is_off_head`) that this peer
       could have committed without them;
     - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
-      needed if the whole roster is gone (`is_gone`) or on our side, and this peer was not in it or is there as well:
-      then peers outside the roster may continue from its state. It also counts as gone if this peer continued from
-      there, too (`ours`), and no member objects: one of the two continuations has to give way.
+      needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers outside the roster may
+      continue from its state. It also counts as gone if this peer continued from there, too (`ours`), and no member
+      objects: one of the two continuations has to give way; and if the roster is gone or on our side (`on_ours`), and
+      somebody signs that was heard and on an earlier roster of theirs: the two sides have changed places.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
-    last_signed = last_signed_at(fork.theirs)
+    last_signed, members = last_signed_at(fork.theirs), set[str]()
     for place, certificate in enumerate(fork.theirs):
         roster = before.plan.roster_set
         all_signers = certificate.plan.signer_set
@@ -339,14 +343,19 @@ def adoptable_prefix(
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
         gives_way = before is fork.ancestor and bool(fork.ours) and not objectors
-        has_left = me not in roster or (bool(fork.ours) and before is not fork.ancestor)
-        is_succession = has_left and (gives_way or all(map(is_gone, roster - {me})))
+        have_changed_places = (
+            before is not fork.ancestor
+            and all(p in on_ours or is_gone(p) for p in roster)
+            and any(map(was_heard, all_signers & members))
+        )
+        is_succession = have_changed_places or (me not in roster and (gives_way or all(map(is_gone, roster))))
         is_backed = sum(map(was_heard, signers)) >= len(objectors)
         is_minority_enough = is_backed and is_due and (supporters or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):
             break
         accepted.append(certificate)
         before = certificate
+        members |= roster
     return tuple(accepted)
 
 

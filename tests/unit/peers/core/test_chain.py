@@ -127,7 +127,8 @@ def test_a_peer_that_comes_back_to_the_side_that_it_had_left_counts_once_it_has_
     assert prefers_where(one, more, everybody | {"z": back}, here="abcdz")
     # But not if it has moved very often.
     sides = [commit(GENESIS, "z", salt=salt) for salt in range(MAX_MOVES)]
-    assert prefers_where(more, one, everybody | {"z": [*sides, *back]}, here="abcdz", third=sides)
+    for been_at in (back, back[-1:]):
+        assert prefers_where(more, one, everybody | {"z": [*sides, *been_at]}, here="abcdz", third=sides)
     # That it signed other sides at later epochs does not count then.
     longer = [*one, *chain_of(one[0], "abz", 9)]
     assert prefers_where(longer, more, {"ab": longer, "cd": more, "z": back}, here="abcdz")
@@ -392,6 +393,7 @@ def part_of(
     stands: str = "",
     left_lately: str = "",
     unheard: Sequence[str] = (),
+    on_ours: str = "",
     has_worker: bool = True,
 ) -> int:
     """How many certificates of `way.theirs` the peer `me` may adopt. `stands`: the peers that may still object."""
@@ -403,9 +405,23 @@ def part_of(
         may_object=lambda peer_id, certificate: peer_id in stands,
         is_off_head=lambda peer_id, head: peer_id not in left_lately,
         is_gone=gone.__contains__,
+        on_ours=on_ours,
         is_sound=lambda certificate, before: True,
     )
     return len(part)
+
+
+def test_from_sides_that_have_changed_places_one_may_go_back_but_not_to_what_a_stranger_signs_there():
+    """`def` made a commit without `abc`, and `abc` one without `def`; then each went over to the other side."""
+    ours, theirs = [commit(GENESIS, "abc", off="de")], [commit(GENESIS, "de", off="abc")]
+    by_former_members = [*theirs, commit(theirs[0], "abc", off="de")]
+    assert part_of(fork(ours, by_former_members), me="d", on_ours="de") == 2
+    assert part_of(fork(ours, by_former_members), me="d", on_ours="d", gone="e") == 2
+    # One of that roster is neither here nor gone.
+    assert part_of(fork(ours, by_former_members), me="d", on_ours="d") == 1
+    assert part_of(fork(ours, by_former_members), me="d", on_ours="de", unheard="abc") == 1
+    by_a_stranger = [*theirs, commit(theirs[0], "z", off="de")]
+    assert part_of(fork(ours, by_a_stranger), me="d", on_ours="de") == 1
 
 
 def test_of_two_that_went_on_apart_without_any_of_the_roster_one_gives_way_though_the_roster_is_back():
