@@ -15,7 +15,7 @@ from peers.core.effects import Broadcast, Effect, Send
 from peers.core.events import Event
 from peers.core.plans import Entry, plan_of
 from peers.protocol.certificates import Body, Certificate, Member, Plan, Signature, Work
-from peers.protocol.limits import MAX_CERTIFICATES, MAX_TOKENS
+from peers.protocol.limits import MAX_CERTIFICATES, MAX_COUNT, MAX_TOKENS
 from peers.protocol.messages import Ask, Certificates, Propose, Status, Vote
 
 LONG_CHAIN = 8
@@ -172,7 +172,7 @@ class Forger(Liar):
 
     def _plan_on(self, parent: Certificate) -> Plan:
         roster = {member.peer_id: member.world_rank for member in parent.plan.roster}
-        work = Work(tokens=MAX_TOKENS, norm=1.0, step=0, based_on=parent.plan.epoch)
+        work = Work(tokens=MAX_TOKENS, norm=1.0, step=0, based_on=parent.plan.epoch, moves=MAX_COUNT)
         return plan_of(
             parent,
             self.rng.randint(0, 1000),

@@ -55,8 +55,6 @@ class Invariants:
         self._began_to_reduce: dict[str, float] = {}
         """By peer id: when its last reduction began."""
         self._seen: set[tuple[str, str]] = set()
-        self._may_move: dict[str, str] = {}
-        """By peer id: the head that it fetches, if the Fork rule allowed it to move there when the fetch began."""
 
     def violated(self, text: str) -> None:
         raise InvariantViolated(f"at {self._clock.now:.3f} s: {text}")
@@ -173,25 +171,12 @@ class Invariants:
                 self._check_support(peer, self._truth.certificates[theirs.head])
         elif not split.theirs:
             self._check_rollback(me, split, certificate.head)
-        elif self._may_move.get(me) != certificate.head and not self._fork_rule_allows(me, split):
+        elif not self._truth.fork_rule_allows(
+            split, lambda p: p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S)
+        ):
             self.violated(
                 f"{me} leaves {split.ours[-1].head[:6]} for {certificate.head[:6]} against the Fork rule"
             )
-
-    def begins_to_fetch(self, peer: VirtualPeer, certificate: Certificate) -> None:
-        """A fetch that has begun is not given up because peers come to another side meanwhile."""
-        theirs, may_move = self._truth.states.get(certificate.head), False
-        if peer.state is not None and theirs is not None:
-            split = split_between(peer.state, theirs)
-            is_fork = bool(split.ancestor is not None and split.ours and split.theirs)
-            may_move = is_fork and self._fork_rule_allows(peer.peer_id, split)
-        self._may_move[peer.peer_id] = certificate.head if may_move else ""
-
-    def _fork_rule_allows(self, me: str, split: Split) -> bool:
-        def is_heard(p: str) -> bool:
-            return p in (me, *self._peers) and not self._is_excused(me, p, LEAST_OUTAGE_S)
-
-        return self._truth.fork_rule_allows(split, is_heard, self._liars, self._clock.now)
 
     def _check_rollback(self, me: str, split: Split, head: str) -> None:
         """A majority of the roster stayed at the earlier head, and no majority has signed what came after it."""

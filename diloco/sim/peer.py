@@ -159,7 +159,6 @@ class VirtualPeer(Process):
         follows = self.state is not None and fetch.path[0].plan.parent == self.state.head
         body, donors = fetch.path[-1].body, fetch.donors
         self.swarm.truth.knows(fetch.path)
-        self._check(self.swarm.invariants.begins_to_fetch, fetch.path[-1])
         self.swarm.truth.pauses(self.peer_id, self._clock.now)
         self.swarm.downloads.begin(self, body, donors, fetch.timeout_s, follows=follows)
 

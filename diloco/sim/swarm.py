@@ -183,7 +183,8 @@ class VirtualSwarm:
             if peer_id in until:
                 until[peer_id] = self.now
         self.network.open(peer)
-        peer.start(self._machine_of(peer, START_NANOSECONDS + self._incarnations))
+        nanoseconds = START_NANOSECONDS + int(self.now * 1e9) + self._incarnations
+        peer.start(self._machine_of(peer, nanoseconds))
 
     def _machine_of(self, peer: VirtualPeer, incarnation: int) -> Peer:
         keys = self.ring.keys_of(peer.peer_id)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from diloco.sim.values import State
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 HEARD_AGAIN_S = 1.0
 """Two outages closer together than this count as one: between them perhaps no message was sent."""
-TOLD_S = 3.0
-"""After this time all that hear a peer know its head, and the certificates that lead to it."""
 
 Pair = tuple[str, str]
 """(listener, speaker)."""
@@ -101,8 +98,6 @@ class Truth:
     """By peer id: since when it has held its head."""
     head_of: dict[str, str] = field(default_factory=dict)
     """By peer id: the head it holds."""
-    _held: dict[str, list[tuple[float, str]]] = field(default_factory=lambda: defaultdict(list))
-    """By peer id: every head that the peer has held, and since when."""
     _on_head: dict[Pair, tuple[float, float]] = field(default_factory=dict)
     """By (peer id, head): from when to when the peer last held this head."""
     left_until: dict[str, float] = field(default_factory=dict)
@@ -127,7 +122,6 @@ class Truth:
             self.contradictions.append(state.head)
         self.drops(peer.peer_id, now)
         self.head_of[peer.peer_id] = state.head
-        self._held[peer.peer_id].append((now, state.head))
         self._on_head[peer.peer_id, state.head] = (now, math.inf)
         self._took_part[peer.peer_id, state.head] = []
         self.takes_part(peer.peer_id, now)
@@ -167,9 +161,7 @@ class Truth:
     def roster_after(self, head: str) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.certificates[head].plan.roster)
 
-    def fork_rule_allows(
-        self, split: Split, is_heard: Callable[[str], bool], liars: Collection[str], now: float
-    ) -> bool:
+    def fork_rule_allows(self, split: Split, is_heard: Callable[[str], bool]) -> bool:
         """Whether the Fork rule allows to move to their side: at least as many peers count for it as for ours.
         `is_heard`: whether the peer that moves must have heard this one lately. Others may be here for it or not: of
         those, the ones that count for their side count, the ones that count for ours do not.
@@ -178,57 +170,28 @@ class Truth:
         bug with the code that it checks. How ties are broken is not checked.
         """
         assert split.ancestor is not None
-
-        def counts(peer_id: str) -> int:
-            """1: it may count for theirs; -1: it must count for ours."""
-            return 1 if peer_id in liars else max(self._may_count(split, peer_id, is_heard(peer_id), now))
-
-        def contests_theirs(peer_id: str) -> bool:
-            return counts(peer_id) < 0
-
-        def contests_ours(peer_id: str) -> bool:
-            return counts(peer_id) > 0
-
-        roster = self.roster_after(split.ancestor.head)
-        taken_in = self._taken_in(split.ours, roster, contests_ours)
-        taken_in |= self._taken_in(split.theirs, roster, contests_theirs)
-        return sum(map(counts, roster | taken_in)) >= 0
-
-    def _may_count(self, split: Split, peer_id: str, is_heard: bool, now: float) -> set[int]:
-        """What an honest peer may count as: 1, 0 or -1. It counts for the side on which it was last, once the others
-        know that it has come there, or for neither if it has been there before; for what it signed while that is before
-        the split."""
-        ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
-        by_signatures = (theirs > ours) - (ours > theirs)
-        held = self._held[peer_id]
-        sides = [self._side_of(head, split) for _, head in held]
-        known = sum(since <= now - TOLD_S for since, _ in held)
-        moves = [side for side, _ in groupby(sides)]
-        may = {by_signatures if side is None else side for side in sides[max(0, known - 1) :]}
-        if not known or peer_id not in self.head_of:
-            may.add(by_signatures)
-        if len(set(moves)) < len(moves):
-            may.add(0)
-        return may if is_heard else may | {0, by_signatures}
-
-    def _side_of(self, head: str, split: Split) -> int | None:
-        """1: theirs, -1: ours, 0: a third one; None: not beyond the split."""
-        assert split.ancestor is not None
-        back = [state.head for state in _back_from(self.states[head])]
-        for side, states in ((-1, split.ours), (1, split.theirs)):
-            if states[0].head in back:
-                return side
-        return 0 if split.ancestor.head in back[1:] else None
+        lead, roster = 0, self.roster_after(split.ancestor.head)
+        taken_in = self._taken_in(split.ours, split.theirs, roster, lambda _: True)
+        taken_in |= self._taken_in(split.theirs, split.ours, roster, is_heard)
+        for peer_id in roster | taken_in:
+            ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
+            lead += (theirs > ours) - (ours > theirs and is_heard(peer_id))
+        return lead >= 0
 
     def _taken_in(
-        self, side: Sequence[State], roster: frozenset[str], contests: Callable[[str], bool]
+        self,
+        side: Sequence[State],
+        other: Sequence[State],
+        roster: frozenset[str],
+        contests: Callable[[str], bool],
     ) -> frozenset[str]:
         """The members of the rosters on this side, as long as more than half of each has signed the next commit, or
-        no fewer than those of the rest that count for the other side."""
+        no fewer than those of the rest that have signed on the other side and may contest it."""
         found = frozenset[str]()
         for state in side:
             signed = roster.intersection(self.certificates[state.head].plan.signers)
-            if 2 * len(signed) <= len(roster) and sum(map(contests, roster - signed)) > len(signed):
+            rest = [p for p in roster - signed if contests(p) and self._signed_last(other, p) > (-1, -1)]
+            if 2 * len(signed) <= len(roster) and len(rest) > len(signed):
                 break
             roster = self.roster_after(state.head)
             found |= roster
@@ -236,5 +199,7 @@ class Truth:
 
     def _signed_last(self, side: Sequence[State], peer_id: str) -> tuple[int, int]:
         plans = [self.certificates[state.head].plan for state in side]
-        signed = ((plan.epoch, plan.attempt) for plan in plans if peer_id in plan.signers)
+        signed = (
+            (c.work.moves, plan.attempt) for plan in plans for c in plan.contributors if c.peer_id == peer_id
+        )
         return max(signed, default=(-1, -1))

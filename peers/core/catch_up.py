@@ -252,7 +252,6 @@ class CatchUp:
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
             is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
             is_gone=self.swarm.is_gone,
-            on_ours=self._live_on(fork.ours),
             is_sound=self._is_sound,
         )
         if not part or (fork.ours and not self._prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
@@ -264,7 +263,7 @@ class CatchUp:
         this peer's head, on another chain from there."""
         parent, head = certificate.plan.parent, self._head_of(peer_id)
         if parent == self.chain.head:
-            return self._is_at_or_past_own_head(turn, peer_id) and not self.chain.is_or_follows(
+            return self._is_at_or_past_own_head(turn, peer_id) and not self._is_or_follows(
                 head, certificate.head
             )
         return head == parent and self._is_heard_and_trusted(peer_id)
@@ -284,12 +283,8 @@ class CatchUp:
         status = self.swarm.status(peer_id)
         return status.head if status is not None else ""
 
-    def _live_on(self, side: Sequence[Certificate]) -> set[str]:
-        """The live peers on this peer's side of a fork, and this one; nobody if there is no such side."""
-        if not side:
-            return set()
-        heads = [head for head in self.swarm.heads if self.chain.is_or_follows(head, side[0].head)]
-        return {self.me, *(peer_id for head in heads for peer_id in self.swarm.live_at(head))}
+    def _is_or_follows(self, head: str, earlier: str) -> bool:
+        return head == earlier or self.chain.follows(head, earlier)
 
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
         key = certificate.head
@@ -317,7 +312,8 @@ class CatchUp:
             and not self.chain.follows(self.chain.head, head)
         }
         for run in runs(self.chain, others):
-            if (best := best_in(run, self.chain, self)) is not None and self._gives_way_to(turn, run, best):
+            best = best_in(run, self.chain, others, self.me)
+            if best is not None and self._gives_way_to(turn, run, best):
                 return (best.certificate,)
         return ()
 
@@ -369,7 +365,7 @@ class CatchUp:
         if not heads or self._heads_since is None:
             return ()
         has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
-        best = best_head(self.chain, heads, self, fetched=self.target)
+        best = best_head(self.chain, heads, self.me, fetched=self.target)
         if best is None:
             return ()
         is_agreed = len(best.supporters) > 1 and is_quorum(best.supporters, best.certificate, 0.5)
@@ -388,10 +384,4 @@ class CatchUp:
         return self._prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))
 
     def _prefers_theirs(self, fork: Fork) -> bool:
-        return prefers_theirs(self.chain, fork, self)
-
-    def is_here(self, peer_id: str) -> bool:
-        return peer_id == self.me or self.swarm.is_here(peer_id)
-
-    def known_heads(self, peer_id: str) -> Sequence[str]:
-        return (self.chain.head,) if peer_id == self.me else self.swarm.known_heads(peer_id)
+        return prefers_theirs(fork, lambda peer_id: peer_id == self.me or self.swarm.is_here(peer_id))

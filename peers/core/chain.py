@@ -2,26 +2,23 @@
 
 Eligibility (`adoptable_prefix`): how much of another chain has enough signatures behind it to be adopted at all.
 
-Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer that is here
-counts once, for the chain that it is on by the last head that it has announced, if it is on the roster that the chains
-share or was taken in since, on either chain (`_taken_in`); but if it comes back to a chain that it had left, only once
-it has signed there again. Whoever is not known to be beyond the split counts for the chain on which it signed the
-latest epoch. The chain with more of them wins. On a tie, members of the shared roster that are gone count as well, by
-their signatures; on another tie, the chain whose first certificate after the split has the smaller hash wins. Tokens
-and length do not count. Peers that are gone do not count at first, since those that come together later have not all
-heard them, and some may never have existed.
+Preference (`prefers_theirs`), the Fork rule, a fork choice by votes. Where two chains part, every peer counts once, for
+the chain on which it signed last (`last_votes`), if it is here, and is on the roster that the chains share or was taken
+in since, on either chain (`_taken_in`). The chain with more of them wins. On a tie, all members of the shared roster
+count, also those that are gone; on another tie, the chain whose first certificate after the split has the smaller hash
+wins. Tokens and length do not count. Peers that are gone do not count at first, since those that come together later
+have not all heard them, and some may never have existed. Of three chains, each may win over the next.
 
-Honest peers move only to where more peers are, or equally many, so that moves come to an end; and a peer that says now
-this and now that about itself soon does not count.
+The chain that a peer is on by its announced head does not count either: signatures are the same for everybody, but what
+a peer announces, and what others remember of where it was, is not. One liar, or one restart, could keep two sides apart
+for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from typing import Protocol
 
 from peers.protocol.certificates import Certificate
 from peers.protocol.limits import MAX_CERTIFICATES_BYTES
@@ -31,8 +28,6 @@ MAX_OWN = 256
 RECENT_COMMITS = 16
 """How many of the newest commits `Chain.is_faultless` covers."""
 MAX_FORMER_MEMBERS = 4096
-MAX_MOVES = 16
-"""A peer that has moved to other sides of forks more often does not count."""
 _NO_VOTE = (-1, -1)
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
@@ -173,19 +168,16 @@ class Chain:
             head = certificate.plan.parent
         return path[::-1]
 
-    def back_from(self, head: str) -> Iterator[str]:
-        """This head and those before it, as far as they are known, on any chain."""
-        while head:
-            yield head
-            certificate = self.get(head)
-            head = "" if certificate is None or certificate.is_genesis else certificate.plan.parent
-
-    def is_or_follows(self, head: str, earlier: str) -> bool:
-        """Whether `head` is `earlier` or known to be a descendant of it, on any chain."""
-        return earlier in self.back_from(head)
-
     def follows(self, head: str, earlier: str) -> bool:
-        return head != earlier and self.is_or_follows(head, earlier)
+        """Whether `head` is known to be a descendant of `earlier`, on any chain."""
+        for _ in range(MAX_OWN):
+            certificate = self.get(head)
+            if certificate is None or certificate.is_genesis:
+                return False
+            head = certificate.plan.parent
+            if head == earlier:
+                return True
+        return False
 
     def move_to(self, path: Sequence[Certificate]) -> None:
         """Make the end of `path` the head. Own certificates that `path` does not follow become another chain's."""
@@ -216,85 +208,58 @@ class Chain:
         return count
 
 
-class Whereabouts(Protocol):
-    """What is known of other peers, and of this one."""
-
-    def is_here(self, peer_id: str) -> bool:
-        """Whether the peer has been heard, and is not gone."""
-
-    def known_heads(self, peer_id: str) -> Sequence[str]:
-        """The heads that the peer has announced and whose certificates are known, oldest first, without those that the
-        next one follows: more than one if it has moved to another side of a fork."""
-
-
-def prefers_theirs(chain: Chain, fork: Fork, where: Whereabouts) -> bool:
-    """The Fork rule: whether their chain wins over ours.
+def prefers_theirs(fork: Fork, is_here: Callable[[str], bool]) -> bool:
+    """The Fork rule: whether their chain wins over ours. `is_here`: whether a peer has been heard, and is not gone.
 
     Without those taken in since, a peer that once had the roster to itself could rewrite all that came later.
     diloco/sim/truth.py has the rule a second time, for the invariants. Its consequences: docs/how-it-works.md,
     security.md.
     """
     our_votes, their_votes = last_votes(fork.ours), last_votes(fork.theirs)
-    places = {
-        c.head: (side, c.plan.epoch) for side, path in ((-1, fork.ours), (1, fork.theirs)) for c in path
-    }
-
-    @cache
-    def place_of(head: str) -> tuple[int, int] | None:
-        """1: on their side, -1: on ours, 0: on a third one; and the epoch of the last commit of the side that it is or
-        follows. None: unknown, or not beyond the split."""
-        for each in chain.back_from(head):
-            if each in places:
-                return places[each]
-            if each == fork.ancestor.head and each != head:
-                return 0, 0
-        return None
-
-    @cache
-    def vote(peer_id: str) -> int:
-        """1: for theirs, -1: for ours, 0: for neither."""
-        ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
-        been_at = [place_of(head) for head in where.known_heads(peer_id)]
-        last = been_at[-1] if been_at and where.is_here(peer_id) else None
-        if last is None:
-            # For neither if both its last votes are alike, which those of an honest peer never are.
-            return (theirs > ours) - (ours > theirs)
-        side, _ = last
-        if len(been_at) > MAX_MOVES:
-            return 0
-        left_at = max((place[1] for place in been_at[:-2] if place and place[0] == side), default=None)
-        signed_at, _ = theirs if side > 0 else ours
-        return side if left_at is None or signed_at > left_at else 0
-
     shared = fork.ancestor.plan.roster_set
-    taken_in = _taken_in(fork.ancestor, fork.ours, lambda p: where.is_here(p) and vote(p) > 0)
-    taken_in |= _taken_in(fork.ancestor, fork.theirs, lambda p: where.is_here(p) and vote(p) < 0)
-    for voters in filter(where.is_here, shared | taken_in), shared:
-        if lead := sum(map(vote, voters)):
+    taken_in = _taken_in(fork.ancestor, fork.ours, set(filter(is_here, their_votes)))
+    taken_in |= _taken_in(fork.ancestor, fork.theirs, set(filter(is_here, our_votes)))
+    for voters in filter(is_here, shared | taken_in), shared:
+        lead = 0
+        for peer_id in voters:
+            ours, theirs = our_votes.get(peer_id, _NO_VOTE), their_votes.get(peer_id, _NO_VOTE)
+            # A member counts for neither side if it signed on neither, or if both its last votes are alike, which those
+            # of an honest peer never are.
+            lead += (theirs > ours) - (ours > theirs)
+        if lead:
             return lead > 0
     return fork.theirs[0].head < fork.ours[0].head
 
 
 def _taken_in(
-    ancestor: Certificate, side: Sequence[Certificate], is_elsewhere: Callable[[str], bool]
+    ancestor: Certificate, side: Sequence[Certificate], signed_elsewhere: Collection[str]
 ) -> set[str]:
     """The peers on the rosters of this side's certificates, up to the first one that no majority of the roster before
-    it has signed, and that fewer members of it have signed than have not but are here and count for the other side
-    (`is_elsewhere`). One member that signs a made-up chain later cannot undo what another one did when it was all that
-    was left."""
+    it has signed, and that fewer members of it have signed than have not but are here and have signed something on the
+    other side (`signed_elsewhere`). One member that signs a made-up chain later cannot undo what another one did when
+    it was all that was left."""
     found = set[str]()
     for before, certificate in pairwise((ancestor, *side)):
         roster = before.plan.roster_set
         signers = roster & certificate.plan.signer_set
-        if 2 * len(signers) <= len(roster) and sum(map(is_elsewhere, roster - signers)) > len(signers):
+        if 2 * len(signers) <= len(roster) and len((roster - signers).intersection(signed_elsewhere)) > len(
+            signers
+        ):
             break
         found |= certificate.plan.roster_set
     return found
 
 
 def last_votes(side: Sequence[Certificate]) -> dict[str, tuple[int, int]]:
-    """By signer, the highest epoch, and the attempt there, that it has signed on this side."""
-    return {p: (c.plan.epoch, c.plan.attempt) for c in side for p in c.plan.signers}
+    """By signer, when it signed this side last: (moves, attempt). An honest peer's only grow; a faulty one may order
+    its own signatures as it likes. An epoch would not do: who gives up a longer chain signs at earlier epochs from then
+    on."""
+    votes: dict[str, tuple[int, int]] = {}
+    for certificate in side:
+        for contributor in certificate.plan.contributors:
+            vote = contributor.work.moves, certificate.plan.attempt
+            votes[contributor.peer_id] = max(votes.get(contributor.peer_id, _NO_VOTE), vote)
+    return votes
 
 
 def adoptable_prefix(
@@ -306,7 +271,6 @@ def adoptable_prefix(
     may_object: Callable[[str, Certificate], bool],
     is_off_head: Callable[[str, str], bool],
     is_gone: Callable[[str], bool],
-    on_ours: Collection[str],
     is_sound: Callable[[Certificate, Certificate], bool],
 ) -> tuple[Certificate, ...]:
     """The longest prefix of `fork.theirs` that this peer may adopt.
@@ -324,12 +288,11 @@ def adoptable_prefix(
     - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
       needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers outside the roster may
       continue from its state. It also counts as gone if this peer continued from there, too (`ours`), and no member
-      objects: one of the two continuations has to give way; and if the roster is gone or on our side (`on_ours`), and
-      somebody signs that was heard and on an earlier roster of theirs: the two sides have changed places.
+      objects: one of the two continuations has to give way.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
-    last_signed, members = last_signed_at(fork.theirs), set[str]()
+    last_signed = last_signed_at(fork.theirs)
     for place, certificate in enumerate(fork.theirs):
         roster = before.plan.roster_set
         all_signers = certificate.plan.signer_set
@@ -343,19 +306,13 @@ def adoptable_prefix(
         makers = signers or supporters or all_signers
         is_due = me in all_signers or all(is_off_head(peer_id, before.head) for peer_id in makers)
         gives_way = before is fork.ancestor and bool(fork.ours) and not objectors
-        have_changed_places = (
-            before is not fork.ancestor
-            and all(p in on_ours or is_gone(p) for p in roster)
-            and any(map(was_heard, all_signers & members))
-        )
-        is_succession = have_changed_places or (me not in roster and (gives_way or all(map(is_gone, roster))))
+        is_succession = me not in roster and (gives_way or all(map(is_gone, roster)))
         is_backed = sum(map(was_heard, signers)) >= len(objectors)
         is_minority_enough = is_backed and is_due and (supporters or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):
             break
         accepted.append(certificate)
         before = certificate
-        members |= roster
     return tuple(accepted)
 
 

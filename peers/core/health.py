@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, ItemsView, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, ItemsView, Mapping
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from peers.core.chain import MAX_MOVES, Chain
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
@@ -45,8 +44,8 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is live."""
-    known_heads: list[str] = field(default_factory=list)
-    """As of `chain.Whereabouts`."""
+    in_started_run: bool = False
+    """It has announced a head whose certificate this peer holds: its run exists."""
     is_gone: bool = False
     """It has been lost for longer than `regain_s`."""
     at_head_at: float = 0.0
@@ -174,17 +173,15 @@ class Swarm:
             self._struck.discard(gone)
         return True
 
-    def is_at(self, peer_id: str, head: str, chain: Chain) -> None:
-        """`peer_id` has announced this head, whose certificate this peer holds."""
-        known = [each for each in self._peers[peer_id].known_heads if chain.get(each) is not None]
-        if known and chain.is_or_follows(head, known[-1]):
-            known.pop()
-        self._peers[peer_id].known_heads = [*known[:MAX_MOVES], head]
+    def certificate_arrived(self, head: str) -> None:
+        """This peer now holds the certificate of this head."""
+        for health in self._peers.values():
+            health.in_started_run = health.in_started_run or health.status.head == head
 
     def has_started_run(self) -> bool:
         """Whether any live peer is in a run that exists."""
         return any(
-            health.known_heads and health.status.head and math.isinf(health.lost_at)
+            health.in_started_run and health.status.head and math.isinf(health.lost_at)
             for health in self._peers.values()
         )
 
@@ -301,11 +298,8 @@ class Swarm:
         return peer_id in self._live
 
     def is_here(self, peer_id: str) -> bool:
+        """Whether `peer_id` has been heard, and is not gone."""
         return self.was_heard(peer_id) and not self.is_gone(peer_id)
-
-    def known_heads(self, peer_id: str) -> Sequence[str]:
-        health = self._peers.get(peer_id)
-        return health.known_heads if health is not None else ()
 
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""

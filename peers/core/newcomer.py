@@ -7,12 +7,11 @@ so that a member that made commits with strangers alone cannot lead newcomers to
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from peers.core.chain import Chain, Fork, Whereabouts, last_signed_at, num_shared, prefers_theirs
+from peers.core.chain import Chain, Fork, last_signed_at, last_votes, num_shared, prefers_theirs
 from peers.protocol.certificates import Certificate
 
 Heads = dict[str, list[str]]
@@ -25,15 +24,9 @@ class Best(NamedTuple):
     """The peers at its head, or at a head that follows it."""
 
 
-class Newcomer(Whereabouts, Protocol):
-    """What is known of other peers, and this peer's id."""
-
-    me: str
-
-
-def best_head(chain: Chain, heads: Heads, newcomer: Newcomer, *, fetched: Certificate | None) -> Best | None:
+def best_head(chain: Chain, heads: Heads, me: str, *, fetched: Certificate | None) -> Best | None:
     """The best announced head whose certificates have arrived. `fetched`: certificate of the state being fetched."""
-    return best_in(runs(chain, heads, fetched)[0], chain, newcomer)
+    return best_in(runs(chain, heads, fetched)[0], chain, heads, me)
 
 
 def runs(chain: Chain, heads: Heads, fetched: Certificate | None = None) -> list[Heads]:
@@ -56,46 +49,47 @@ def runs(chain: Chain, heads: Heads, fetched: Certificate | None = None) -> list
     return [{head: heads[head] for head in found[first]} for first in sorted(found, key=rank, reverse=True)]
 
 
-def best_in(run: Heads, chain: Chain, newcomer: Newcomer) -> Best | None:
-    """The best head of one run; None if none of its certificates has arrived."""
+def best_in(run: Heads, chain: Chain, heads: Heads, me: str) -> Best | None:
+    """The best head of one run; None if none of its certificates has arrived. `heads`: the heads of all runs."""
     best: Sequence[Certificate] = ()
+    live = {me, *(peer_id for holders in heads.values() for peer_id in holders)}
     for head in run:
-        best = _better_backed(chain, best, chain.path_back(head), newcomer)
+        best = _better_backed(best, chain.path_back(head), live)
     if not best:
         return None
     announced = [place for place, certificate in enumerate(best) if certificate.head in run]
-    end = num_backed(best, announced[0], run, newcomer.me)
+    end = num_backed(best, announced[0], run, me)
     newest = max(place for place in announced if place < end)
     supporters = {p for place in announced if place >= newest for p in run[best[place].head]}
     return Best(best[newest], supporters)
 
 
 def _better_backed(
-    chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate], where: Whereabouts
+    path: Sequence[Certificate], other: Sequence[Certificate], live: Collection[str]
 ) -> Sequence[Certificate]:
     """The better of two paths that begin alike: the longer one if it continues the other, else the one whose side a
     majority of the last common roster has signed, else the one that the Fork rule prefers."""
     shared = num_shared(path, other)
-    if shared in (len(path), len(other)):
-        return max(path, other, key=len)
-    fork = Fork(path[shared - 1], tuple(path[shared:]), tuple(other[shared:]))
-    back = Fork(fork.ancestor, fork.theirs, fork.ours)
-    ours_has_it, theirs_has_it = has_majority(chain, fork, where), has_majority(chain, back, where)
+    ours, theirs = tuple(path[shared:]), tuple(other[shared:])
+    if not ours or not theirs:
+        return other if theirs else path
+    ancestor = path[shared - 1]
+    ours_has_it, theirs_has_it = (
+        has_majority(Fork(ancestor, one, two), live) for one, two in ((ours, theirs), (theirs, ours))
+    )
     if ours_has_it != theirs_has_it:
         return other if theirs_has_it else path
-    return other if prefers_theirs(chain, fork, where) else path
+    return other if prefers_theirs(Fork(ancestor, ours, theirs), live.__contains__) else path
 
 
-def has_majority(chain: Chain, fork: Fork, where: Whereabouts) -> bool:
-    """Whether a majority of the common roster, as far as it is here, has signed on our side, and no more than half of
-    those have moved to theirs. One peer alone is none: it may be all that is left of an old roster."""
-    roster = set(filter(where.is_here, fork.ancestor.plan.roster_set))
-    supporters = roster & last_signed_at(fork.ours).keys()
-    heads = [known[-1] for p in supporters if (known := where.known_heads(p))]
-    num_moved = sum(
-        num for head, num in Counter(heads).items() if chain.is_or_follows(head, fork.theirs[0].head)
-    )
-    return 2 * len(supporters) > len(roster) and len(supporters) > 1 and 2 * num_moved <= len(supporters)
+def has_majority(fork: Fork, live: Collection[str]) -> bool:
+    """Whether a majority of the common roster, as far as it is live, has signed on our side, and no more than half of
+    those have signed on theirs later. One peer alone is none: it may be all that is left of an old roster."""
+    roster = fork.ancestor.plan.roster_set.intersection(live)
+    ours, theirs = last_votes(fork.ours), last_votes(fork.theirs)
+    supporters = roster & ours.keys()
+    num_left = sum(theirs.get(peer_id, ours[peer_id]) > ours[peer_id] for peer_id in supporters)
+    return 2 * len(supporters) > len(roster) and len(supporters) > 1 and 2 * num_left <= len(supporters)
 
 
 def num_backed(

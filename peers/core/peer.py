@@ -82,7 +82,8 @@ class Peer:
         self.timing = Timing.of(settings)
         self.swarm = Swarm(self.timing)
         self.chain = Chain()
-        self.worker = Worker()
+        # Incarnations are nanoseconds, so the next one is larger than any number of moves from this one on.
+        self.worker = Worker(moves=incarnation)
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
@@ -298,9 +299,7 @@ class Peer:
             is_verified = last is not None and last.offer == status.offer
             if not is_verified and not is_offer_sound(status.offer, self._verify):
                 status = replace(status, offer=None)
-        is_news = self.swarm.heard(peer_id, status, turn.now)
-        if is_news and self.chain.get(status.head) is not None:
-            self.swarm.is_at(peer_id, status.head, self.chain)
+        self.swarm.heard(peer_id, status, turn.now)
         if status.head:
             self._founding.heard_of_a_run(turn.now)
 
@@ -327,8 +326,7 @@ class Peer:
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
-            for peer_id in self.swarm.live_at(certificate.head):
-                self.swarm.is_at(peer_id, certificate.head, self.chain)
+            self.swarm.certificate_arrived(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
         """Whether this peer is among the signers, or the plan follows its head and names a majority of that roster."""
@@ -567,6 +565,7 @@ class Peer:
         signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
         self.swarm.head_moved(turn.now, parent.head, signers, is_first=is_first)
         self.catch_up.head_moved()
+        self.worker.head_moved()
         self._head_since = turn.now
         self.round = Round(
             self._round_context,

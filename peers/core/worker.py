@@ -21,6 +21,8 @@ class Worker:
     States: none (no worker), waits (it has asked where to begin), trains, ready (it has handed over its work).
     """
 
+    moves: int
+    """How often its peer has moved to another head (`Work.moves`)."""
     state: Literal["none", "waits", "trains", "ready"] = "none"
     base: str = ""
     """The head whose anchor its weights are based on."""
@@ -75,8 +77,14 @@ class Worker:
     def hand_over(self, work: Work, fragment: int, now: float) -> None:
         self.voted_heads.clear()
         self.ready_at = now
-        self.work = replace(work, based_on=self._based_on.get(fragment, self._began))
+        self.work = replace(work, based_on=self._based_on.get(fragment, self._began), moves=self.moves)
         self.state = "ready"
+
+    def head_moved(self) -> None:
+        """Its peer has moved to another head."""
+        self.moves += 1
+        if self.work is not None:
+            self.work = replace(self.work, moves=self.moves)
 
     def was_committed(self, fragment: int, epoch: int) -> None:
         """Its work on this fragment is in the commit of this epoch."""

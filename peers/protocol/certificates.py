@@ -60,6 +60,9 @@ class Work(Struct, frozen=True, array_like=True):
     """The peer leaves after this commit."""
     bandwidth: Real = 0.0
     """Measured bandwidth of its link in bytes per second; 0: not known."""
+    moves: Count = 0
+    """How often its peer has moved to another head, over restarts, from any number on. It orders the peer's signatures:
+    the one with more moves is the later one."""
 
 
 class Contributor(Struct, frozen=True, array_like=True):

@@ -137,7 +137,7 @@ class CostSwarm:
             keys=BelievedKeys(peer.peer_id),
             verify=believe,
             settings=self.settings,
-            incarnation=incarnation,
+            incarnation=int(1e9 * self.clock.now) + incarnation,
             world_rank=rank,
             pledges=self.pledges[rank],
             now=self.clock.now,

@@ -35,8 +35,9 @@ def work(
     step: int = 10,
     based_on: int = 0,
     last: bool = False,
+    moves: int = 0,
 ) -> Work:
-    return Work(tokens=tokens, norm=norm, step=step, based_on=based_on, last=last)
+    return Work(tokens=tokens, norm=norm, step=step, based_on=based_on, last=last, moves=moves)
 
 
 def members(names: Iterable[str] | Mapping[str, int]) -> tuple[Member, ...]:
@@ -77,8 +78,10 @@ def commit(
     salt: object = "",
     **others,
 ) -> Certificate:
-    """The certificate, signed by `signers`, of the plan that follows `before`, with the plan fields in `others`."""
-    usual = work(based_on=before.plan.epoch)
+    """The certificate, signed by `signers`, of the plan that follows `before`, with the plan fields in `others`. A
+    signer's `moves` are the epochs before unless `works` says otherwise."""
+    epoch = before.plan.epoch
+    usual = work(based_on=epoch, moves=epoch)
     entries = {name: Entry(-1, (works or {}).get(name, usual)) for name in signers}
     plan = plan_of(before, attempt, entries, off=off, data_width=1, settings=SETTINGS)
     name = before.head, sorted(entries), attempt, salt
@@ -128,6 +131,8 @@ def a_peer(
         pledges=pledges or {},
         now=0.0,
     )
+    # Its moves are the epochs before, as in `commit`.
+    peer.worker.moves = -1
     return peer
 
 

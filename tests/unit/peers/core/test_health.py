@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from peers.core.chain import MAX_MOVES, Chain
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
 from peers.core.timing import BEAT_S, REGAIN, ROUND_TRIPS, SILENT_BEATS, Timing
 from peers.core.turn import Turn
-from tests.unit.peers.core.made import SETTINGS, chain_of, commit, genesis, status
+from tests.unit.peers.core.made import SETTINGS, commit, genesis, status
 
 SILENCE_S = SILENT_BEATS * BEAT_S
 REGAIN_S = REGAIN * SILENCE_S
@@ -62,35 +61,6 @@ def test_who_has_sent_a_status_was_heard_also_once_it_is_gone():
     ]
     look(swarm, SILENCE_S + REGAIN_S)
     assert [(swarm.was_heard(name), swarm.is_here(name)) for name in "bc"] == [(True, False), (False, False)]
-
-
-def test_of_the_heads_that_a_peer_was_at_those_are_known_that_the_next_one_does_not_follow():
-    swarm, chain = a_swarm("b"), Chain()
-    way, side = [HEAD, *chain_of(HEAD, "ab", 2)], chain_of(HEAD, "b", 2)
-    for certificate in (*way, *side):
-        chain.add(certificate)
-    assert not swarm.known_heads("b")
-    for certificate in (*way, *side):
-        swarm.is_at("b", certificate.head, chain)
-    assert swarm.known_heads("b") == [way[-1].head, side[-1].head]
-    # Also while it begins anew, without a head, and once it is gone.
-    swarm.heard("b", status(sequence=2), 1.0)
-    look(swarm, SILENCE_S + REGAIN_S + 1.0)
-    assert swarm.known_heads("b") == [way[-1].head, side[-1].head]
-    # Sides that are not known any more do not matter.
-    chain.forget(way[-1].head)
-    swarm.is_at("b", HEAD.head, chain)
-    assert swarm.known_heads("b") == [side[-1].head, HEAD.head]
-
-
-def test_a_peer_that_moves_again_and_again_is_known_to():
-    swarm, chain = a_swarm("b"), Chain()
-    sides = [commit(HEAD, "b", salt=salt) for salt in range(2 * MAX_MOVES)]
-    for side in sides:
-        chain.add(side)
-        swarm.is_at("b", side.head, chain)
-    assert len(swarm.known_heads("b")) == MAX_MOVES + 1
-    assert swarm.known_heads("b")[-1] == sides[-1].head
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peers.core import effects, events
-from peers.core.chain import MAX_OTHERS
+from peers.core.chain import MAX_OTHERS, Fork
+from peers.core.newcomer import has_majority
 from peers.protocol.certificates import Certificate
 from tests.unit.peers.core.driven import Driven, fetched_heads
 from tests.unit.peers.core.made import chain_of, commit, genesis, with_settings, work
@@ -154,6 +155,16 @@ def test_nor_where_its_commit_is_beside_one_that_most_have_signed(salt):
     a.announce(commit(one, ["z", "y"], attempt=9, salt=salt), "vwxyz")
     a.run(5)
     assert fetched_heads(a) == [head.head]
+
+
+def test_no_majority_has_signed_a_side_that_most_of_it_have_left():
+    eight = genesis("abcdefgh")
+    given_up = [commit(eight, "abcde")]
+    later = {name: work(based_on=0, moves=9) for name in "cde"}
+    for leavers, counts in (("", True), ("de", True), ("cde", False)):
+        kept = [commit(eight, [*leavers, "f"], works=later)]
+        assert has_majority(Fork(eight, tuple(given_up), tuple(kept)), "abcdefgh") is counts
+    assert not has_majority(Fork(eight, tuple(kept), tuple(given_up)), "abcdefgh")
 
 
 def test_nor_while_the_others_are_one_commit_apart():

@@ -228,13 +228,9 @@ def test_a_commit_that_is_here_waits_for_no_state_that_is_held_back(is_preferred
     a.say(leader, Propose(plan=plan))
     reduced(a, plan)
     body = a.peer.round.voted_result
-    # More have signed this peer's commit than the rival, or all have signed the rival later.
-    two_more = [name for name in "bcde" if name != liar][:2]
-    rival = (
-        commit(a.peer.certificate, [liar, *two_more])
-        if is_preferred
-        else commit(a.peer.certificate, "abcde", attempt=1)
-    )
+    rivals = (commit(a.peer.certificate, "abcde", salt=salt) for salt in range(100))
+    # Equally many peers have signed each of the two, so the smaller hash decides.
+    rival = next(rival for rival in rivals if (body.head < rival.head) == is_preferred)
     a.say(liar, Certificates(head=rival.head, certificates=(rival,)))
     a.announce(rival, [liar])
     a.run(2)

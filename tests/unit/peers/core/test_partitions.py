@@ -138,7 +138,12 @@ def test_who_gave_up_a_longer_chain_stays_where_it_went_though_somebody_brings_t
 
 @pytest.mark.parametrize(
     ("says", "fetch_s"),
-    [("now this, now that", 1.0), ("now this, now that", 5.0), ("each the other", 2.0)],
+    [
+        ("now this, now that", 1.0),
+        ("now this, now that", 5.0),
+        ("each the other", 2.0),
+        ("each its own", 2.0),
+    ],
 )
 def test_a_liar_that_says_it_is_on_this_side_and_on_that_does_not_keep_two_sides_apart(says, fetch_s):
     swarm = founded("abcdefz")
@@ -151,8 +156,10 @@ def test_a_liar_that_says_it_is_on_this_side_and_on_that_does_not_keep_two_sides
         is_one = swarm["a"].machine.head == swarm["d"].machine.head
         if sender != "z" or is_one or not isinstance(message, Status):
             return message
-        by_time, by_listener = "ad"[int(swarm.now / 2) % 2], "d" if to in "abc" else "a"
-        peer = swarm[by_listener if says == "each the other" else by_time].machine
+        own, other = ("a", "d") if to in "abc" else ("d", "a")
+        by_time = "ad"[int(swarm.now / 2) % 2]
+        there = {"each its own": own, "each the other": other}.get(says, by_time)
+        peer = swarm[there].machine
         return replace(message, head=peer.head, epoch=peer.epoch, work=None, phase="training")
 
     swarm.tamper = tamper

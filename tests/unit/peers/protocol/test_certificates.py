@@ -146,8 +146,8 @@ def test_the_head_changes_with_everything_that_is_signed_and_not_with_the_signat
 def test_the_head_of_a_body_is_what_it_always_was():
     # A change of this value changes the protocol: peers from before and after it cannot share a swarm.
     body = body_of(["peer one", "peer two"])
-    assert body.plan.digest == "79bea2724f738d3887006d9f19265e6b3828b3b59ebc8da4527fa3693903cb5d"
-    assert body.head == "536e84cfb711a622b08e9acdbc7e81f5c79960c4f52d48659de0bf738d16b224"
+    assert body.plan.digest == "8e213cbe95efd4d7881be11060e6f55d7c241eb17738091057420ddabce9cc5f"
+    assert body.head == "7c59c66cd964e4ce93eacfc52b17fdc8a83d103b520b12be7d3812423c0f2620"
 
 
 def test_contributors_sign_and_of_a_genesis_the_roster_does():
