@@ -206,11 +206,13 @@ class CatchUp:
         if not self.chain.head:
             return self._newcomer_path(turn, heads)
         best: tuple[Certificate, ...] = ()
-        for head in sorted(heads):
-            path = self._adoptable_path(turn, head, has_worker)
+        forks = {head: self._fork_in_own_run(head) for head in sorted(heads)}
+        for fork in filter(None, forks.values()):
+            path = self._adoptable_path(turn, fork, has_worker)
             if path and path[-1].head in heads and (not best or self._prefers_path(path, best)):
                 best = path
-        return best or self._path_to_another_run(turn, heads) or self._rollback_path(turn)
+        others = {head: heads[head] for head, fork in forks.items() if fork is None}
+        return best or self._path_to_another_run(turn, others) or self._rollback_path(turn)
 
     def _rollback_path(self, turn: Turn) -> tuple[Certificate, ...]:
         """The path back to the earliest head of this peer's chain at which a majority stayed (`_majority_stayed_at`),
@@ -240,10 +242,7 @@ class CatchUp:
             stayed.add(self.me)
         return is_quorum(stayed, certificate, 0.5) and not is_quorum(signers, certificate, 0.5)
 
-    def _adoptable_path(self, turn: Turn, head: str, has_worker: bool) -> tuple[Certificate, ...]:
-        fork = self._fork_in_own_run(head)
-        if fork is None:
-            return ()
+    def _adoptable_path(self, turn: Turn, fork: Fork, has_worker: bool) -> tuple[Certificate, ...]:
         part = adoptable_prefix(
             fork,
             me=self.me,
@@ -301,18 +300,16 @@ class CatchUp:
         return None if fork is None or (fork.theirs and fork.theirs[0].is_genesis) else fork
 
     def _path_to_another_run(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """The path to a head that has no known common ancestor with this peer's chain, if this peer should leave its
-        run for that one: of the largest such run, the head that a newcomer would go to (newcomer.py)."""
+        """The path to the head that a newcomer would go to (newcomer.py) in the largest other run that this peer's run
+        gives way to. `heads`: those that have no known common ancestor with this peer's chain."""
         # A newcomer's own chain begins with its first head, but it may know older ones.
-        others = {
+        known = {
             head: holders
             for head, holders in heads.items()
-            if self.chain.get(head) is not None
-            and self._fork_in_own_run(head) is None
-            and not self.chain.follows(self.chain.head, head)
+            if self.chain.get(head) is not None and not self.chain.follows(self.chain.head, head)
         }
-        for run in runs(self.chain, others):
-            best = best_in(run, self.chain, others, self.me)
+        for run in runs(self.chain, known):
+            best = best_in(run, self.chain, known, self.me)
             if best is not None and self._gives_way_to(turn, run, best):
                 return (best.certificate,)
         return ()

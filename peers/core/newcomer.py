@@ -1,8 +1,8 @@
 """Which head a newcomer goes to. It has no chain of its own to compare others with.
 
-It goes to the run that most live peers are in. Where chains of that run part, to the side that a majority has signed,
-else to the one that the Fork rule prefers. Of heads that follow each other, to the last that is backed (`num_backed`),
-so that a member that made commits with strangers alone cannot lead newcomers to them.
+It goes to the run that most live peers are in. Where chains of that run part, to the side that a majority has signed
+and most of it has not left, else to the one that the Fork rule prefers. Of heads that follow each other, to the last
+that is backed (`num_backed`), so that a member that made commits with strangers alone cannot lead newcomers to them.
 """
 
 from __future__ import annotations

@@ -509,7 +509,7 @@ def test_whoever_is_heard_first_after_an_outage_cannot_undo_what_a_majority_has_
     assert {forge.head for forge in forged}.isdisjoint(fetched_heads(a))
 
 
-def test_members_that_begin_anew_count_where_they_were_last():
+def test_members_that_begin_anew_count_in_a_fork_though_they_have_no_head():
     """Else one liar could take their place: `d` is all that is left of abcd, and `z` forks off an earlier head."""
     first = genesis("abcdz")
     way = [first, *chain_of(first, "abcd", 9)]
