@@ -116,7 +116,7 @@ class Invariants:
             self.violated(f"{me} applies {certificate.head[:6]} with other digests")
         elif peer.state is None or peer.state.head != body.plan.parent:
             self.violated(f"{me} applies {certificate.head[:6]} to another state")
-        elif doubled := outcome.doubled - self._truth.made_by_liars:
+        elif doubled := outcome.doubled - self._truth.may_count_twice:
             self.violated(f"{me} commits pieces {sorted(doubled)} that are in the state twice")
         self._check_signatures(me, certificate)
         if len(body.plan.contributors) < self._least_group:
@@ -142,6 +142,7 @@ class Invariants:
             self.violated(f"{me} answers {answer.how}, and nobody has handed over anything")
         if answer.how == "rebase":
             self._check_work_is_not_in(peer, "answers that it is to be rebased")
+            self._truth.may_count_twice |= self._committed_elsewhere(peer)
         if answer.how == "contributed" and handed is not None and state is not None:
             self._check_work_is_in(me, handed.pieces, state)
 
@@ -152,8 +153,17 @@ class Invariants:
     def _check_work_is_not_in(self, peer: VirtualPeer, what: str) -> None:
         if peer.in_hand is None or peer.state is None:
             return
-        if twice := sorted(peer.in_hand.pieces & peer.state.pieces):
+        if twice := sorted(peer.in_hand.pieces & peer.state.pieces - self._truth.may_count_twice):
             self.violated(f"{peer.peer_id} {what}: {twice} are in {peer.state.head[:6]} already")
+
+    def _committed_elsewhere(self, peer: VirtualPeer) -> Pieces:
+        """What of the work in hand is in commits on another side of a fork than the peer's own. It has voted for them
+        without seeing them. If that side wins later, the work counts twice (late_work.py)."""
+        state, handed = peer.state, peer.in_hand
+        if state is None or handed is None:
+            return frozenset()
+        others = (other for other in self._truth.states.values() if not state.leads_to(other))
+        return handed.pieces & frozenset().union(*(other.pieces for other in others))
 
     # Whose state is adopted
 

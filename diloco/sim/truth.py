@@ -108,8 +108,9 @@ class Truth:
     """By (peer id, head): from when to when the peer was not fetching a state since it last came to this head."""
     contradictions: list[str] = field(default_factory=list)
     """Heads under which two peers have different values."""
-    made_by_liars: set[int] = field(default_factory=set)
-    """Pieces: a liar may hand its work over twice."""
+    may_count_twice: set[int] = field(default_factory=set)
+    """Pieces: a liar may hand its work over twice, and an honest peer may take work to another side of a fork whose
+    commit it has not seen."""
 
     def knows(self, certificates: Iterable[Certificate]) -> None:
         for certificate in certificates:

@@ -156,7 +156,7 @@ class VirtualWorker(Worker):
         self.trained.update(pieces)
         self.pending.update(pieces)
         if not self._peer.is_honest:
-            self._peer.swarm.truth.made_by_liars.update(pieces)
+            self._peer.swarm.truth.may_count_twice.update(pieces)
         self._local_step = self.nominal_step(self._local_step + 1, self.step_s)
         ahead = self.schedule.steps_per_epoch if self.is_ahead else 0
         if ahead or self._has_steps_left:

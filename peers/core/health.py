@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, ItemsView, Mapping
+from collections.abc import Callable, Collection, ItemsView, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from peers.core.timing import Timing
 from peers.core.turn import Turn
-from peers.protocol.messages import Status
+from peers.protocol.messages import Offer, Status
 
 STRIKES = 2.0
 """A peer with this many strikes is left out of groups."""
@@ -54,6 +54,9 @@ class Health:
     """Commits in a row that it did not contribute to, since it came or came back."""
     round_trip_s: float = 0.0
     """0: not measured."""
+    sound_offer: Offer | None = None
+    """The last offer of a trained state that was checked, if it is sound."""
+    offer_checked_at: float = -math.inf
     strikes: float = 0.0
     fades_from: int = 0
     """The epoch from which strikes decay."""
@@ -321,6 +324,17 @@ class Swarm:
     def status(self, peer_id: str) -> Status | None:
         health = self._peers.get(peer_id)
         return health.status if health else None
+
+    def is_sound(self, peer_id: str, offer: Offer, check: Callable[[Offer], bool], now: float) -> bool:
+        """Whether this offer of a trained state is sound by `check`, which verifies up to a thousand signatures.
+        Another offer of the same peer is checked only after `silence_s`, and counts as unsound until then."""
+        health = self._peers.get(peer_id)
+        if health is None:
+            return check(offer)
+        if offer != health.sound_offer and now >= health.offer_checked_at + self._timing.silence_s:
+            health.offer_checked_at = now
+            health.sound_offer = offer if check(offer) else None
+        return offer == health.sound_offer
 
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at

@@ -2,7 +2,9 @@
 
 Late work: a worker whose work missed the commit trains on at once, in the epoch that the others are in. Its weights are
 rebased: new anchor + (local - old anchor). Its next work contains the late work, with the epoch since which it was
-trained (`based_on`). Where the others would not wait for one more step, it hands over the late work as it is.
+trained (`based_on`). Where the others would not wait for one more step, it hands over the late work as it is. Work
+counts twice if its peer voted for a commit, did not see it made, went to another side of a fork, and came back to the
+side of that commit.
 
 Going ahead: while faults happen, no worker waits for the commit of its work, but trains on in the next epoch at once.
 The work it has handed over stays unchanged; what it trains meanwhile is put on top of the result. Without faults a

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -294,10 +295,10 @@ class Peer:
                 round_.on_abort(turn, peer_id, message)
 
     def _receive_status(self, turn: Turn, peer_id: str, status: Status) -> None:
-        if status.offer is not None and not self.head:
-            last = self.swarm.status(peer_id)
-            is_verified = last is not None and last.offer == status.offer
-            if not is_verified and not is_offer_sound(status.offer, self._verify):
+        offer = status.offer
+        if offer is not None and offer.certificate is not None and not self.head:
+            check = partial(is_offer_sound, verify=self._verify)
+            if not self.swarm.is_sound(peer_id, offer, check, turn.now):
                 status = replace(status, offer=None)
         self.swarm.heard(peer_id, status, turn.now)
         if status.head:

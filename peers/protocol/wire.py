@@ -31,7 +31,8 @@ def decode(
         raise ProtocolError(f"a {what} of {len(blob)} bytes; at most {most_bytes} are allowed")
     try:
         return decoder.decode(blob)
-    except (msgspec.DecodeError, ValueError) as error:
-        # ValidationError, a DecodeError, names the field; ValueError is raised for text that is no UTF-8. Names of
-        # unknown fields were chosen by the peer: repr() removes control characters that a terminal would obey.
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        # ValidationError, a DecodeError, names the field; ValueError is raised for text that is no UTF-8,
+        # RecursionError for a thousand nested arrays. Names of unknown fields were chosen by the peer: repr() removes
+        # control characters that a terminal would obey.
         raise ProtocolError(f"not a {what}: {str(error)!r:.200}") from error

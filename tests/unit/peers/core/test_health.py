@@ -9,7 +9,8 @@ import pytest
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
 from peers.core.timing import BEAT_S, REGAIN, ROUND_TRIPS, SILENT_BEATS, Timing
 from peers.core.turn import Turn
-from tests.unit.peers.core.made import SETTINGS, commit, genesis, status
+from peers.protocol.messages import Offer
+from tests.unit.peers.core.made import SETTINGS, commit, digest, genesis, status
 
 SILENCE_S = SILENT_BEATS * BEAT_S
 REGAIN_S = REGAIN * SILENCE_S
@@ -294,3 +295,18 @@ def test_a_majority_that_signed_the_head_that_this_peer_comes_to_is_not_taken_fo
     swarm.roster = frozenset(roster)
     swarm.head_moved(31.0, ahead.head, {"b", "c"}, is_first=False)
     assert swarm.is_off_head("b", Turn(31.0)) == swarm.is_off_head("c", Turn(31.0)) == is_off
+
+
+def test_many_offers_of_one_peer_cost_one_check_per_silence_time():
+    swarm, checked = a_swarm("b"), []
+
+    def is_sound(now: float, offer: Offer) -> bool:
+        return swarm.is_sound("b", offer, lambda offer: not checked.append(offer), now)
+
+    one, other = (Offer(anchor=digest(name), momentum=digest(name)) for name in ("one", "other"))
+    assert [is_sound(0.01 * beat, offer) for beat in range(100) for offer in (one, other)] == [
+        True,
+        False,
+    ] * 100
+    assert is_sound(SILENCE_S, other)
+    assert checked == [one, other]

@@ -315,6 +315,14 @@ def test_flipped_bits_in_a_message_are_taken_or_its_error(name, data):
         decoded(read, message, error)
 
 
+@pytest.mark.parametrize("depth", [100, 1_000, 10_000, 100_000])
+def test_nested_arrays_are_an_error_however_deep(depth):
+    """Before the decoder of a union knows the kind of message, it skips unknown fields."""
+    nested = b"\x82\xa1x" + b"\x91" * depth + b"\xc0" + b"\xa4type\xa7refused"
+    with pytest.raises(ProtocolError):
+        decode(SAID_DECODER, nested, MAX_MESSAGE_BYTES)
+
+
 BODIES = st.binary(max_size=200) | VALUES.map(msgpack.packb)
 
 
