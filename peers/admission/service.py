@@ -172,7 +172,8 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
         found, room = dict[tuple[str, bytes], None](), _Room()
 
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
-            if expiry > time.time() + MAX_TTL_S:
+            # Also false for NaN, with which a record, and in Hivemind's heap all later ones, would never expire.
+            if not expiry <= time.time() + MAX_TTL_S:
                 return False
             # Every node that has the record returns it at every look-up, which is every few seconds.
             if is_found and (subkey, value) in found:

@@ -10,20 +10,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.net.dht.bootstrap import connect_any, not_taken
 from peers.net.dht.contacts import Contacts
 from peers.net.dht.descriptors import raise_limit
+from peers.net.dht.look_ups import bound_look_ups, look_up
 from peers.net.identity import Identity
 from peers.net.libp2p.p2pd import P2pd
 from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
 from peers.protocol.records import MAX_RECORD_BYTES, Record
 from peers.protocol.wire import encode
 from peers.tasks import cancelled
-from peers.timing import CONNECT_S, LOOK_S, OFTEN_S, PROBE_S
+from peers.timing import CONNECT_S, GRACE_S, LOOK_S, OFTEN_S, PROBE_S, RECORD_TTL_S
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Dht", "announced", "load_hivemind", "validate_maddr"]
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 _MAX_VALUES = 4096
 BUCKET_SIZE = 8
@@ -42,6 +44,11 @@ BUCKET_SIZE = 8
 20, all nodes of a small swarm."""
 _LONELY_LOOK_S = OFTEN_S
 """How often lost contacts are dialled while the node knows no other node."""
+_DEADLINE_S = 3 / 8 * RECORD_TTL_S
+"""Of one store or look-up: the two and the longest pause between announcements, RECORD_TTL_S / 4, take no longer than a
+record lives."""
+_ASKING_S = _DEADLINE_S - PROBE_S - GRACE_S
+"""How long a look-up asks further nodes. Those asked last answer within PROBE_S, so that what was found is returned."""
 _CLOCK_TICK = 1e-3
 
 logger = logging.getLogger(__name__)
@@ -132,7 +139,8 @@ class Dht:
     async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
         """Put `value` (MAX_RECORD_BYTES at most) under `key`, beside the values of other subkeys.
 
-        Returns whether any node took the value. It expires after `ttl_s`, but not before what it replaces would have.
+        Returns whether any node took the value in time. It expires after `ttl_s`, but not before what it replaces
+        would have.
         """
         if len(value) > MAX_RECORD_BYTES:
             raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_RECORD_BYTES} are kept")
@@ -140,8 +148,8 @@ class Dht:
         expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK)
         self._expiry[key, subkey] = expiry
         stored = await asyncio.gather(
-            self._node.store(key, value, expiry, subkey=subkey),
-            self._initial.store(key, subkey, encode(value), expiry),
+            _answer(self._node.store(key, value, expiry, subkey=subkey)),
+            _answer(self._initial.store(key, subkey, encode(value), expiry)),
         )
         return any(stored)
 
@@ -150,9 +158,12 @@ class Dht:
         self._kept.keep(key, check)
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """The live values under `key` by subkey. Anybody may have written them: the caller checks them."""
-        found, of_initial = await asyncio.gather(self._node.get(key, latest=True), self._initial.find(key))
-        return _checked_values(found.value if found is not None else None, of_initial)
+        """The live values under `key` by subkey, as far as they are found in time. Anybody may have written them: the
+        caller checks them."""
+        found, of_initial = await asyncio.gather(
+            _answer(self._node.get(key, latest=True)), _answer(self._initial.find(key))
+        )
+        return _checked_values(found.value if found is not None else None, of_initial or {})
 
     @property
     def silent_initial_peers(self) -> frozenset[str]:
@@ -230,7 +241,7 @@ class Dht:
             except PeerUnreachable:
                 return False
         peer = PeerID.from_base58(peer_id)
-        if await self._node.protocol.call_ping(peer) is None:
+        if await _answer(self._node.protocol.call_ping(peer)) is None:
             return False
         self._node.blacklist.register_success(peer)
         return True
@@ -238,6 +249,17 @@ class Dht:
     def _peers_in_table(self) -> set[str]:
         """The nodes in the routing table, which drops those that did not answer in time."""
         return {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
+
+
+async def _answer(call: Coroutine[Any, Any, T]) -> T | None:
+    """What this call of Hivemind returns; None if it fails or takes too long."""
+    try:
+        with look_up(_ASKING_S):
+            async with asyncio.timeout(_DEADLINE_S):
+                return await call
+    except Exception as error:  # noqa: BLE001 - whatever strangers' nodes answer, this process goes on
+        logger.info("no answer from the DHT: %r", error)
+        return None
 
 
 async def announced(
@@ -301,26 +323,29 @@ async def _create_node(
 
     kept = KeptRecords()
     try:
-        # No caches: they would answer with outdated announcements.
-        node = await DHTNode.create(
-            p2p=p2p,
-            initial_peers=list(initial_peers),
-            client_mode=client_mode,
-            # Long: a node may be busy, as when fifty peers join at once.
-            wait_timeout=timeout_s,
-            bootstrap_timeout=PROBE_S,
-            cache_locally=False,
-            cache_on_store=False,
-            cache_nearest=0,
-            bucket_size=BUCKET_SIZE,
-            record_validator=kept,
-        )
+        # The look-up of this node's own neighbours may go on for a while in the background.
+        with look_up(timeout_s):
+            # No caches: they would answer with outdated announcements.
+            node = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=list(initial_peers),
+                client_mode=client_mode,
+                # Long: a node may be busy, as when fifty peers join at once.
+                wait_timeout=timeout_s,
+                bootstrap_timeout=PROBE_S,
+                cache_locally=False,
+                cache_on_store=False,
+                cache_nearest=0,
+                bucket_size=BUCKET_SIZE,
+                record_validator=kept,
+            )
         node.protocol.wait_timeout = PROBE_S
         kept.guard(node.protocol)
+        bound_look_ups(node)
         return node, kept
     except ValidationError as error:
         raise not_taken(str(error)) from error
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # AssertionError: its DHT id is no such id
         raise UserError(
             f"{', '.join(initial_peers)} can be reached, but no Hivemind DHT answers there; is it the "
             "address that `diloco dht start` or `hivemind-dht` printed?"

@@ -35,7 +35,9 @@ Found = Mapping[str, tuple[bytes, float]]
 
 
 class Check(Protocol):
-    """Whether to accept a value: to store it here, or (`is_found`) to return it to a reader, who checks it further."""
+    """Whether to accept a value: to store it here, or (`is_found`) to return it to a reader, who checks it further.
+
+    `expiry` is what the other node has sent, perhaps NaN: write the check so that it is true for what is allowed."""
 
     def __call__(self, subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool: ...
 
@@ -73,7 +75,8 @@ class KeptRecords(RecordValidatorBase):
         return key in self._checks
 
     def guard(self, protocol: DHTProtocol) -> None:
-        """From now on, drop each value returned by another node that fails the check of its key.
+        """From now on, drop each value returned by another node that fails the check of its key, and answers that
+        cannot be checked.
 
         Hivemind itself drops everything that a node returns if one value is invalid.
         """
@@ -85,7 +88,12 @@ class KeptRecords(RecordValidatorBase):
                 found = await find(peer, keys)
             finally:
                 _is_finding.reset(token)
-            return {key: self._sifted(key, item) for key, item in found.items()} if found else found
+            try:
+                return {key: self._sifted(key, item) for key, item in found.items()} if found else found
+            # A node can send anything, and an error here would break off Hivemind's look-up at all nodes.
+            except Exception as error:  # noqa: BLE001
+                log.debug("passed over the answer of %s: %r", peer, error)
+                return None
 
         protocol.call_find = call_find
 
@@ -109,17 +117,21 @@ class KeptRecords(RecordValidatorBase):
     def _sifted(self, key: DHTID, item: tuple[Any, Any]) -> tuple[Any, Any]:
         """What was found for a key, and the nearest nodes; values that fail the key's check are left out."""
         found, nearest = item
-        check = self._checks.get(key.to_bytes())
-        if check is None or found is None:
-            return item
-        if not isinstance(found.value, DictionaryDHTValue):
+        if found is None or not isinstance(found.value, DictionaryDHTValue):
             # A value without subkeys would replace all values with subkeys.
             return None, nearest
+        check = self._checks.get(key.to_bytes(), _is_brief)
         sifted = DictionaryDHTValue()
-        for subkey, (value, expiry) in found.value.items():
+        # Not `items()`, which applies a limit of the sender's choice.
+        for subkey, (value, expiry) in found.value.data.items():
             if _passes(check, subkey, value, expiry, is_found=True):
                 sifted.store(subkey, value, expiry)
         return (type(found)(sifted, sifted.latest_expiration_time) if sifted else None), nearest
+
+
+def _is_brief(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
+    """The check of found values under keys without a check here."""
+    return expiry <= time.time() + MAX_OTHER_TTL_S
 
 
 def _passes(check: Check, subkey: Any, packed: Any, expiry: float, *, is_found: bool) -> bool:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from peers.admission import service
-from peers.admission.service import MAX_KEPT_BYTES, MAX_NEW_BYTES, guard_storage
+from peers.admission.service import MAX_KEPT_BYTES, MAX_NEW_BYTES, MAX_TTL_S, guard_storage
 from peers.net.gate import Gate
 from peers.protocol.records import MAX_RECORD_BYTES, PEERS_KEY, Announcement
 from tests.support.announcements import announced
@@ -22,12 +23,18 @@ class FakeDht:
 
 
 @pytest.fixture
-def store(monkeypatch):
-    """A function that stores a record of this length under the run's key, and returns whether it was accepted."""
+def check(monkeypatch):
+    """The check of the run's key, to which all records are valid."""
     monkeypatch.setattr(Announcement, "decode", lambda peer_id, *_, run_id: announced(peer_id))
+    monkeypatch.setattr(service, "time", SimpleNamespace(time=lambda: NOW))
     dht = FakeDht()
     guard_storage(dht, "run", Gate("run"))
-    check = dht.checks[PEERS_KEY("run")]
+    return dht.checks[PEERS_KEY("run")]
+
+
+@pytest.fixture
+def store(monkeypatch, check):
+    """A function that stores a record of this length under the run's key, and returns whether it was accepted."""
 
     def store(subkey, num_bytes, now=NOW):
         monkeypatch.setattr(service, "time", SimpleNamespace(time=lambda: now))
@@ -56,3 +63,11 @@ def test_short_records_that_grow_later_do_not_exceed_a_message_either(store):
 def test_a_thousand_peers_find_room(store):
     assert all(store(f"{number:052}", 1500) for number in range(1000))
     assert all(store(f"{number:052}", 1600, NOW + 5) for number in range(1000))
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_record_that_would_never_expire_is_refused(check, is_found):
+    """With NaN at the root of Hivemind's heap, none of the key's records would."""
+    assert check("peer", b"record", expiry=NOW + MAX_TTL_S, is_found=is_found)
+    for expiry in (math.nan, math.inf, NOW + MAX_TTL_S + 1):
+        assert not check("peer", b"record", expiry=expiry, is_found=is_found)

@@ -49,8 +49,8 @@ def test_under_other_keys_little_is_kept_and_not_for_long(monkeypatch):
     assert records.validate(record("run", "a", b"of a"))
 
 
-async def found_at_another_node(value):
-    """What `kept` lets through when another node returns `value` for the known key."""
+async def found_at_another_node(value, records=None):
+    """What `records` let through when another node returns `value` for the known key."""
     key = DHTID.generate(source="run")
     protocol = SimpleNamespace(call_find=None)
 
@@ -58,8 +58,9 @@ async def found_at_another_node(value):
         return {key: (ValueWithExpiration(value, time.time() + 90), {"nearest": "nodes"}) for key in keys}
 
     protocol.call_find = call_find
-    kept().guard(protocol)
-    return (await protocol.call_find("peer", [key]))[key]
+    (records or kept()).guard(protocol)
+    answer = await protocol.call_find("peer", [key])
+    return answer and answer[key]
 
 
 async def test_of_what_another_node_returns_each_false_value_is_dropped_alone():
@@ -77,3 +78,13 @@ async def test_of_what_another_node_returns_each_false_value_is_dropped_alone():
 
 async def test_a_value_without_subkeys_does_not_replace_those_with_them():
     assert await found_at_another_node(msgpack.packb(b"of a")) == (None, {"nearest": "nodes"})
+
+
+async def test_an_answer_that_cannot_be_checked_is_none():
+    def check(subkey, value, *, expiry, is_found):
+        raise TypeError("what has this node sent?")
+
+    values, records = DictionaryDHTValue(), KeptRecords()
+    values.store("a", msgpack.packb(b"of a"), time.time() + 60)
+    records.keep("run", check)
+    assert await found_at_another_node(values, records) is None
