@@ -8,14 +8,17 @@ from types import SimpleNamespace
 
 import msgpack
 import pytest
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
+from peers.errors import UserError
 from peers.net.dht import look_ups
 from peers.net.dht import node as dht_node
 from peers.net.dht.node import Dht
 from peers.net.dht.records import InitialRecords
+from peers.protocol.libp2p_keys import new_private_key, peer_id_of, private_key, public_key
 
 CHECKED, UNCHECKED = "run", "a key without a check"
 VALUE = b"valid"
@@ -158,3 +161,14 @@ async def test_a_look_up_that_fails_or_hangs_is_no_answer(monkeypatch, call):
         assert await dht.get(CHECKED) == {}
         assert not await dht.store(CHECKED, "a", VALUE, ttl_s=20)
         assert not await dht.ping(str(PeerID(b"any")), timeout_s=IN_TIME_S)
+
+
+async def test_an_initial_peer_whose_dht_id_is_none_is_a_wrong_address(monkeypatch):
+    class Longer:
+        async def rpc_ping(self, request, timeout):
+            return dht_pb2.PingResponse(peer=dht_pb2.NodeInfo(node_id=b"\xff" * 21), dht_time=time.time())
+
+    monkeypatch.setattr(DHTProtocol, "get_stub", lambda _self, _peer: Longer())
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(public_key(private_key(new_private_key())))}"
+    with pytest.raises(UserError, match="no Hivemind DHT answers there"):
+        await dht_node._create_node(SimpleNamespace(peer_id=PeerID(b"me")), [address], True, IN_TIME_S)
