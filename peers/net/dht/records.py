@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from msgspec.msgpack import Decoder
@@ -59,6 +59,27 @@ _is_finding: ContextVar[bool] = ContextVar("is_finding", default=False)
 log = logging.getLogger(__name__)
 
 
+class _Storage(DHTLocalStorage):
+    """Hands out copies: Hivemind adds to a stored dictionary whatever a look-up finds, and asks no validator."""
+
+    def get(self, key: DHTID) -> Any:
+        item = super().get(key)
+        if item is None or not isinstance(item.value, DictionaryDHTValue):
+            return item
+        copied = DictionaryDHTValue()
+        for subkey, (value, expiry) in item.value.items():
+            copied.store(subkey, value, expiry)
+        return type(item)(copied, item.expiration_time)
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        item = super().get(key)
+        if item is None or not isinstance(item.value, DictionaryDHTValue):
+            return super().store_subkey(key, subkey, value, expiration_time)
+        if expiration_time > item.value.latest_expiration_time:
+            self.store(key, item.value, expiration_time)
+        return item.value.store(subkey, value, expiration_time)
+
+
 class KeptRecords(RecordValidatorBase):
     """Hivemind calls `validate` for every value before it stores it."""
 
@@ -76,7 +97,7 @@ class KeptRecords(RecordValidatorBase):
 
     def guard(self, protocol: DHTProtocol) -> None:
         """From now on, drop each value returned by another node that fails the check of its key, and answers that
-        cannot be checked.
+        cannot be checked, and do not store what was only found. What is stored so far is forgotten.
 
         Hivemind itself drops everything that a node returns if one value is invalid.
         """
@@ -95,7 +116,7 @@ class KeptRecords(RecordValidatorBase):
                 log.debug("passed over the answer of %s: %r", peer, error)
                 return None
 
-        protocol.call_find = call_find
+        protocol.call_find, protocol.storage = call_find, _Storage()
 
     def validate(self, record: DHTRecord) -> bool:
         if _is_finding.get():

@@ -109,6 +109,16 @@ async def test_no_answer_of_one_node_ends_a_look_up_or_hides_what_another_has(an
     assert stranger.num_asked
 
 
+async def test_what_a_look_up_finds_is_not_stored():
+    dht = await dht_among(honest())
+    storage = dht._node.protocol.storage
+    key_id, expiry = DHTID.generate(source=CHECKED), time.time() + 20
+    for subkey in ("own", "another"):
+        assert storage.store_subkey(key_id, subkey, msgpack.packb(VALUE), expiry)
+    assert await dht.get(CHECKED) == {"own": VALUE, "another": VALUE, "a": VALUE}
+    assert {subkey for subkey, _ in storage.get(key_id).value.items()} == {"own", "another"}
+
+
 @pytest.mark.parametrize("what", ["get", "store"])
 async def test_a_node_that_names_itself_under_ever_nearer_ids_is_asked_once(what):
     target = int(DHTID.generate(source=CHECKED))
