@@ -109,13 +109,13 @@ def unpacked(blob: bytes, most_values: int = 1 << 40) -> tuple[Label, State]:
         if label.base is None:
             return label, tensors
         shapes = json.loads(metadata["shapes"])
-        if not isinstance(shapes, dict):
-            raise BadBlob("its shapes have no names")
-        if sum(int(count) for count, _ in shapes.values()) > 2 * most_values:
+        if not isinstance(shapes, dict) or shapes.keys() != tensors.keys():
+            raise BadBlob("its shapes are not those of its tensors")
+        if not all(type(count) is int and count >= 0 and width in _BITS for count, width in shapes.values()):
+            raise BadBlob("its shapes are no counts and sizes of integers")
+        if sum(count for count, _ in shapes.values()) > 2 * most_values:
             raise BadBlob("the patch is larger than the model")
-        return label, {
-            name: _expanded(name, tensor, *map(int, shapes[name])) for name, tensor in tensors.items()
-        }
+        return label, {name: _expanded(name, tensor, *shapes[name]) for name, tensor in tensors.items()}
     except (
         SafetensorError,
         ValueError,
@@ -249,7 +249,7 @@ def _expanded(name: str, packed_planes: Tensor, count: int, width: int) -> Tenso
     """The reverse of `_packed_planes`. Raises BadBlob, ValueError or zlib.error for an invalid tensor."""
     inflater = zlib.decompressobj()
     # One byte more than is expected, since 0 would be no limit.
-    planes = inflater.decompress(packed_planes.numpy().tobytes(), max(count * width, 0) + 1)
+    planes = inflater.decompress(packed_planes.numpy().tobytes(), count * width + 1)
     if len(planes) != count * width or not inflater.eof or not planes:
         raise BadBlob(f"the patch of {name} has another length than it says")
     numbers = torch.frombuffer(bytearray(planes), dtype=torch.uint8).view(width, count).T.flatten()

@@ -30,7 +30,7 @@ from peers.net.socket_directory import SocketDirectory
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import NO_RANK, PEERS_KEY, Announcement
 from peers.protocol.refusal import Refused
-from peers.protocol.rollouts import Completion, Policy, Rollout, learner_for, prompt_of, signed
+from peers.protocol.rollouts import MAX_BLOBS, Completion, Policy, Rollout, learner_for, prompt_of, signed
 from peers.tasks import cancelled, first_of
 from peers.timing import LOOK_S, OFTEN_S
 
@@ -39,7 +39,7 @@ WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
 SLOT_PREFIX = "rollout-"
 """Prefix of the names of its keys, so that a trainer that is started here later finds its own."""
 AGAIN_S = 2 * LOOK_S
-"""After this long, a learner that had no policy or was lost is asked again."""
+"""After this long, a peer that knows the run asks a learner again that had no policy or was lost."""
 TOLD_S = 2 * LOOK_S
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class RolloutPeer:
         self._failed_at: dict[str, float] = {}
         self._fetched: list[Path] = []
         """Files that the generator has not loaded yet."""
+        self._fetched_bytes = 0
         self._fetched_digest = ""
         """Digest of the weights that they lead to."""
         self._policy = asyncio.Event()
@@ -169,9 +170,9 @@ class RolloutPeer:
 
     def _chosen(self, learners: Mapping[str, Announcement]) -> Announcement | None:
         """The learner that this peer is to work for now."""
-        now = time.monotonic()
+        before = time.monotonic() - (AGAIN_S if self._manifest else OFTEN_S)
         usable = {
-            peer_id for peer_id in learners if now - self._failed_at.get(peer_id, float("-inf")) > AGAIN_S
+            peer_id for peer_id in learners if self._failed_at.get(peer_id, float("-inf")) < before
         }
         chosen = learner_for(self._config.run_id, self._identity.peer_id, usable)
         return learners[chosen] if chosen is not None else None
@@ -237,10 +238,14 @@ class RolloutPeer:
         while True:
             held = self._fetched_digest or self._generator.held
             policy = await stream.newest(held)
-            if sum(name.num_bytes for name in policy.blobs) > most_bytes:
+            num_bytes = sum(name.num_bytes for name in policy.blobs)
+            if num_bytes > most_bytes:
                 raise ProtocolError("its policy is larger than the model")
             if policy.digest != held:
-                await self._fetch(stream, policy)
+                num_files = len(self._fetched) + len(policy.blobs)
+                # Together, the files that wait have the limits of a single policy, so that a learner cannot fill the disk.
+                if self._fetched_bytes + num_bytes <= most_bytes and num_files <= MAX_BLOBS:
+                    await self._fetch(stream, policy)
             else:
                 self._step = policy.step
                 self._policy.set()
@@ -248,15 +253,20 @@ class RolloutPeer:
 
     async def _fetch(self, stream: LearnerStream, policy: Policy) -> None:
         paths: list[Path] = []
-        for name in policy.blobs:
-            path = await stream.download(name, self._directory)
-            if path is None:
-                # The learner has newer weights: ask again. Files left here are overwritten, or go with the directory.
-                return
-            paths.append(path)
-        self._fetched += paths
-        self._fetched_digest, self._step = policy.digest, policy.step
-        self._policy.set()
+        try:
+            for name in policy.blobs:
+                path = await stream.download(name, self._directory)
+                if path is None:
+                    # The learner has newer weights: ask again.
+                    return
+                paths.append(path)
+            self._fetched += paths
+            self._fetched_bytes += sum(name.num_bytes for name in policy.blobs)
+            self._fetched_digest, self._step = policy.digest, policy.step
+            self._policy.set()
+        finally:
+            for path in set(paths) - set(self._fetched):
+                path.unlink(missing_ok=True)
 
     async def _generate(self, learner: str, stream: LearnerStream) -> None:
         """Generate, and meanwhile hand over the rollouts generated before."""
@@ -293,7 +303,7 @@ class RolloutPeer:
     async def _load(self) -> None:
         """Have the generator load the newest policy that has been fetched."""
         await self._policy.wait()
-        paths, self._fetched = self._fetched, []
+        paths, self._fetched, self._fetched_bytes = self._fetched, [], 0
         try:
             if paths:
                 await self._generator.load(paths, self._fetched_digest)
@@ -307,7 +317,7 @@ class RolloutPeer:
         self._fetched_digest = ""
         for path in self._fetched:
             path.unlink(missing_ok=True)
-        self._fetched = []
+        self._fetched, self._fetched_bytes = [], 0
 
     async def _hand_over(
         self,

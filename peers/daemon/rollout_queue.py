@@ -10,7 +10,7 @@ from typing import Any
 
 from peers.errors import ProtocolError
 from peers.protocol.limits import MAX_SHORT_TEXT
-from peers.protocol.rollouts import STALE, Rollout, prompt_of
+from peers.protocol.rollouts import STALE, Rollout, most_bytes_of, prompt_of
 
 MAX_SENDERS = 256
 """Rollout peers whose numbers and figures are remembered."""
@@ -32,6 +32,11 @@ class Terms:
     """Optimizer steps that may lie between the policy of a rollout and the step that trains on it."""
     num_kept: int
     """The most rollouts that wait, and the most of uniform reward; the oldest make room."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a rollout's message."""
+        return most_bytes_of(self.num_generations, self.max_tokens)
 
 
 @dataclass

@@ -196,8 +196,9 @@ class RolloutService:
             case WantBlob(digest):
                 await self._send_blob(digest, channel)
             case Signed() as message:
+                assert self.queue.terms is not None
                 # Decoding thousands of tokens and checking a signature takes milliseconds.
-                rollout = await asyncio.to_thread(verified, peer_id, message)
+                rollout = await asyncio.to_thread(verified, peer_id, message, self.queue.terms.most_bytes)
                 self._gate.check_shown(peer_id, "rollouts")
                 now = time.monotonic()
                 try:

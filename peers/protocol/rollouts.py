@@ -46,6 +46,8 @@ from peers.protocol.wire import Struct, decode, encode
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_COMPLETIONS = 1024
 """Of one prompt."""
+MAX_COMPLETION_TOKENS = 1 << 18
+"""Of one completion: two such completions nearly fill MAX_MESSAGE_BYTES."""
 MAX_SCORES = 32
 MAX_BLOBS = 64
 MAX_TOKEN = 1 << 24
@@ -55,6 +57,10 @@ MAX_STEP = 1 << 40
 STALE = "stale"
 """The only reason to drop a rollout that an honest peer may have sent."""
 _SIGNED_AS = b"diloco rollout v1\0"
+_TOKEN_BYTES = 5 + 9
+"""Of a token's id and log-probability in msgpack."""
+_COMPLETION_BYTES = 9 * MAX_SCORES + 5 * MAX_TURNS + 64
+_ROLLOUT_BYTES = 1024
 
 TokenId = Annotated[int, Meta(ge=0, lt=MAX_TOKEN)]
 LogProbability = Annotated[float, Meta(le=0, ge=-1e6)]
@@ -126,8 +132,8 @@ class NoBlob(Struct, frozen=True, tag="no blob"):
 class Completion(Struct, frozen=True):
     """One answer to a prompt."""
 
-    tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
-    logprobs: Annotated[tuple[LogProbability, ...], Meta(min_length=1)]
+    tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_COMPLETION_TOKENS)]
+    logprobs: Annotated[tuple[LogProbability, ...], Meta(min_length=1, max_length=MAX_COMPLETION_TOKENS)]
     """Of the sampler, in nats, one per token."""
     scores: Annotated[tuple[Score, ...], Meta(min_length=1, max_length=MAX_SCORES)]
     """By each component of the reward."""
@@ -169,11 +175,22 @@ def signed(rollout: Rollout, keys: Keys) -> Signed:
     return Signed(payload=payload, signature=keys.sign(_SIGNED_AS + payload))
 
 
-def verified(peer_id: str, message: Signed) -> Rollout:
-    """The rollout. Raises ProtocolError unless this peer has signed it, and its values and lengths are valid."""
+def most_bytes_of(num_completions: int, max_tokens: int) -> int:
+    """No rollout with so many completions of at most so many tokens is longer.
+
+    Memory is the reason for this limit: a number of one byte takes 32 once it is decoded.
+    """
+    return min(
+        MAX_MESSAGE_BYTES, _ROLLOUT_BYTES + num_completions * (_COMPLETION_BYTES + max_tokens * _TOKEN_BYTES)
+    )
+
+
+def verified(peer_id: str, message: Signed, most_bytes: int = MAX_MESSAGE_BYTES) -> Rollout:
+    """The rollout. Raises ProtocolError unless it has at most so many bytes, this peer has signed it, and its values
+    and lengths are valid."""
     if not verify_signature(peer_id, _SIGNED_AS + message.payload, message.signature):
         raise ProtocolError(f"a rollout of {peer_id} is not signed by it")
-    rollout = decode(_ROLLOUT, message.payload, MAX_MESSAGE_BYTES, what="rollout")
+    rollout = decode(_ROLLOUT, message.payload, most_bytes, what="rollout")
     for completion in rollout.completions:
         if len(completion.logprobs) != len(completion.tokens):
             raise ProtocolError("a rollout with other numbers of tokens and log-probabilities")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from diloco.rl import weights
 from diloco.rl.push import Publisher
 from diloco.rl.weights import (
     ANY_FLOAT,
@@ -92,6 +93,9 @@ def test_bytes_that_are_no_blob_are_refused(damage):
         ({"version": 1, "base": 0}, "[]"),
         ({"version": 1, "base": 0}, '{"b::at": [1e400, 4]}'),
         ({"version": 1, "base": 0}, '{"b::at": [-1, -3]}'),
+        ({"version": 1, "base": 0}, '{"b::at": [1, 3]}'),
+        ({"version": 1, "base": 0}, '{"b::at": ["3", 1]}'),
+        ({"version": 1, "base": 0}, "{}"),
         ({"version": 1, "base": 0}, '{"b::at": 3}'),
     ],
 )
@@ -100,6 +104,18 @@ def test_a_blob_whose_metadata_has_other_types_is_refused(label, shapes):
     blob = save({"b::at": planes}, {"format": FORMAT, "label": json.dumps(label), "shapes": shapes})
     with pytest.raises(BadBlob):
         Held().after(blob, {"b": (ANY_FLOAT, (4,))})
+
+
+@pytest.mark.parametrize("more", [{"none": [-1000, 1]}, {"none": [0, 1]}, {}])
+def test_nothing_is_inflated_that_is_larger_than_the_model(monkeypatch, more):
+    monkeypatch.setattr(weights, "_expanded", lambda *_: pytest.fail("inflated"))
+    planes = torch.frombuffer(bytearray(zlib.compress(bytes(8000))), dtype=torch.uint8)
+    label, shapes = {"version": 1, "base": 0}, {"b::at": [1000, 8], **more}
+    blob = save(
+        {"b::at": planes}, {"format": FORMAT, "label": json.dumps(label), "shapes": json.dumps(shapes)}
+    )
+    with pytest.raises(BadBlob, match="shapes" if more else "larger than the model"):
+        unpacked(blob, 10)
 
 
 def test_a_safetensors_file_of_others_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from peers.daemon import rollout_peer
 from peers.daemon.rollout_peer import RolloutPeer
 from peers.errors import NotWanted, UserError
 from peers.protocol.refusal import Refused, Why
-from peers.protocol.rollouts import learner_for
+from peers.protocol.rollouts import MAX_BLOBS, BlobName, Policy, learner_for
+from tests.support.in_process import until
 
 RUN, ME = "run", "me"
 THEIRS = learner_for(RUN, ME, {"a", "b"})
@@ -105,3 +107,67 @@ async def test_a_learner_is_not_left_for_one_that_takes_no_rollouts(peer, learne
     await peer._until_reassigned(OTHER)
     assert learners.opened == [THEIRS, THEIRS]
     assert peer._failed_at.keys() == {THEIRS}
+
+
+async def test_a_peer_that_no_learner_takes_in_time_says_what_to_look_at(peer, learners):
+    learners.there.clear()
+    with pytest.raises(UserError, match="took rollouts within 0 s"):
+        await peer._work()
+
+
+@pytest.mark.parametrize(("manifest", "is_chosen"), [({}, True), ({"mode": "grpo"}, False)])
+def test_a_peer_that_has_had_no_work_yet_soon_asks_again(peer, learners, monkeypatch, manifest, is_chosen):
+    monkeypatch.setattr(rollout_peer, "AGAIN_S", 60.0)
+    peer._manifest = manifest
+    peer._failed_at = dict.fromkeys(learners.there, rollout_peer.time.monotonic() - 30.0)
+    assert (peer._chosen(learners.there) is not None) == is_chosen
+
+
+class Announcing:
+    """A learner's stream that names another policy at every question."""
+
+    def __init__(self, num_files: int, num_bytes: int, *, keeps: int = 1 << 30) -> None:
+        self._num_files, self._num_bytes, self._keeps = num_files, num_bytes, keeps
+        self.num_asked = 0
+
+    async def newest(self, _held: str) -> Policy:
+        self.num_asked += 1
+        digests = [f"{self.num_asked:032x}{index:032x}" for index in range(self._num_files)]
+        blobs = tuple(BlobName(digest=digest, num_bytes=self._num_bytes) for digest in digests)
+        return Policy(digest=f"{self.num_asked:064x}", step=self.num_asked, blobs=blobs)
+
+    async def download(self, name: BlobName, directory: Path) -> Path | None:
+        if int(name.digest[32:], 16) >= self._keeps:
+            return None
+        path = directory / name.digest
+        path.write_bytes(bytes(name.num_bytes))
+        return path
+
+
+@pytest.mark.parametrize(
+    ("stream", "num_left"),
+    [(Announcing(1, 10), 3), (Announcing(3, 0), MAX_BLOBS // 3 * 3), (Announcing(2, 10, keeps=1), 0)],
+    ids=["bytes", "files", "files of policies that were left"],
+)
+async def test_a_learner_whose_policies_nobody_loads_does_not_fill_the_disk(
+    peer, learners, tmp_path, stream, num_left
+):
+    async def limits() -> tuple[int, int, int]:
+        return 1, 1, 35
+
+    peer._generator.limits, peer._generator.held = limits, ""
+    peer._directory = tmp_path
+    following = asyncio.create_task(peer._follow(stream))
+    await until(lambda: stream.num_asked > MAX_BLOBS)
+    following.cancel()
+    await asyncio.wait({following})
+    assert len(list(tmp_path.iterdir())) == num_left == len(peer._fetched)
+    loaded = []
+
+    async def load(paths, digest):
+        loaded.append((paths, digest))
+
+    peer._generator.load = load
+    if num_left:
+        await peer._load()
+        assert loaded[0][1] == peer._fetched_digest and peer._fetched_bytes == 0

@@ -26,7 +26,7 @@ from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import BlobName, signed
 from peers.protocol.tokens import BanList, Token
 from tests.support.in_process import until
-from tests.support.rollout_messages import ME, RUN, rollout, terms
+from tests.support.rollout_messages import ME, RUN, completion, rollout, terms
 
 CONTENT = bytes(range(256)) * 5000
 POLICY = "a" * 64
@@ -199,6 +199,18 @@ async def test_who_sends_a_false_rollout_hears_why_and_its_stream_ends(identity,
         with pytest.raises(NotWanted, match="rollout 0 in place of"):
             await stream.hand_over(signed(rollout(0, POLICY), identity))
     assert len(service.queue) == 0
+
+
+async def test_a_rollout_that_is_longer_than_the_terms_allow_is_not_even_decoded(identity, tmp_path, caplog):
+    service = service_with()
+    publish(service, tmp_path)
+    async with stream_to(service, identity) as stream:
+        bomb = completion(logprobs=(0,) * terms().most_bytes)
+        given = rollout(stream.welcome.next_number, POLICY, completions=(bomb,))
+        with pytest.raises(PeerUnreachable):
+            await stream.hand_over(signed(given, identity))
+    assert f"at most {terms().most_bytes} are allowed" in caplog.text
+    assert service.senders_shown()[0].received == 0
 
 
 async def test_without_a_trainer_that_wants_rollouts_a_rollout_peer_is_told_to_look_elsewhere(identity):

@@ -9,7 +9,20 @@ import pytest
 
 from peers.errors import ProtocolError
 from peers.net.identity import load_or_create
-from peers.protocol.rollouts import Signed, learner_for, prompt_of, signed, verified
+from peers.protocol.limits import MAX_COUNT
+from peers.protocol.rollouts import (
+    MAX_COMPLETION_TOKENS,
+    MAX_SCORES,
+    MAX_TOKEN,
+    MAX_TURNS,
+    Rollout,
+    Signed,
+    learner_for,
+    most_bytes_of,
+    prompt_of,
+    signed,
+    verified,
+)
 from peers.protocol.wire import encode
 from tests.support.rollout_messages import completion, rollout
 
@@ -60,6 +73,41 @@ def test_numbers_that_no_sampler_or_judge_gives_are_refused(keys, changes):
     own, _ = keys
     with pytest.raises(ProtocolError):
         verified(own.peer_id, signed(rollout(completions=(completion(**changes),) * 2), own))
+
+
+@pytest.mark.parametrize("field", ["tokens", "logprobs"])
+def test_a_completion_of_more_tokens_than_any_model_generates_is_refused(keys, field):
+    own, _ = keys
+    long = completion(**{field: (0,) * (MAX_COMPLETION_TOKENS + 1)})
+    with pytest.raises(ProtocolError, match=f"length <= {MAX_COMPLETION_TOKENS}"):
+        verified(own.peer_id, signed(rollout(completions=(long,)), own))
+
+
+@pytest.mark.parametrize(("num_completions", "num_tokens"), [(1, 257), (16, 300)])
+def test_a_rollout_whose_numbers_take_the_most_bytes_is_within_the_limit(num_completions, num_tokens):
+    turns = (1,) * (MAX_TURNS - 2) + (num_tokens - MAX_TURNS + 2,)
+    longest = completion(
+        tokens=(MAX_TOKEN - 1,) * num_tokens,
+        logprobs=(-0.1,) * num_tokens,
+        scores=(0.1,) * MAX_SCORES,
+        turns=turns,
+    )
+    whole = Rollout(
+        run_id="r" * 64,
+        learner="l" * 128,
+        policy="a" * 64,
+        number=MAX_COUNT,
+        completions=(longest,) * num_completions,
+    )
+    assert len(encode(whole)) <= most_bytes_of(num_completions, num_tokens) < 2 * len(encode(whole))
+
+
+def test_a_rollout_of_more_bytes_than_the_terms_allow_is_refused_before_it_is_decoded(keys):
+    own, _ = keys
+    message = signed(rollout(), own)
+    assert verified(own.peer_id, message, len(message.payload)) == rollout()
+    with pytest.raises(ProtocolError, match=f"at most {len(message.payload) - 1} are allowed"):
+        verified(own.peer_id, message, len(message.payload) - 1)
 
 
 def test_rollout_peers_are_spread_over_the_learners():
