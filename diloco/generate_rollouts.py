@@ -86,7 +86,7 @@ def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:
     while True:
         request = link.receive("load", "generate")
         if request["kind"] == "generate":
-            groups = generator.generate(request["examples"], request["chat_template"])
+            groups = generator.generate(request["examples"])
             link.send("generated", groups=groups)
         elif reason := _unloaded(generator, request["paths"], request["digest"]):
             link.send("failed", reason=reason)

@@ -252,7 +252,6 @@ class Training:
             self.run_dir / "policies",
             self.precision.compute,
             terms_of(self.config, self.task, self.model, self.prompts.prompts_per_generation),
-            chat_template=str(self.tokenizer.chat_template or ""),
             step_of=lambda: self.trainer.state.global_step,
             generate=lambda: self.own_groups(self.example_numbers()),
             judge=partial(judged_again, self.task, self.tokenizer),

@@ -38,7 +38,10 @@ class Setting:
 
     def rollout_peer(self) -> tuple[object, ...]:
         """Generates as many completions at once as a peer in lock-step does."""
-        return "--role", "rollout", "--rollout", "hf", "--per-device-train-batch-size", self.batch
+        return (
+            *("--role", "rollout", "--rollout", "hf", "--path-model", self.path_model),
+            *("--per-device-train-batch-size", self.batch),
+        )
 
     def learner(self) -> tuple[object, ...]:
         return (

@@ -6,6 +6,7 @@ Face tokenizer (a BPE without merges), so transformers, TRL and vLLM can load it
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
@@ -61,6 +62,32 @@ def check_vocabulary(path_model: str) -> None:
     except Exception as error:  # tokenizers raises nothing more specific
         raise UserError(f"the tokenizer of {path_model} does not load from {path}: {error}") from error
     _check_ids_fit(path_model, num_ids, has_own=has_own)
+
+
+def chat_template_of(path_model: str) -> str:
+    """The template by which the tokenizer that `load_tokenizer` returns formats a chat; empty if it has none.
+
+    Does not import torch. Raises UserError.
+    """
+    directory = directory_of(path_model, weights=False)
+    if not _has_tokenizer(directory):
+        directory = _BYTE_LEVEL
+    template, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    try:
+        if template.is_file():
+            return template.read_text(encoding="utf-8")
+        found = (
+            json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+        )
+        # Several templates have names.
+        named = (
+            {one["name"]: one["template"] for one in found} if isinstance(found, list) else {"default": found}
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"the chat template of {path_model} does not load from {directory}: {error}"
+        ) from error
+    return str(named.get("default") or "")
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -2,7 +2,9 @@
 
 The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
 digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
-If adapters are trained (`--grpo.lora-rank`), `weights` is the digest of the frozen weights, which no peer sends.
+If adapters are trained (`--grpo.lora-rank`), `weights` is the digest of the frozen weights, which no peer sends. In
+GRPO, `chat_template` is the digest of the template that formats the prompts: it is a program, so no peer takes it from
+another one either.
 `worker` tells whether the workers run diloco's trainer or the user's own program (`--worker`). In the latter case, the
 manifest has only the fields that the daemon reads, since the user's program ignores the others.
 """
@@ -18,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from diloco.data.tokenizer import chat_template_of
 from diloco.errors import UserError
 from diloco.options.model_files import (
     PRESETS_DIR,
@@ -34,6 +37,7 @@ from peers.admission.secrets import AdmissionSettings
 from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 
 _MODEL, _TOKENIZER, _WEIGHTS, _PATH = "model", "tokenizer", "weights", "path_model"
+_TEMPLATE = "chat_template"
 _DAEMON_FIELD_PREFIXES = ("hv.", "optimizer")
 """Prefixes of the shared fields that the daemon reads. Defaults of the outer step depend on the inner optimizer."""
 
@@ -93,6 +97,8 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
     manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))
     if config.trains_adapters:
         manifest[_WEIGHTS] = _weights_digest(config.path_model)
+    if config.mode == "grpo":
+        manifest[_TEMPLATE] = _template_digest(config.path_model)
     manifest[WORKER] = DILOCOS_WORKER
     return manifest
 
@@ -112,7 +118,7 @@ def adopt_manifest(
     shared = {
         name: value
         for name, value in manifest.items()
-        if name not in (_MODEL, _TOKENIZER, _WEIGHTS, _PATH, WORKER)
+        if name not in (_MODEL, _TOKENIZER, _WEIGHTS, _TEMPLATE, _PATH, WORKER)
     }
     own_dataset = config.grpo.dataset
     config = with_shared(config, shared, named=named, num_ranks=num_ranks)
@@ -144,26 +150,28 @@ def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:
         ours = json.dumps(load_model_config(path_model), sort_keys=True)
         tokenizer = _tokenizer_digest(directory_of(path_model, weights=False))
         weights = _weights_digest(path_model) if _WEIGHTS in manifest else None
+        template = _template_digest(path_model) if _TEMPLATE in manifest else None
     except UserError:
         return False
-    found = (manifest[_MODEL], manifest.get(_TOKENIZER), manifest.get(_WEIGHTS))
-    return found == (ours, tokenizer, weights)
+    found = (manifest[_MODEL], *map(manifest.get, (_TOKENIZER, _WEIGHTS, _TEMPLATE)))
+    return found == (ours, tokenizer, weights, template)
 
 
 def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
     """Write the manifest's config.json. Raises UserError if the run's model needs more than that: frozen weights for
-    adapters, or a tokenizer other than the byte-level one.
+    adapters, or a tokenizer or chat template other than the byte-level ones.
     """
     if manifest.get(_WEIGHTS):
         raise UserError(
             "The run trains adapters on base weights that this machine does not have. Copy the model's "
             "directory here from a peer that has it, and name it with --path-model."
         )
-    byte_level = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}
-    if manifest.get(_TOKENIZER, "") not in byte_level:
+    byte_level, template = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}, _template_digest("2m")
+    has_tokenizer = manifest.get(_TOKENIZER, "") in byte_level
+    if not has_tokenizer or manifest.get(_TEMPLATE, template) != template:
         raise UserError(
-            "The run's model comes with a tokenizer that this machine does not have. Copy the model's "
-            "directory here from a peer that has it, and name it with --path-model."
+            f"The run's model comes with a {'chat template' if has_tokenizer else 'tokenizer'} that this machine "
+            "does not have. Copy the model's directory here from a peer that has it, and name it with --path-model."
         )
     try:
         fields = clean_config(json.loads(str(manifest[_MODEL])), origin="the swarm's manifest")
@@ -187,6 +195,10 @@ def _weights_digest(path_model: str) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def _template_digest(path_model: str) -> str:
+    return hashlib.sha256(chat_template_of(path_model).encode()).hexdigest()
 
 
 def _tokenizer_digest(directory: Path) -> str:

@@ -64,9 +64,8 @@ class Generator:
     def forget(self) -> None:
         self._held = Held()
 
-    def generate(self, numbers: Sequence[int], chat_template: str) -> list[list[dict[str, Any]]]:
+    def generate(self, numbers: Sequence[int]) -> list[list[dict[str, Any]]]:
         """For each example of the task: judged completions, with the fields of peers.protocol.rollouts.Completion."""
-        self._tokenizer.chat_template = chat_template
         seed = secrets.randbits(31)
         groups = generated(self.task, self._tokenizer, numbers, self._grpo, self._complete, seed)
         for completion in itertools.chain(*groups):

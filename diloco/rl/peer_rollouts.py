@@ -58,7 +58,6 @@ class PeerRollouts:
         dtype: torch.dtype,
         terms: Mapping[str, Any],
         *,
-        chat_template: str,
         step_of: Callable[[], int],
         generate: Callable[[], list[Group]],
         judge: Callable[[int, Sequence[int], Sequence[int]], Sequence[float]],
@@ -71,7 +70,7 @@ class PeerRollouts:
         self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
         self._link, self._files = link, PolicyFiles(directory)
-        self._told: dict[str, Any] = {"terms": dict(terms), "chat_template": chat_template}
+        self._terms = dict(terms)
         self._step_of, self._generate, self._patience_s = step_of, generate, patience_s
         self._judge, self._on_event = judge, on_event
         self._checks, self._random = RolloutChecks(), random.SystemRandom()
@@ -86,7 +85,7 @@ class PeerRollouts:
         """Tell the daemon of the publisher's newest version."""
         files = self._files.write(self.publisher)
         self._link.send(
-            "policy", digest=self.publisher.digest, step=self._step_of(), files=files, **self._told
+            "policy", digest=self.publisher.digest, step=self._step_of(), files=files, terms=self._terms
         )
 
     def take(self, count: int) -> list[Group]:
@@ -158,7 +157,7 @@ class PeerRollouts:
 
     def _reward_of_all(self) -> float:
         """The mean reward before groups of uniform reward were left out."""
-        weights = self._told["terms"]["reward_weights"]
+        weights = self._terms["reward_weights"]
         rewards = [
             sum(map(operator.mul, weights, scores))
             for group in (*self._last, *self._uniform)

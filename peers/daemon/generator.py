@@ -4,7 +4,7 @@
     generates {num_examples, ...}       ->
                                         <-   load {paths, digest}
     loaded {} | failed {reason}         ->
-                                        <-   generate {examples, chat_template}
+                                        <-   generate {examples}
     generated {groups}                  ->
 
 A generator may die at any moment; its next life begins without weights.
@@ -66,10 +66,9 @@ class Generator:
         """
         await self._undisturbed(self._load(paths, digest))
 
-    async def generate(self, examples: Sequence[int], chat_template: str) -> list[tuple[Completion, ...]]:
-        """The judged completions of each example, prompted with this chat template."""
-        fields = {"examples": list(examples), "chat_template": chat_template}
-        answer = await self._undisturbed(self._ask("generate", "generated", **fields))
+    async def generate(self, examples: Sequence[int]) -> list[tuple[Completion, ...]]:
+        """The judged completions of each example."""
+        answer = await self._undisturbed(self._ask("generate", "generated", examples=list(examples)))
         try:
             groups = msgspec.convert(answer["groups"], _GROUPS)
         except msgspec.ValidationError as error:

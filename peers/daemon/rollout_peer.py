@@ -171,9 +171,7 @@ class RolloutPeer:
     def _chosen(self, learners: Mapping[str, Announcement]) -> Announcement | None:
         """The learner that this peer is to work for now."""
         before = time.monotonic() - (AGAIN_S if self._manifest else OFTEN_S)
-        usable = {
-            peer_id for peer_id in learners if self._failed_at.get(peer_id, float("-inf")) < before
-        }
+        usable = {peer_id for peer_id in learners if self._failed_at.get(peer_id, float("-inf")) < before}
         chosen = learner_for(self._config.run_id, self._identity.peer_id, usable)
         return learners[chosen] if chosen is not None else None
 
@@ -243,7 +241,7 @@ class RolloutPeer:
                 raise ProtocolError("its policy is larger than the model")
             if policy.digest != held:
                 num_files = len(self._fetched) + len(policy.blobs)
-                # Together, the files that wait have the limits of a single policy, so that a learner cannot fill the disk.
+                # The files that wait have the limits of one policy together: no learner can fill the disk.
                 if self._fetched_bytes + num_bytes <= most_bytes and num_files <= MAX_BLOBS:
                     await self._fetch(stream, policy)
             else:
@@ -287,7 +285,7 @@ class RolloutPeer:
                         for index in range(at_once)
                     ]
                     policy = self._generator.held
-                    groups = await self._generator.generate(examples, stream.welcome.chat_template)
+                    groups = await self._generator.generate(examples)
                 except LinkLost as error:
                     log.warning("the generator is gone: %s", error)
                     self._forget_fetched()

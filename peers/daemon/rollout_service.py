@@ -81,7 +81,6 @@ class RolloutService:
         self._files: list[WeightsFile] = []
         self._digest = ""
         """Of the newest weights."""
-        self._chat_template = ""
         self._news = asyncio.Event()
         self._streams: dict[asyncio.Task[Any], str] = {}
         self._heard_at: dict[str, float] = {}
@@ -133,7 +132,7 @@ class RolloutService:
     def _published(self, message: Mapping[str, Any]) -> None:
         digest, step, terms = str(message["digest"]), int(message["step"]), Terms(**message["terms"])
         self._files = [WeightsFile(**fields) for fields in message["files"]]
-        self._digest, self._chat_template = digest, str(message["chat_template"])
+        self._digest = digest
         self.queue.published(digest, step, terms)
 
     async def _take(self, count: int, timeout_s: float) -> Taken:
@@ -183,7 +182,6 @@ class RolloutService:
             return False
         welcome = Welcome(
             manifest=Manifest(fields=dict(self._manifest())),
-            chat_template=self._chat_template,
             next_number=self.queue.sender(peer_id).next_number,
         )
         await channel.send(welcome, ANSWER_S)

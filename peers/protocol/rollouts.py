@@ -52,7 +52,6 @@ MAX_SCORES = 32
 MAX_BLOBS = 64
 MAX_TOKEN = 1 << 24
 MAX_TURNS = 256
-MAX_TEMPLATE_CHARACTERS = 1 << 16
 MAX_STEP = 1 << 40
 STALE = "stale"
 """The only reason to drop a rollout that an honest peer may have sent."""
@@ -80,8 +79,6 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 class Welcome(Struct, frozen=True, tag="welcome"):
     manifest: Manifest
-    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)]
-    """Of the learner's tokenizer: both ends must format prompts alike, whatever files they have."""
     next_number: Count
     """Of the rollout peer's next rollout."""
 

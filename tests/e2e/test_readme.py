@@ -84,7 +84,7 @@ GRPO = (
 )
 ADAPTERS = GRPO.replace("--lr 2e-3", "--lr 1e-2") + " --grpo.lora-rank 8"
 ROLLOUT_LEARNER = "diloco peer --initial-peers <maddr> --mode grpo --path-model tiny-grpo --rollout peers"
-ROLLOUT_PEER = "diloco peer --initial-peers <maddr> --role rollout --rollout hf"
+ROLLOUT_PEER = "diloco peer --initial-peers <maddr> --role rollout --rollout hf --path-model tiny-grpo"
 IN_CONTRIBUTING = {
     ".venv/bin/python -m pytest tests/unit/peers/core/test_rounds.py -k leader",
     "make fast",

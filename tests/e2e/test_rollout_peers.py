@@ -21,7 +21,7 @@ from tests.support.commands import (
     text_of_boxes,
     wait_until,
 )
-from tests.support.documents import typed
+from tests.support.documents import MADDR, typed
 from tests.support.tiny_model import small_bare_model
 
 REWARD = '''
@@ -72,7 +72,8 @@ def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_pa
     words = typed(ROLLOUT_LEARNER, *common, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model)
     learner = start(*words, name="learner")
     first, second = (
-        start(*typed(ROLLOUT_PEER, *common, maddr=maddr), name=name) for name in ("first", "second")
+        start(*typed(ROLLOUT_PEER, *common, maddr=maddr, path_model=model), name=name)
+        for name in ("first", "second")
     )
     wait_until(lambda: len(senders(run_dir)) == 2, "rollouts of both", command=learner)
 
@@ -129,7 +130,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(
             path_model=model,
         )
         learners.append(start(*words, "--world-rank", rank, name=f"learner-{rank}"))
-    stranger = start(*typed(ROLLOUT_PEER, *common, maddr=maddr), name="stranger")
+    stranger = start(*typed(ROLLOUT_PEER, *common, maddr=maddr, path_model=model), name="stranger")
     keys = [key(tmp_path / f"learner-{rank}", str(rank)) for rank in (0, 1)]
     wait_until(lambda: all(path.exists() for path in keys), "the learners' keys", command=learners[0])
     ids = [load(path).peer_id for path in keys]
@@ -137,7 +138,7 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(
     for rank, run_dir in enumerate(run_dirs):
         name = f"rollout-{rank}"
         peer_id = draw_key(key(tmp_path / name, f"{SLOT_PREFIX}0"), ids[rank], ids)
-        start(*typed(ROLLOUT_PEER, *common, *secret, maddr=maddr), name=name)
+        start(*typed(ROLLOUT_PEER, *common, *secret, maddr=maddr, path_model=model), name=name)
         wait_until(
             lambda run_dir=run_dir, peer_id=peer_id: peer_id in senders(run_dir),
             "its rollouts",
@@ -161,21 +162,20 @@ def test_in_a_closed_swarm_two_learners_with_rollout_peers_hold_the_same_bits(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (
-            ("--initial-peers", "MADDR", "--rollout", "peers"),
-            "a rollout peer takes --rollout vllm, or hf",
-        ),
-        (("--initial-peers", "MADDR", "--mode", "pretrain"), "--role rollout is for --mode grpo"),
+        (("--initial-peers", MADDR, "--rollout", "peers"), "a rollout peer takes --rollout vllm, or hf"),
+        (("--initial-peers", MADDR, "--mode", "pretrain"), "--role rollout is for --mode grpo"),
         (("--rollout", "hf"), "--initial-peers is missing"),
-        (
-            ("--initial-peers", "MADDR", "--rollout", "hf", "--hv.timeout-waiting-for-peers", 1),
-            "no peer of the run diloco took rollouts within 1 s",
-        ),
     ],
 )
 def test_a_rollout_peer_that_cannot_work_says_why(start, flags, says):
-    maddr = coordinator_at(start) if "MADDR" in flags else ""
-    words = [maddr if flag == "MADDR" else flag for flag in flags]
-    ran = start(*DILOCO, "peer", "--role", "rollout", "--device", "cpu", *words)
+    ran = start(*DILOCO, "peer", "--role", "rollout", "--device", "cpu", *flags)
     assert ran.wait() == 2
     assert says in text_of_boxes(ran.stderr)[-1]
+
+
+@pytest.mark.exhaustive
+def test_a_rollout_peer_that_no_learner_takes_says_why(start):
+    flags = ("--initial-peers", coordinator_at(start), "--rollout", "hf", "--hv.timeout-waiting-for-peers", 1)
+    ran = start(*DILOCO, "peer", "--role", "rollout", "--device", "cpu", *flags)
+    assert ran.wait() == 2
+    assert "no peer of the run diloco took rollouts within 1 s" in text_of_boxes(ran.stderr)[-1]

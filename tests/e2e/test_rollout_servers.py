@@ -82,9 +82,16 @@ def training(directory: Path, tmp_path: Path, *flags: str) -> Iterator[Trainer]:
     assert processes_of(server.command.port) == []
 
 
-def test_after_every_push_the_server_has_the_trainers_log_probabilities(directory, tmp_path):
-    with training(directory, tmp_path) as trainer:
-        check_pushes(trainer)
+@pytest.fixture(scope="module")
+def server(directory, tmp_path_factory):
+    """A server for tests that leave it able to serve another trainer."""
+    with serving(directory, tmp_path_factory.mktemp("server")) as server:
+        yield server
+    assert processes_of(server.command.port) == []
+
+
+def test_after_every_push_the_server_has_the_trainers_log_probabilities(directory, server):
+    check_pushes(Trainer(directory, server))
 
 
 @pytest.mark.exhaustive
@@ -207,13 +214,10 @@ def test_an_answer_that_nobody_understands_is_a_lost_server(answer):
         thread.join()
 
 
-def test_a_server_that_another_trainer_pushes_to_is_noticed(tmp_path):
-    path = tmp_path / "model"
-    tiny_llama().save_pretrained(path)
-    with serving(path, tmp_path) as server:
-        trainers = [Rollouts(server, tmp_path, Publisher(torch.float32)) for _ in range(2)]
-        for seed, trainer in enumerate(trainers):
-            trainer.publisher.take(tiny_llama(seed=seed).named_parameters())
-            trainer.push()
-        with pytest.raises(ServerLost, match="another trainer has changed"):
-            trainers[0]._complete(PROMPTS, 1, SAMPLING, 1)
+def test_a_server_that_another_trainer_pushes_to_is_noticed(server, tmp_path):
+    trainers = [Rollouts(server, tmp_path, Publisher(torch.float32)) for _ in range(2)]
+    for seed, trainer in enumerate(trainers):
+        trainer.publisher.take(tiny_llama(seed=seed, tied=True).named_parameters())
+        trainer.push()
+    with pytest.raises(ServerLost, match="another trainer has changed"):
+        trainers[0]._complete(PROMPTS, 1, SAMPLING, 1)

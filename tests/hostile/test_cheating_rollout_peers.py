@@ -29,7 +29,7 @@ def test_a_cheating_rollout_peer_is_left_out_and_an_honest_one_is_not(start, tmp
         *typed(ROLLOUT_LEARNER, *common, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model),
         name="learner",
     )
-    peer = typed(ROLLOUT_PEER, *common, maddr=maddr)
+    peer = typed(ROLLOUT_PEER, *common, maddr=maddr, path_model=model)
     start(*peer, name="honest")
     # `python -m diloco peer …` becomes `python -m tests.support.cheating_rollout_peer KIND peer …`.
     cheating = start(

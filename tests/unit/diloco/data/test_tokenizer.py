@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diloco.data.tokenizer import (
     _byte_symbols,
+    chat_template_of,
     check_vocabulary,
     encode_documents,
     is_byte_level,
@@ -58,6 +60,51 @@ def test_chat_template_frames_each_turn():
     )
     ids = TOKENIZER.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
     assert ids[0] == 259 and bytes(ids[-10:]) == b"assistant\n"
+
+
+NAMED = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "own"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "own"}}, "own"),
+        ({"tokenizer_config.json": {"chat_template": NAMED}}, "own"),
+        ({"tokenizer_config.json": {"chat_template": "old"}, "chat_template.jinja": "own\r\n"}, "own\n"),
+        ({"tokenizer_config.json": {}}, ""),
+        (
+            {"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": "of no tokenizer"},
+            None,
+        ),
+    ],
+)
+def test_the_chat_template_is_found_without_transformers_and_is_the_one_that_it_uses(
+    tmp_path, files, template
+):
+    shutil.copytree(PRESETS_DIR / "2m", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    own = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for name, content in files.items():
+        if content is None:
+            (tmp_path / name).unlink()
+        elif isinstance(content, dict):
+            (tmp_path / name).write_text(json.dumps({**own, **content}))
+        else:
+            (tmp_path / name).write_bytes(content.encode())
+    found = chat_template_of(str(tmp_path))
+    assert found == (TOKENIZER.chat_template if template is None else template)
+    loaded = load_tokenizer(str(tmp_path))
+    assert found == (loaded.get_chat_template() if found else "")
+    assert bool(loaded.chat_template) == bool(found)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"chat_template": [{"name": "x"}]}'])
+def test_a_chat_template_that_cannot_be_read_is_the_users_to_mend(tmp_path, text):
+    shutil.copytree(PRESETS_DIR / "2m", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"chat template of .* does not load"):
+        chat_template_of(str(tmp_path))
 
 
 def test_the_presets_files_are_a_bpe_of_bytes_without_merges():

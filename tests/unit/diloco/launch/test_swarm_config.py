@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from diloco.data.tokenizer import chat_template_of
 from diloco.errors import UserError
 from diloco.launch.swarm_config import adopt_manifest, daemon_config, manifest_of
 from diloco.options.flags import GrpoConfig
@@ -109,11 +110,26 @@ def test_adapters_are_trained_beside_the_runs_weights_only(tmp_path):
 
 def test_weights_that_are_drawn_from_the_runs_seed_need_no_copy(tmp_path):
     theirs = small_bare_model(tmp_path / "theirs")
+    (theirs / "chat_template.jinja").write_text(chat_template_of("2m"))
     manifest = manifest_of(with_adapters(theirs))
     shutil.rmtree(theirs)
     config, named = parse_train_config([], "grpo")
     written = adopt_manifest(config, manifest, named, run_dir=tmp_path / "run").path_model
     assert written == str(tmp_path / "run" / "model_config")
+
+
+def test_a_chat_template_is_not_taken_from_another_peer(tmp_path):
+    """It is a program. Without it, the prompts of a peer would be formatted in another way than those of the others."""
+    theirs, copy = (small_bare_model(tmp_path / name) for name in ("theirs", "copy"))
+    manifest = manifest_of(TrainConfig(mode="grpo", path_model=str(theirs)))
+    config, named = parse_train_config(["--path-model", str(copy)], "grpo")
+    assert adopt_manifest(config, manifest, named, run_dir=tmp_path / "run").path_model == str(copy)
+    (copy / "chat_template.jinja").write_text("another")
+    for lacking in ((config, named), (TrainConfig(mode="grpo"), ())):
+        with pytest.raises(UserError, match="a chat template that this machine does not have"):
+            adopt_manifest(lacking[0], manifest, lacking[1], run_dir=tmp_path / "run")
+    assert "another" not in json.dumps(manifest_of(config))
+    assert "chat_template" not in manifest_of(TrainConfig(path_model=str(theirs)))
 
 
 @pytest.mark.parametrize("model", ["[1]", "{", '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'])

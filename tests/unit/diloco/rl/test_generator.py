@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.format_model import TEMPLATE
 from diloco.data.tokenizer import load_tokenizer
 from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.generator import of_model, prompts_at_once
@@ -43,7 +42,7 @@ def test_rollouts_are_by_the_newest_policy_and_of_the_form_that_learners_take(ge
         publisher.take(learner.named_parameters())
         generator.load(publisher.blob_for(publisher.name, publisher.version - 1)[1])
     assert generator.digest == publisher.digest
-    groups = msgspec.convert(generator.generate([4, 9], TEMPLATE), list[list[Completion]])
+    groups = msgspec.convert(generator.generate([4, 9]), list[list[Completion]])
     assert [len(group) for group in groups] == [3, 3]
     [prompt] = token_ids(load_tokenizer(directory), [generator.task.example(4).prompt])
     for completion in groups[0]:
@@ -52,16 +51,6 @@ def test_rollouts_are_by_the_newest_policy_and_of_the_form_that_learners_take(ge
         values = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         ours = values.gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
         assert torch.allclose(ours, torch.tensor(completion.logprobs), atol=CLOSE)
-
-
-def test_prompts_are_written_by_the_learners_template(generator, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        generator, "_complete", lambda prompts, *_: asked.extend(prompts) or [] * len(prompts)
-    )
-    with pytest.raises(ValueError):
-        generator.generate([1], "{{ 'other' }}")
-    assert bytes(asked[0]) == b"other"
 
 
 def test_a_blob_that_is_not_a_policy_of_this_model_changes_nothing(generator):

@@ -61,7 +61,6 @@ def source(daemon, tmp_path):
         tmp_path / "policies",
         torch.float32,
         TERMS,
-        chat_template="T",
         step_of=lambda: 12,
         generate=lambda: [OWN],
         judge=lambda example, tokens, turns: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
@@ -101,7 +100,7 @@ def test_the_daemon_is_told_of_each_policy_and_of_the_step_that_it_is_of(daemon,
     source.publisher.take({"w": torch.ones(4)}.items())
     source.push()
     told = daemon.asked[-1]
-    assert (told["kind"], told["step"], told["chat_template"]) == ("policy", 12, "T")
+    assert (told["kind"], told["step"]) == ("policy", 12)
     assert told["digest"] == source.publisher.digest == told["files"][-1]["leads_to"]
     assert told["terms"] == TERMS
 

@@ -58,7 +58,7 @@ async def test_a_policy_is_loaded_and_its_files_go(tmp_path):
         assert await generator.limits() == (10, 1, 100)
         await generator.load([tmp_path / "file"], "good")
         assert generator.held == "good" and not (tmp_path / "file").exists()
-        ((completion,),) = await generator.generate([3], "T")
+        ((completion,),) = await generator.generate([3])
         assert completion.tokens == (1, 2)
         thread.join()
 
@@ -87,7 +87,7 @@ async def test_a_request_that_nobody_waits_for_any_more_is_made_to_its_end(tmp_p
         abandoned.cancel()
         await asyncio.wait({abandoned})
         release.set()
-        ((completion,),) = await generator.generate([3], "T")
+        ((completion,),) = await generator.generate([3])
         assert completion.tokens == (1, 2) and generator.held == "good"
 
 
@@ -97,7 +97,7 @@ async def test_after_its_death_a_generator_begins_without_weights(tmp_path):
         await generator.load([], "good")
         thread.join()
         with pytest.raises(LinkLost):
-            await generator.generate([3], "T")
+            await generator.generate([3])
         assert generator.held == ""
         generates(tmp_path / "sock", honest, 1)
         await generator.load([], "good")
@@ -108,7 +108,7 @@ async def test_what_no_learner_would_take_is_the_generators_fault(tmp_path):
     async with serving(tmp_path / "sock") as generator:
         generates(tmp_path / "sock", lambda _: ("generated", {"groups": [[{"tokens": []}]]}), 1)
         with pytest.raises(ProtocolError, match="that no learner accepts"):
-            await generator.generate([3], "T")
+            await generator.generate([3])
 
 
 async def test_a_generation_of_more_than_64_mib_goes_over_the_link(tmp_path):

@@ -67,9 +67,7 @@ def publish(service: RolloutService, directory: Path, step: int = 3, content: by
         "base": "",
     }
     usual = {field: getattr(terms(), field) for field in terms().__dataclass_fields__}
-    service._published(
-        {"digest": POLICY, "step": step, "files": [fields], "terms": usual, "chat_template": "T"}
-    )
+    service._published({"digest": POLICY, "step": step, "files": [fields], "terms": usual})
     return name
 
 
@@ -95,7 +93,6 @@ async def test_a_rollout_peer_gets_the_manifest_and_the_verified_policy(identity
     name = publish(service, tmp_path)
     async with stream_to(service, identity) as stream:
         assert stream.welcome.manifest.fields == {"mode": "grpo"}
-        assert stream.welcome.chat_template == "T"
         policy = await stream.newest("")
         assert (policy.digest, policy.step, policy.blobs) == (POLICY, 3, (name,))
         path = await stream.download(name, tmp_path)

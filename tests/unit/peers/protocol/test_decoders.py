@@ -191,7 +191,7 @@ WORDS: dict[str, list[Any]] = {
     "about the deny list": [Bans(signed=b"b")],
     "about rollouts": [
         rollouts.Hello(token=b"t"),
-        rollouts.Welcome(manifest=Manifest(fields=MANIFEST), chat_template="{{ messages }}", next_number=7),
+        rollouts.Welcome(manifest=Manifest(fields=MANIFEST), next_number=7),
         rollouts.NoPolicy(why="it was left out: lies"),
         rollouts.WantPolicy(held="a" * 64),
         rollouts.Policy(digest="a" * 64, step=3, blobs=(rollouts.BlobName(digest="b" * 64, num_bytes=9),)),
