@@ -17,6 +17,7 @@ from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.rl.adapters import merged, with_adapters
 from diloco.rl.generator import Generator, of_model, of_server, prompts_at_once
 from diloco.rl.rollouts import opened_server
+from diloco.rl.sampling import BadPolicy
 from diloco.rl.task_choice import open_task
 from diloco.rl.weights import BadBlob
 from diloco.train.devices import visible_gpus
@@ -86,8 +87,13 @@ def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:
     while True:
         request = link.receive("load", "generate")
         if request["kind"] == "generate":
-            groups = generator.generate(request["examples"])
-            link.send("generated", groups=groups)
+            # Policies come from learners: this process must survive any of them, and say that one is at fault.
+            try:
+                groups = generator.generate(request["examples"])
+            except BadPolicy as error:
+                link.send("failed", reason=str(error))
+            else:
+                link.send("generated", groups=groups)
         elif reason := _unloaded(generator, request["paths"], request["digest"]):
             link.send("failed", reason=reason)
         else:

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from diloco.errors import DilocoError
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.tasks import Message
 
 AT_ONCE = 64
 """Completions in one batch, unless the caller asks for more."""
+
+
+class BadPolicy(DilocoError):
+    """With these weights the model gives no probabilities."""
 
 
 def sampled(
@@ -28,6 +33,7 @@ def sampled(
 ) -> list[Written]:
     """`count` completions of each prompt. Leaves torch's random state and the model's mode as they were.
 
+    Raises BadPolicy if the weights, though finite, are so large that the logits are not.
     The log-probabilities are those at the sampling temperature, as TRL's are, before top-p, top-k and the like.
     """
     was_training = model.training
@@ -96,6 +102,8 @@ class _KeepLogprobs(LogitsProcessor):
         """Called by `generate` before it samples a token; `input_ids` ends with the token that it sampled before."""
         self._note(input_ids[:, -1])
         self._last = torch.log_softmax(scores.float() / self._temperature, dim=-1)
+        if bool(self._last.isnan().any()):
+            raise BadPolicy("the policy's logits are not finite: its training has diverged")
         return scores
 
     def of(self, new: Tensor) -> Tensor:

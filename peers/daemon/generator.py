@@ -1,11 +1,11 @@
 """The daemon's side of the process that generates rollouts, which is a client of the link like a trainer (link.py):
 
-    generator                                daemon of a rollout peer
-    generates {num_examples, ...}       ->
-                                        <-   load {paths, digest}
-    loaded {} | failed {reason}         ->
-                                        <-   generate {examples}
-    generated {groups}                  ->
+    generator                                 daemon of a rollout peer
+    generates {num_examples, ...}        ->
+                                         <-   load {paths, digest}
+    loaded {} | failed {reason}          ->
+                                         <-   generate {examples}
+    generated {groups} | failed {reason} ->
 
 A generator may die at any moment; its next life begins without weights.
 """
@@ -67,7 +67,7 @@ class Generator:
         await self._undisturbed(self._load(paths, digest))
 
     async def generate(self, examples: Sequence[int]) -> list[tuple[Completion, ...]]:
-        """The judged completions of each example."""
+        """The judged completions of each example. Raises ProtocolError if the weights that are held give none."""
         answer = await self._undisturbed(self._ask("generate", "generated", examples=list(examples)))
         try:
             groups = msgspec.convert(answer["groups"], _GROUPS)
@@ -81,13 +81,13 @@ class Generator:
 
     async def _load(self, paths: Sequence[Path], digest: str) -> None:
         try:
-            answer = await self._ask("load", "loaded", paths=[str(path) for path in paths], digest=digest)
+            await self._ask("load", "loaded", paths=[str(path) for path in paths], digest=digest)
+        except ProtocolError:
+            self.held = ""
+            raise
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-        if answer["kind"] == "failed":
-            self.held = ""
-            raise ProtocolError(str(answer["reason"]))
         self.held = digest
 
     async def _undisturbed(self, request: Coroutine[Any, Any, T]) -> T:
@@ -116,7 +116,8 @@ class Generator:
                 self.held = ""
             connection.close()
             raise
-        # Only loading may fail.
-        if answer["kind"] not in (answered_by, "failed" if kind == "load" else answered_by):
+        if answer["kind"] == "failed":
+            raise ProtocolError(str(answer["reason"]))
+        if answer["kind"] != answered_by:
             raise ProtocolError(f"expected {answered_by}, got {answer['kind']}")
         return answer

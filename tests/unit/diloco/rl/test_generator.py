@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
 from diloco.data.tokenizer import load_tokenizer
+from diloco.generate_rollouts import serve
 from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.generator import of_model, prompts_at_once
 from diloco.rl.push import Publisher
@@ -16,6 +18,7 @@ from diloco.rl.sampling import token_ids
 from diloco.rl.task_choice import open_task
 from diloco.rl.weights import BadBlob
 from diloco.train.model import load_model
+from peers.errors import LinkLost
 from peers.protocol.rollouts import Completion
 from tests.support.rollouts import CLOSE, train_a_little
 from tests.support.tiny_model import small_bare_model
@@ -51,6 +54,28 @@ def test_rollouts_are_by_the_newest_policy_and_of_the_form_that_learners_take(ge
         values = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         ours = values.gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
         assert torch.allclose(ours, torch.tensor(completion.logprobs), atol=CLOSE)
+
+
+def test_a_policy_that_gives_no_probabilities_does_not_end_the_process(generator):
+    """Its weights are finite, so it can be loaded."""
+    publisher = Publisher(torch.float32)
+    publisher.take(
+        (name, torch.full(shape, 3e38 if name == "model.norm.weight" else 1.0))
+        for name, (_, shape) in generator._expected.items()
+    )
+    generator.load(publisher.blob_for("", 0)[1])
+    asked, told = [{"kind": "generate", "examples": [1]}], []
+
+    def receive(*_kinds):
+        if not asked:
+            raise LinkLost
+        return asked.pop()
+
+    link = SimpleNamespace(receive=receive, send=lambda kind, **fields: told.append((kind, fields)))
+    with pytest.raises(LinkLost):
+        serve(link, generator, at_once=1)
+    kind, fields = told[-1]
+    assert kind == "failed" and "logits are not finite" in fields["reason"]
 
 
 def test_a_blob_that_is_not_a_policy_of_this_model_changes_nothing(generator):

@@ -104,6 +104,13 @@ async def test_after_its_death_a_generator_begins_without_weights(tmp_path):
         assert generator.held == "good"
 
 
+async def test_weights_that_give_no_completions_are_their_learners_fault(tmp_path):
+    async with serving(tmp_path / "sock") as generator:
+        generates(tmp_path / "sock", lambda _: ("failed", {"reason": "not finite"}), 1)
+        with pytest.raises(ProtocolError, match="not finite"):
+            await generator.generate([3])
+
+
 async def test_what_no_learner_would_take_is_the_generators_fault(tmp_path):
     async with serving(tmp_path / "sock") as generator:
         generates(tmp_path / "sock", lambda _: ("generated", {"groups": [[{"tokens": []}]]}), 1)
