@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.checkpoint.choice import Candidate, newest_first, of_others, to_delete, to_resume
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, problems_of, write_mark
-from diloco.checkpoint.shards import file_of
+from diloco.checkpoint.shards import rank_of
 from diloco.checkpoint.store import Store, open_store, own_part
 from diloco.errors import UserError
 from diloco.options.flags import CkptConfig
@@ -332,6 +332,13 @@ def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: cont
 
 def _problems(directory: Path, mark: Mark, world: World) -> list[str]:
     """What is wrong with this rank's share of the files. The ranks divide the files, so each is verified once."""
-    by_name = {file_of(rank): rank % world.num_ranks for rank in range(mark.num_ranks)}
-    mine = {name: record for name, record in mark.files.items() if by_name.get(name, 0) == world.rank}
+    ranks = {name: rank for name in mark.files if (rank := rank_of(name)) is not None}
+    # Files of transformers' Trainer have other names.
+    if ranks and mark.num_ranks != len(ranks):
+        return [f"{directory / COMPLETE} names {mark.num_ranks} ranks, but the files of {len(ranks)}"]
+    mine = {
+        name: record
+        for name, record in mark.files.items()
+        if ranks.get(name, 0) % world.num_ranks == world.rank
+    }
     return problems_of(directory, mine)

@@ -8,6 +8,7 @@ module: DCP's safetensors writer makes a second copy of everything in memory, an
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -40,10 +41,17 @@ Files = dict[str, FileRecord]
 _MALFORMED = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 # DCP's metadata key for the offset of each shard in its tensor.
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
+_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.safetensors")
 
 
 def file_of(rank: int) -> str:
     return f"rank_{rank}.safetensors"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote this file; None if it is not a rank's file."""
+    found = _FILE.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def state_of(inner: InnerLoop) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,19 @@ def test_a_mark_cannot_name_files_outside_of_its_checkpoint(name):
                 "files": {name: record},
             }
         )
+
+
+def test_a_mark_that_names_more_ranks_than_have_files_is_skipped(saved):
+    """Its seal is valid: whoever writes to the store can make one."""
+    directory = saved / "model_step_8" / own_part(3)
+
+    def of_more_ranks(raw: bytes) -> bytes:
+        return replace(Mark.from_bytes(raw), num_ranks=3).to_bytes()
+
+    skipped: list[str] = []
+    with damaged(directory / COMPLETE, of_more_ranks):
+        assert found(saved, "auto", skipped) == 1
+    assert len(skipped) == 1 and "names 3 ranks, but the files of 2" in skipped[0]
 
 
 def test_a_mark_comes_back_as_it_was():
