@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -28,9 +30,12 @@ from peers.timing import ANSWER_S
 HOST = "127.0.0.1"
 MAX_RANK = 4096
 MAX_PEERS = 256
+MAX_CONNECTIONS = 16
 ALL_STATES = (*sorted(STATES), LOST, SILENT)
 _RUN = ("run_id",)
 _RANK = ("run_id", "world_rank")
+# Of one connection: for reading the request, and for the daemon's figures.
+_CONNECTION_S = 2 * ANSWER_S
 
 Summary = Mapping[str, Any]
 """A swarm's, as `summary_of` (peers/monitor/summary.py) gives it."""
@@ -131,7 +136,7 @@ async def metrics_served(
         return metrics_of(swarm, only_rank=only_rank)
 
     try:
-        server = make_server(HOST, port, make_wsgi_app(_registry(collect)), ThreadingWSGIServer, _Handler)
+        server = make_server(HOST, port, make_wsgi_app(_registry(collect)), _Server, _Handler)
     except OSError as error:
         raise UserError(
             f"--hv.metrics-port {port}: {error.strerror}; choose another one, or 0 for any"
@@ -145,6 +150,32 @@ async def metrics_served(
         await asyncio.to_thread(server.shutdown)
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingWSGIServer):
+    """Limits how many connections there are, since each has a thread and any local user may connect, and their time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._opened_at: dict[Any, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._opened_at) >= MAX_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._opened_at[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._opened_at.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second. A thread whose connection is shut down ends by itself."""
+        oldest = time.monotonic() - _CONNECTION_S
+        for request in [request for request, at in list(self._opened_at.items()) if at < oldest]:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

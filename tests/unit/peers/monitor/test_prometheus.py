@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from peers.errors import UserError
+from peers.monitor import prometheus
 from peers.monitor.observations import Observations
 from peers.monitor.prometheus import FAMILIES, MAX_PEERS, MAX_RANK, metrics_served, swarm_metrics
 from peers.monitor.summary import summary_of
+from peers.timing import ANSWER_S
 from tests.support.announcements import announced
 from tests.support.sighted import entry, full_report
 
@@ -134,3 +136,23 @@ async def test_who_says_nothing_keeps_nobody_from_the_metrics():
         assert (await asyncio.to_thread(get, port))[0] == 200
         for _, writer in mute:
             writer.close()
+
+
+async def test_connections_beyond_the_most_are_closed_at_once(monkeypatch):
+    monkeypatch.setattr(prometheus._Handler, "timeout", None)
+    async with metrics_served(0, lambda: swarm(0), lambda: 0) as port, asyncio.timeout(ANSWER_S):
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(prometheus.MAX_CONNECTIONS)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        for _, one in [*held, (reader, writer)]:
+            one.close()
+
+
+async def test_a_connection_ends_at_its_deadline_whatever_arrives_on_it(monkeypatch):
+    monkeypatch.setattr(prometheus._Handler, "timeout", None)
+    monkeypatch.setattr(prometheus, "_CONNECTION_S", 0.0)
+    async with metrics_served(0, lambda: swarm(0), lambda: 0) as port, asyncio.timeout(ANSWER_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\n")
+        assert await reader.read() == b""
+        writer.close()
