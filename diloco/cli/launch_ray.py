@@ -59,10 +59,11 @@ def run_on_pods(
 def print_cluster_yaml(
     job: LaunchJob, *, cpus: int | None, state_file: Path | None, inventory: Path | None
 ) -> int:
-    """Print the cluster as a configuration file for `ray up`; starts nothing."""
+    """Print the cluster as a configuration file for `ray up`, and send its token to the pods; starts nothing."""
     ledger = opened_existing(state_file)
 
     async def work() -> int:
+        from provisioning.launchers.ray_cluster import RayCluster
         from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
         from provisioning.machines.ssh import SshMachine
         from provisioning.renting.renters import renters
@@ -86,6 +87,7 @@ def print_cluster_yaml(
                 )
             ((user, key),) = users
             python = _python(ledger, found[rows[0].provider])
+            await RayCluster(found, rows, python).send_token()
             print(
                 cluster_yaml(hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=cpus),
                 end="",

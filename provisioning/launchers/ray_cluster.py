@@ -1,6 +1,7 @@
 """A Ray cluster on pods, started over SSH: the head on the first pod, a node on each of the others.
 
 Ray's dashboard and jobs API listen on the head's loopback only; jobs are submitted by a command that runs on the head.
+All that Ray does for another process needs the cluster's token, which each pod has in a file.
 Ray's processes are jobs of the pods and end with them.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 import shlex
 import time
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ from provisioning.errors import MachineError
 from provisioning.launchers.job import default_interface
 from provisioning.machines import jobs
 from provisioning.machines.machine import Machine
-from provisioning.machines.paths import CODE, JOBS, pod_directory, temporary_directory
+from provisioning.machines.paths import CODE, JOBS, RAY_TOKEN, pod_directory, temporary_directory
+from provisioning.machines.setup import put_private
 from provisioning.pods.pod import Pod, Row
 from provisioning.renting.renters import Renters
 
@@ -76,6 +79,11 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
     ]
 
 
+def token_env(directory: str) -> dict[str, str]:
+    """Makes Ray demand and use the token in this directory, whose path is absolute."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{directory}/{RAY_TOKEN}"}
+
+
 async def _network_env(machine: Machine) -> dict[str, str]:
     """Gloo's network interface. By default Gloo takes the host name's, which often is the loopback."""
     interface = default_interface((await machine.run("cat /proc/net/route")).stdout)
@@ -88,6 +96,11 @@ class _Node:
     machine: Machine
     pod: Pod
 
+    async def directory(self) -> str:
+        """The absolute path of the pod's directory: Ray runs jobs in other directories."""
+        answer = await self.machine.run(f"cd {shlex.quote(pod_directory(self.row.label))} && pwd")
+        return answer.checked("looking for its directory").strip()
+
 
 class RayCluster:
     """Starts processes that do not run yet. Starting again leaves running ones alone."""
@@ -98,15 +111,25 @@ class RayCluster:
 
     async def start(self, *, cpus: int | None = None) -> None:
         """Start Ray and wait until all nodes are in the cluster. Raises MachineError if a node is late."""
+        await self.send_token()
         nodes = [await self._node(row) for row in self._rows]
         for number, node in enumerate(nodes, 1):
             argv = start_argv(self._python, nodes[0].pod, node.pod, cpus=cpus)
-            env = {**ENV, **await _network_env(node.machine)}
+            env = {**ENV, **await _network_env(node.machine), **token_env(await node.directory())}
             if await jobs.start(node.machine, node.row.label, RAY_JOB, argv, env):
                 self._renters.say(node.row.name, "starting Ray" if number > 1 else "starting Ray's head")
             if number in (1, len(nodes)):
                 await self._until_there(nodes[:number])
         self._renters.say(nodes[0].row.name, f"the Ray cluster has {len(nodes)} nodes")
+
+    async def send_token(self) -> None:
+        """Give all nodes the token that the head has, or a new one. Raises MachineError."""
+        nodes = [await self._node(row) for row in self._rows]
+        paths = [f"{pod_directory(node.row.label)}/{RAY_TOKEN}" for node in nodes]
+        found = await nodes[0].machine.run(f"cat {shlex.quote(paths[0])} 2>/dev/null; exit 0")
+        token = found.checked("reading the token of Ray").strip() or secrets.token_hex(32)
+        for node, path in zip(nodes, paths, strict=True):
+            await put_private(node.machine, path, token.encode())
 
     async def run(self, job: RayJob) -> int:
         """Submit the job, print its output until it ends, and return its exit code. Raises MachineError."""
@@ -117,8 +140,9 @@ class RayCluster:
             self._renters.say(head.row.name, "the job submitted before still runs; its output follows")
         else:
             await machine.run(f"rm -f {log}")
-            argv = submit_argv(self._python, await self._absolute_python(head), job)
-            await jobs.start(machine, label, SUBMIT_JOB, argv, ENV)
+            directory = await head.directory()
+            argv = submit_argv(self._python, self._python_in(directory), job)
+            await jobs.start(machine, label, SUBMIT_JOB, argv, {**ENV, **token_env(directory)})
         shown = 0
 
         async def show() -> None:
@@ -133,16 +157,15 @@ class RayCluster:
     async def _node(self, row: Row) -> _Node:
         return _Node(row, *await self._renters[row.provider].reached(row))
 
-    async def _absolute_python(self, node: _Node) -> str:
-        """The absolute path of Python: Ray runs the job in another directory."""
-        answer = await node.machine.run(f"cd {shlex.quote(pod_directory(node.row.label))} && pwd")
-        directory = answer.checked("looking for its directory").strip()
+    def _python_in(self, directory: str) -> str:
         return self._python if self._python.startswith("/") else f"{directory}/{self._python}"
 
     async def _until_there(self, nodes: Sequence[_Node]) -> None:
         head = nodes[0]
-        python = await self._absolute_python(head)
-        ask = f"{shlex.quote(python)} -m ray.scripts.scripts status --address {head.pod.host}:{PORT} 2>&1"
+        directory = await head.directory()
+        argv = ["env", *(f"{name}={value}" for name, value in token_env(directory).items())]
+        argv += [self._python_in(directory), "-m", "ray.scripts.scripts", "status"]
+        ask = f"{shlex.join([*argv, '--address', f'{head.pod.host}:{PORT}'])} 2>&1"
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while True:
             answer = await head.machine.run(ask, timeout_s=120.0)

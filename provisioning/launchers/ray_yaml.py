@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from provisioning.launchers.ray_cluster import DASHBOARD_PORT, PORT
+from provisioning.launchers.ray_cluster import DASHBOARD_PORT, PORT, token_env
 from provisioning.machines.paths import CODE, MARK, PODS
 from provisioning.pods.pod import label_prefix
 
@@ -54,16 +54,25 @@ def cluster_yaml(
         "head_start_ray_commands": [f"export RAY_enable_autoscaler_v2=0; {' '.join(head)}"],
         "worker_start_ray_commands": [f"{start} --address=$RAY_HEAD_IP:{PORT}"],
     }
-    return _port_remark(hosts) + str(yaml.safe_dump(values, sort_keys=False, width=1000))
+    return (
+        _port_remark(hosts) + _token_remark(owner) + str(yaml.safe_dump(values, sort_keys=False, width=1000))
+    )
 
 
 def _python(owner: str, python: str) -> str:
     """The shell command for Python. It finds the pod's directory by a pattern, since it is the same for all workers.
 
-    It sets the pod's mark, so that Ray's processes are ended with the pod.
+    It sets the pod's mark, so that Ray's processes are ended with the pod, and the cluster's token.
     """
     pod = f"cd ~/{PODS}/{label_prefix(owner)}*/ && export {MARK}=$(basename $PWD) PYTHONPATH=$PWD/{CODE}"
-    return f"{pod} && {shlex.quote(python)}"
+    token = " ".join(f"{name}={value}" for name, value in token_env("$PWD").items())
+    return f"{pod} {token} && {shlex.quote(python)}"
+
+
+def _token_remark(owner: str) -> str:
+    env = token_env(f"$(echo ~/{PODS}/{label_prefix(owner)}*)")
+    words = " ".join(f"{name}={value}" for name, value in env.items())
+    return f"# The cluster demands its token. Ray's commands on the head need: export {words}\n"
 
 
 def _port_remark(hosts: Sequence[RayHost]) -> str:

@@ -9,6 +9,8 @@ CODE, VENV, JOBS, SECRETS = "code", "venv", "jobs", "secrets.env"
 PODS_RECORD = "pod.json"
 """The file that marks a pod's directory on the user's own machines (providers/hosts.py)."""
 SWARM_SECRET, STATE, PEER_RUN = "swarm-secret", "state", "runs/peer"
+RAY_TOKEN = "ray-token"
+"""The token of the Ray cluster, the same on all its nodes: who has it may run anything there."""
 
 
 def pod_directory(label: str) -> str:

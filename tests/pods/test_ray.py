@@ -32,16 +32,27 @@ set -e
 ip link set lo up
 {diloco} provision --pods 2 --gpu-type cpu-1 --deploy-only
 {launches}
+{then}
 {diloco} pods down
 exit ${{code:-0}}
 """
 LAUNCH = "launch --engine ray {config} 2 --cpus-per-node 2 {more}"
 
 
-def in_namespace(directory: Path, *launches: str) -> Command:
+RAY = f"{sys.executable} -m ray.scripts.scripts"
+# Of anybody who reaches the ports of Ray but has no token.
+STRANGER = f"""
+{RAY} job submit --address http://127.0.0.1:8265 -- echo stranger-ran 2>&1 || echo stranger-refused
+RAY_AUTH_MODE=token RAY_AUTH_TOKEN=wrong {RAY} job submit --address http://127.0.0.1:8265 -- echo stranger-ran 2>&1 \
+  || echo stranger-refused
+{RAY} status --address 127.0.0.1:6379 2>&1 || echo stranger-refused
+"""
+
+
+def in_namespace(directory: Path, *launches: str, then: str = "") -> Command:
     """A command that makes two pods, launches on them and gives them back, in its own network namespace."""
     lines = "\n".join(f"{DILOCO} {words} || code=$?" for words in launches)
-    script = SCRIPT.format(diloco=DILOCO, launches=lines)
+    script = SCRIPT.format(diloco=DILOCO, launches=lines, then=then)
     return Command(
         ["unshare", "-n", "-p", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script], directory
     )
@@ -101,7 +112,7 @@ def test_alexnet_runs_on_two_nodes_as_one_training(tmp_path, commands):
     text = (ROOT / "examples/alexnet.toml").read_text()
     config.write_text(f'{text}\npasses = 2\nmade = 1200\nwidth = 0.125\ndata = "{tmp_path / "data"}"\n')
     program = "--program examples/alexnet_ray.py"
-    command = in_namespace(tmp_path / "ray", LAUNCH.format(config=config, more=program))
+    command = in_namespace(tmp_path / "ray", LAUNCH.format(config=config, more=program), then=STRANGER)
     commands.append(command)
     assert command.wait(TIMEOUT_S) == 0, command.stdout + command.stderr
     check_gone(command, 30.0)
@@ -109,6 +120,9 @@ def test_alexnet_runs_on_two_nodes_as_one_training(tmp_path, commands):
     assert len(placed) >= 2 and all(first != second for first, second in placed), command.stdout
     assert len(re.findall(r"pass 2: train accuracy 0\.\d+, validation accuracy 0\.\d+", command.stdout)) == 1
     assert len(re.findall(r"test accuracy 0\.\d+ by 2 ranks$", command.stdout, re.M)) == 1
+    assert command.stdout.count("stranger-refused") == 3
+    assert command.stdout.count("ray.exceptions.AuthenticationError") == 3
+    assert "\nstranger-ran" not in command.stdout
 
 
 def test_the_cluster_can_be_written_down_for_rays_own_launcher():

@@ -94,10 +94,11 @@ def test_ray_up_starts_a_cluster_of_both_machines_from_the_written_file(tmp_path
     written = run(argv_of(WRITE_RAY, "--cpus-per-node", 2))
     (tmp_path / "cluster.yaml").write_text(written.stdout)
     name = yaml.safe_load(written.stdout)["cluster_name"]
+    (export,) = re.findall(r"^# .* Ray's commands on the head need: (export .*)$", written.stdout, re.M)
     run([*RAY, *RAY_UP.split()[1:], "--yes", "--no-config-cache"])
 
     def num_nodes() -> int:
-        status = f"{sys.executable} -m ray.scripts.scripts status"
+        status = f"{export} && {sys.executable} -m ray.scripts.scripts status"
         said = run([*RAY, "exec", "--no-config-cache", "cluster.yaml", status]).stdout
         nodes = said.partition("Active:")[2].partition("Pending:")[0]
         return sum(map(int, re.findall(r"^ *(\d+) local\.", nodes, re.MULTILINE)))
