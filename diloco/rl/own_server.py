@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import diloco
 from diloco.errors import UserError
 from diloco.rl.server_client import ServerClient, ServerLost
 from diloco.train.run_dir import last_words
-from peers.system import free_port
+from peers.net.socket_directory import SocketDirectory
 
 EXTENSION = "diloco.rl.server_extension.WeightsExtension"
 _PROBE_TIMEOUT_S = 60.0
@@ -29,24 +28,27 @@ _CPU_ARGS = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batche
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """How to start a server. `argv` already contains `port` and `model_name`."""
+    """How to start a server."""
 
     argv: Sequence[str]
+    """Without the socket, which is added."""
     env: Mapping[str, str]
-    port: int
-    model_name: str
-    """A unique name, to tell this server from another one on the same port."""
     log_path: Path
     timeout_s: float
     """Limit from the start to the answer to a first request."""
 
 
 class OwnServer:
-    """A context manager. No process of the server is left when it exits, or when this process dies."""
+    """A context manager. No process of the server is left when it exits, or when this process dies.
+
+    The server listens on a Unix socket in a directory that only this user can enter: its endpoints, which run what they
+    are told, have no authentication.
+    """
 
     def __init__(self, command: ServerCommand) -> None:
         self.command = command
-        self.url = f"http://127.0.0.1:{command.port}"
+        self._directory = SocketDirectory()
+        self.socket = self._directory.path / "vllm"
         self.num_restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,14 +72,18 @@ class OwnServer:
 
     def restart(self, *, delay_s: float) -> None:
         """Stop the server, and start it after a delay. Raises ServerLost if it does not serve."""
-        self.stop()
+        self._end()
         time.sleep(delay_s)
         self._spawn()
         self.num_restarts += 1
         self._wait_until_it_serves()
 
     def stop(self) -> None:
-        """Stop the server, by SIGKILL after a deadline. Repeating it is safe."""
+        """Stop the server for good, by SIGKILL after a deadline. Repeating it is safe."""
+        self._end()
+        self._directory.remove()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
@@ -91,11 +97,14 @@ class OwnServer:
 
     def _spawn(self) -> None:
         self.command.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # A server that was killed has left it, and the next one could not listen there.
+        self.socket.unlink(missing_ok=True)
+        guardian = Path(__file__).with_name("guardian.py")
         with self.command.log_path.open("ab") as log:
             # In a session of its own, so that a signal to this process group does not kill the guardian, which has to
             # kill the server.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(Path(__file__).with_name("guardian.py")), *self.command.argv],
+                [sys.executable, "-I", str(guardian), *self.command.argv, "--uds", str(self.socket)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -105,7 +114,7 @@ class OwnServer:
 
     def _wait_until_it_serves(self) -> None:
         """Wait for a real answer, since a server may report healthy and die of its first request. Raises ServerLost."""
-        deadline, client = time.monotonic() + self.command.timeout_s, ServerClient(self.url)
+        deadline, client = time.monotonic() + self.command.timeout_s, ServerClient(self.socket)
         while True:
             # Another thread may call `stop` meanwhile.
             process = self._process
@@ -120,14 +129,7 @@ class OwnServer:
                 if time.monotonic() > deadline:
                     raise ServerLost(f"it was not healthy within {self.command.timeout_s:g} s") from error
             time.sleep(_POLL_S)
-        # If the port was taken, our server may take long to fail, and the other server has answered so far.
-        names = client.model_names()
-        if self.command.model_name not in names:
-            raise ServerLost(
-                f"another server has taken port {self.command.port} in the meantime and serves "
-                f"{', '.join(names)}; run the same command again, which picks another port"
-            )
-        client.try_out(self.command.model_name, timeout_s=max(deadline - time.monotonic(), 1.0))
+        client.try_out(timeout_s=max(deadline - time.monotonic(), 1.0))
 
 
 def in_words(exit_code: int) -> str:
@@ -148,21 +150,16 @@ def vllm_command(
     timeout_s: float,
     environment: Mapping[str, str],
 ) -> ServerCommand:
-    """The command line of a vLLM server on a free port of loopback. Raises UserError if that Python has no vLLM."""
+    """The command line of a vLLM server. Raises UserError if that Python has no vLLM."""
     program = python or sys.executable
     check_has_vllm(program, environment)
-    port, name = free_port(), f"diloco-{secrets.token_hex(8)}"
     argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
-    # Loopback only: vLLM's development endpoints have no authentication.
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
-    argv += ["--served-model-name", name]
+    argv += ["--worker-extension-cls", EXTENSION]
     argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     argv += _CPU_ARGS if gpu is None else []
     return ServerCommand(
         argv=[*argv, *more],
         env=server_environment(environment, gpu, _only_diloco(log_path.parent / "server-path")),
-        port=port,
-        model_name=name,
         log_path=log_path,
         timeout_s=timeout_s,
     )

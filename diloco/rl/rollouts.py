@@ -46,7 +46,7 @@ class Rollouts:
         self._server, self.publisher = server, publisher
         self.last_push: dict[str, Any] = {}
         """The server's answer to the last push that sent weights, with our own figures added."""
-        self._client, self._blob = ServerClient(server.url), directory / "pushed"
+        self._client, self._blob = ServerClient(server.socket), directory / "pushed"
         self._on_event = on_event
 
     def push(self) -> None:
@@ -105,7 +105,7 @@ class Rollouts:
 
         with ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts))) as pool:
             written = list(pool.map(completed, range(len(prompts))))
-        # The port may have been another trainer's, which still pushes to it before it notices that its server is gone.
+        # What is written for training must come from these weights, whoever else has used the server meanwhile.
         if self._client.served() != (self.publisher.name, self.publisher.version):
             raise ServerLost("another trainer has changed the weights meanwhile")
         return written

@@ -1,4 +1,4 @@
-"""HTTP client of the vLLM server. Every request has a deadline, and none uses a proxy: the server is local."""
+"""Client of the vLLM server: HTTP on a Unix socket. Every request has a deadline."""
 
 from __future__ import annotations
 
@@ -48,24 +48,21 @@ class Written:
 class ServerClient:
     """A vLLM server with our worker extension. Every method raises ServerLost if the answer is not as expected."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, socket: Path) -> None:
         self._model = ""
         # No keep-alive: the server might close an idle connection just as a request is sent on it.
-        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(uds=str(socket), limits=limits)
+        # Of a URL's host and port, a Unix socket needs none.
+        self._http = httpx.Client(transport=transport, trust_env=False, base_url="http://vllm")
 
     def check_health(self, *, timeout_s: float) -> None:
         self._request("/health", timeout_s=timeout_s)
 
-    def model_names(self) -> list[str]:
-        answer = self._request("/v1/models")
-        with self._expected_format(answer):
-            return [str(model["id"]) for model in answer["data"]]
-
     def served(self) -> tuple[str, int]:
         """The publisher and the version of the server's weights."""
         state = self.call("diloco_state")
-        with self._expected_format(state):
+        with _expected_format(state):
             return str(state["publisher"]), int(state["version"])
 
     def pull(self, blob: Path, sha256: str) -> dict[str, Any]:
@@ -80,9 +77,8 @@ class ServerClient:
         return answer
 
     def complete(self, prompt: Sequence[int], count: int, sampling: Sampling, *, seed: int) -> Written:
-        self._model = self._model or self.model_names()[0]
         body = {
-            "model": self._model,
+            "model": self._name_of_model(),
             "prompt": list(prompt),
             "n": count,
             "seed": seed % 2**31,
@@ -92,26 +88,24 @@ class ServerClient:
             "return_tokens_as_token_ids": True,
         }
         answer = self._request("/v1/completions", body, timeout_s=_TRANSFER_TIMEOUT_S)
-        with self._expected_format(answer):
+        with _expected_format(answer):
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             reasons = [choice["finish_reason"] for choice in choices]
             ids = [list(choice["token_ids"]) for choice in choices]
             logprobs = [list(choice["logprobs"]["token_logprobs"]) for choice in choices]
         if len(choices) != count or not set(reasons) <= {"stop", "length"}:
-            raise ServerLost(
-                f"{self.url} gave {len(choices)} of {count} completions, which ended by {reasons}"
-            )
+            raise ServerLost(f"it gave {len(choices)} of {count} completions, which ended by {reasons}")
         if list(map(len, ids)) != list(map(len, logprobs)):
-            raise ServerLost(f"{self.url} returned different numbers of tokens and log-probabilities")
+            raise ServerLost("it returned different numbers of tokens and log-probabilities")
         return Written(ids, logprobs)
 
-    def try_out(self, model: str, *, timeout_s: float) -> None:
+    def try_out(self, *, timeout_s: float) -> None:
         """Make the server generate one token."""
-        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+        body = {"model": self._name_of_model(), "prompt": [1, 2, 3], "max_tokens": 1}
         answer = self._request("/v1/completions", body, timeout_s=timeout_s)
-        with self._expected_format(answer):
+        with _expected_format(answer):
             if not answer["choices"]:
-                raise ServerLost(f"{self.url} completed nothing: {answer}")
+                raise ServerLost(f"it completed nothing: {answer}")
 
     def call(self, method: str, *, timeout_s: float = _CONTROL_TIMEOUT_S, **arguments: str) -> dict[str, Any]:
         """Call a method of our extension on all workers. Returns the answer of one that refused, if any did."""
@@ -120,33 +114,38 @@ class ServerClient:
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list) or not results or not all(map(_is_verdict, results)):
             raise ServerLost(
-                f"diloco's worker extension is missing from {self.url}, or failed: {str(answer)[:MAX_QUOTED]}"
+                f"diloco's worker extension is missing from it, or failed: {str(answer)[:MAX_QUOTED]}"
             )
         refused = [result for result in results if not result["ok"]]
         chosen: dict[str, Any] = (refused or results)[0]
         return chosen
 
+    def _name_of_model(self) -> str:
+        if not self._model:
+            answer = self._request("/v1/models")
+            with _expected_format(answer):
+                self._model = str(answer["data"][0]["id"])
+        return self._model
+
     def _request(self, path: str, body: Any = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
         """The JSON answer to a GET, or to a POST if there is a body; None if it is empty."""
-        url = f"{self.url}{path}"
         try:
             method = "GET" if body is None else "POST"
-            answer = self._http.request(method, url, json=body, timeout=timeout_s)
+            answer = self._http.request(method, path, json=body, timeout=timeout_s)
             if not answer.is_success:
                 kind = RequestRefused if answer.status_code in _REFUSALS else ServerLost
-                raise kind(f"{url} answered {answer.status_code}: {answer.text[:MAX_QUOTED]}")
+                raise kind(f"{path} answered {answer.status_code}: {answer.text[:MAX_QUOTED]}")
             return answer.json() if answer.content.strip() else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise ServerLost(f"{url}: {error or type(error).__name__}") from error
+            raise ServerLost(f"{path}: {error or type(error).__name__}") from error
 
-    @contextlib.contextmanager
-    def _expected_format(self, answer: Any) -> Iterator[None]:
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ServerLost(
-                f"{self.url} gave an answer of an unknown format: {str(answer)[:MAX_QUOTED]}"
-            ) from error
+
+@contextlib.contextmanager
+def _expected_format(answer: Any) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ServerLost(f"it gave an answer of an unknown format: {str(answer)[:MAX_QUOTED]}") from error
 
 
 def _is_verdict(result: Any) -> bool:

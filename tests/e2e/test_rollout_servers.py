@@ -13,16 +13,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from benchmarks.chaos.links import free_port
 from diloco.errors import UserError
 from diloco.rl.own_server import OwnServer, ServerCommand
 from diloco.rl.push import Publisher
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import Sampling, ServerClient, ServerLost
 from tests.support.commands import ROOT, wait_until
+from tests.support.little_server import SocketServer
 from tests.support.pushing import Trainer, check_pushes, check_refusals
 from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference
 from tests.support.tiny_model import tiny_llama
@@ -36,34 +37,30 @@ def directory(tmp_path_factory):
     return path
 
 
-def command(directory: Path, tmp_path: Path, *flags: str, port: int = 0, name: str = "ours") -> ServerCommand:
-    port = port or free_port()
-    words = ["--model", str(directory), "--port", str(port), "--marks", str(tmp_path / "died"), *flags]
-    words += ["--served-model-name", name]
+def command(directory: Path, tmp_path: Path, *flags: str) -> ServerCommand:
+    words = ["--model", str(directory), "--marks", str(tmp_path / "died"), *flags]
     return ServerCommand(
         argv=[sys.executable, "-m", "tests.support.little_server", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        port=port,
-        model_name=name,
         log_path=tmp_path / "logs" / "server.log",
         timeout_s=300,
     )
 
 
 @contextlib.contextmanager
-def serving(directory: Path, tmp_path: Path, *flags: str, name: str = "ours") -> Iterator[OwnServer]:
-    with OwnServer(command(directory, tmp_path, *flags, name=name)) as server:
+def serving(directory: Path, tmp_path: Path, *flags: str) -> Iterator[OwnServer]:
+    with OwnServer(command(directory, tmp_path, *flags)) as server:
         server.start()
         yield server
 
 
-def processes_of(port: int) -> list[str]:
-    """Process ids of the little servers with this port in their command line."""
+def processes_of(socket: Path | str) -> list[str]:
+    """Process ids of the little servers with this socket in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if str(port).encode() in words and b"tests.support.little_server" in words:
+            if os.fsencode(socket) in words and b"tests.support.little_server" in words:
                 found.append(path.parent.name)
     return found
 
@@ -79,7 +76,7 @@ def sockets_of(pid: str) -> list[Path]:
 def training(directory: Path, tmp_path: Path, *flags: str) -> Iterator[Trainer]:
     with serving(directory, tmp_path, *flags) as server:
         yield Trainer(directory, server)
-    assert processes_of(server.command.port) == []
+    assert processes_of(server.socket) == []
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +134,12 @@ def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory
         assert trainer.events == []
 
 
-@pytest.mark.exhaustive
-def test_a_server_is_not_taken_for_another_one_at_its_port(directory, tmp_path):
-    with serving(directory, tmp_path, name="first") as first:
-        port = first.command.port
-        second = OwnServer(command(directory, tmp_path / "second", port=port, name="second"))
-        with pytest.raises(UserError, match=f"another server has taken port {port}"):
-            second.start()
+def test_only_this_user_reaches_a_server_and_nothing_is_left_of_its_socket(directory, tmp_path):
+    with serving(directory, tmp_path) as server:
+        assert server.socket.is_socket() and server.socket.parent.stat().st_mode & 0o777 == 0o700
+        processes = [psutil.Process(int(pid)) for pid in processes_of(server.socket)]
+        assert processes and not [one for process in processes for one in process.net_connections("inet")]
+    assert not server.socket.parent.exists()
 
 
 def test_a_server_that_is_healthy_and_dies_of_its_first_request_is_an_error_that_says_so(directory, tmp_path):
@@ -152,7 +148,7 @@ def test_a_server_that_is_healthy_and_dies_of_its_first_request_is_an_error_that
         pytest.raises(UserError, match="did not start"),
     ):
         server.start()
-    assert processes_of(server.command.port) == []
+    assert processes_of(server.socket) == []
 
 
 def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
@@ -160,20 +156,21 @@ def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
     script = (
         "import sys, time; from pathlib import Path\n"
         "from diloco.rl.own_server import OwnServer, ServerCommand\n"
-        f"server = OwnServer(ServerCommand(argv={list(told.argv)!r}, env={dict(told.env)!r}, port={told.port},\n"
-        f" model_name={told.model_name!r}, log_path=Path({str(told.log_path)!r}), timeout_s=300))\n"
-        "server.start(); print('up', flush=True); time.sleep(600)\n"
+        f"server = OwnServer(ServerCommand(argv={list(told.argv)!r}, env={dict(told.env)!r},\n"
+        f" log_path=Path({str(told.log_path)!r}), timeout_s=300))\n"
+        "server.start(); print(server.socket, flush=True); time.sleep(600)\n"
     )
     trainer = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, env=told.env, start_new_session=True
     )
     try:
-        assert trainer.stdout is not None and trainer.stdout.readline() == b"up\n"
-        assert len(processes_of(told.port)) >= 2
-        sockets = [path for pid in processes_of(told.port) for path in sockets_of(pid)]
+        assert trainer.stdout is not None
+        socket = trainer.stdout.readline().decode().strip()
+        assert len(processes_of(socket)) >= 2
+        sockets = [path for pid in processes_of(socket) for path in sockets_of(pid)]
         assert sockets and all(path.is_dir() for path in sockets)
         trainer.send_signal(signal.SIGKILL)
-        wait_until(lambda: not processes_of(told.port), "the end of the server", 15)
+        wait_until(lambda: not processes_of(socket), "the end of the server", 15)
         wait_until(lambda: not any(path.exists() for path in sockets), "the end of its sockets", 15)
     finally:
         trainer.kill()
@@ -192,7 +189,9 @@ def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
         {"results": [{"ok": True, "publisher": "p", "version": "new"}]},
     ],
 )
-def test_an_answer_that_nobody_understands_is_a_lost_server(answer):
+def test_an_answer_that_nobody_understands_is_a_lost_server(answer, tmp_path, monkeypatch):
+    # Since tmp_path may be too long for the address of a Unix socket.
+    monkeypatch.chdir(tmp_path)
     content = json.dumps(answer).encode()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -205,11 +204,11 @@ def test_an_answer_that_nobody_understands_is_a_lost_server(answer):
 
         def log_message(self, *_: object) -> None: ...
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+    with SocketServer("socket", Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         with pytest.raises(ServerLost):
-            ServerClient(f"http://127.0.0.1:{server.server_port}").served()
+            ServerClient(Path("socket")).served()
         server.shutdown()
         thread.join()
 

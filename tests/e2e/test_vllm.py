@@ -51,14 +51,14 @@ def served(request, python, tmp_path_factory):
     with OwnServer(command) as server:
         server.start()
         yield server, bare
-        left = processes_of(command.port)
+        left = processes_of(server.socket)
         assert left
     check_none_lives(left)
 
 
-def processes_of(port: int) -> list[psutil.Process]:
-    """The server on this port, and all that it has started."""
-    leaders = [p for p in psutil.process_iter(["cmdline"]) if str(port) in (p.info["cmdline"] or [])]
+def processes_of(socket: Path) -> list[psutil.Process]:
+    """The server on this socket, and all that it has started."""
+    leaders = [p for p in psutil.process_iter(["cmdline"]) if str(socket) in (p.info["cmdline"] or [])]
     return list({child for leader in leaders for child in (leader, *leader.children(recursive=True))})
 
 
@@ -87,7 +87,7 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     server, directory = served
     trainer = Trainer(directory, server)
     trainer.push(1)
-    before = processes_of(server.command.port)
+    before = processes_of(server.socket)
     # Long enough that the rollout is under way when the server's main process, and not its children, is killed.
     longer = Sampling(max_tokens=400)
     lines = {}

@@ -1,6 +1,6 @@
 """A small inference server with vLLM's endpoints, in its own process, for tests of everything around such a server.
 
-    python -m tests.support.little_server --model DIR --port N [--die-after REQUESTS] [--sick]
+    python -m tests.support.little_server --model DIR --uds PATH [--die-after REQUESTS] [--sick]
 
 It runs a real transformers model, returns real completions with their log-probabilities, and loads weights through
 the real worker extension. It lacks vLLM itself: the engine, the fused parameters, the speed.
@@ -13,6 +13,7 @@ import http.server
 import json
 import os
 import signal
+import socketserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,13 @@ class LittleWorker(WeightsExtension):
         }
 
 
+class SocketServer(socketserver.UnixStreamServer):
+    """An HTTP server on a Unix socket."""
+
+    # Of the requests of all threads of a client.
+    request_queue_size = 128
+
+
 def handler_of(
     worker: LittleWorker, arguments: argparse.Namespace
 ) -> type[http.server.BaseHTTPRequestHandler]:
@@ -69,8 +77,7 @@ def handler_of(
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            name = arguments.served_model_name or arguments.model
-            self.answer({"data": [{"id": name}]} if path == "/v1/models" else None)
+            self.answer({"data": [{"id": arguments.model}]} if path == "/v1/models" else None)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -116,8 +123,7 @@ def died_before(marks: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--served-model-name")
+    parser.add_argument("--uds", required=True)
     parser.add_argument(
         "--die-after", type=int, default=0, help="SIGKILL in the middle of this request, once"
     )
@@ -129,8 +135,8 @@ def main() -> None:
     if os.fork() == 0:
         signal.pause()
     worker = LittleWorker(arguments.model)
-    server = http.server.HTTPServer(("127.0.0.1", arguments.port), handler_of(worker, arguments))
-    server.serve_forever()
+    with SocketServer(arguments.uds, handler_of(worker, arguments)) as server:
+        server.serve_forever()
 
 
 if __name__ == "__main__":

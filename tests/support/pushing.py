@@ -23,7 +23,7 @@ class Trainer:
         self.directory = directory
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.publisher, self.events = Publisher(torch.float32), list[str]()
-        self.client = ServerClient(server.url)
+        self.client = ServerClient(server.socket)
         self.rollouts = Rollouts(
             server, directory, self.publisher, lambda **event: self.events.append(event["event"])
         )

@@ -18,7 +18,7 @@ from diloco.rl.weights import unpacked
 class FakeServer:
     """Holds a version, is paused or not, and fails at this path `failures` times."""
 
-    url, num_restarts = "http://127.0.0.1:9", 0
+    socket, num_restarts = Path("missing"), 0
 
     def __init__(self, log_path: Path, fails_at: str, failures: int) -> None:
         self.command = SimpleNamespace(log_path=log_path)
