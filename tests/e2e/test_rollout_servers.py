@@ -84,7 +84,7 @@ def server(directory, tmp_path_factory):
     """A server for tests that leave it able to serve another trainer."""
     with serving(directory, tmp_path_factory.mktemp("server")) as server:
         yield server
-    assert processes_of(server.command.port) == []
+    assert processes_of(server.socket) == []
 
 
 def test_after_every_push_the_server_has_the_trainers_log_probabilities(directory, server):
