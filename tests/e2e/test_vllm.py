@@ -107,11 +107,20 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     check_none_lives(before)
 
 
+REWARD = """
+def early(completion, example):
+    '''The share of bytes from the first half of the alphabet, so that rewards differ from the first step on.'''
+    return sum(byte < 128 for byte in completion.text.encode()) / max(len(completion.text.encode()), 1)
+"""
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_two_peers_with_a_server_each_keep_to_their_trainers_log_probabilities(start, python, tmp_path, tied):
     model = bare_model(tmp_path / "model", tie_word_embeddings=tied)
+    (tmp_path / "reward.py").write_text(REWARD)
     ran = start(
         *(*DILOCO, "run", "--mode", "grpo", "--path-model", model, "--dataset", TASK, "--device", "cpu"),
+        *("--grpo.reward", f"{tmp_path / 'reward.py'}:early"),
         *("--grpo.vllm-python", python, "--lr", "1e-3", "--warmup-steps", 0, "--total-steps", 6),
         *("--grpo.vllm-timeout", START_TIMEOUT_S, "--hv.local-steps", 2, "--total-batch-size", 16),
         *("--grpo.max-completion-length", 16, "--grpo.eval-prompts", 4, "--run-dir", tmp_path / "run"),
