@@ -61,7 +61,9 @@ async def request_rank(
                 log.info("coordinator %s gave no rank: %s", record.peer_id, error)
         if refused is not None:
             raise refused
-        if not records and time.monotonic() > search_until:
+        # A coordinator announces itself before it prints its address.
+        told = wanted is not None and dht.is_answered and not dht.silent_initial_peers
+        if not records and (told or time.monotonic() > search_until):
             break
         await asyncio.sleep(RETRY_S)
     return None
