@@ -12,8 +12,9 @@ from typing import NoReturn
 import torch
 
 from diloco.data.tokenizer import load_tokenizer
-from diloco.launch.worker import exit_code, exit_process
+from diloco.launch.worker import exit_code
 from diloco.options.trainer import TrainConfig, parse_train_config
+from diloco.process_end import exit_process
 from diloco.rl.adapters import merged, with_adapters
 from diloco.rl.generator import Generator, of_model, of_server, prompts_at_once
 from diloco.rl.rollouts import opened_server

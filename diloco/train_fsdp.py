@@ -25,11 +25,12 @@ from diloco.data.batches import Prefetched, batches, open_data
 from diloco.data.sampling import Block, place_of
 from diloco.data.streaming import NUM_LANES, StreamingSource
 from diloco.data.tokenizer import load_tokenizer
-from diloco.launch.worker import Assignment, assigned, exit_code, exit_process
+from diloco.launch.worker import Assignment, assigned, exit_code
 from diloco.options.model_files import load_model_config, model_files
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, device_mesh, on_rank_zero
+from diloco.process_end import exit_process
 from diloco.train.evaluation import evaluate, seconds_to_evaluate
 from diloco.train.inner import InnerLoop
 from diloco.train.memory import check_memory, memory_needed_bytes

@@ -30,11 +30,12 @@ from diloco.checkpoint.saver import check_saved
 from diloco.data.sampling import PromptSchedule, place_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.launch.worker import Assignment, assigned, exit_code, exit_process
+from diloco.launch.worker import Assignment, assigned, exit_code
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, on_every_rank, on_rank_zero
+from diloco.process_end import exit_process
 from diloco.rl.adapters import merged, trained, with_adapters
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from diloco.cli.interrupts import exit_at_once_on_signals
 from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box
 from diloco.options.help import requested_page, split_command
+from diloco.process_end import exit_process
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -87,10 +89,13 @@ def make_app() -> App:
     return app
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the `diloco` command. Ends with SystemExit."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the `diloco` command. Ends the process."""
     exit_at_once_on_signals()
-    sys.exit(exit_code(list(sys.argv[1:] if argv is None else argv)))
+    code = exit_code(list(sys.argv[1:] if argv is None else argv))
+    # As the interpreter does at its end: wait for threads that are not daemons.
+    threading._shutdown()  # type: ignore[attr-defined]
+    exit_process(code)
 
 
 def exit_code(argv: list[str]) -> int:

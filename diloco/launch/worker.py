@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -55,21 +52,6 @@ def exit_code(action: Callable[[], None]) -> int:
     if not is_first:
         time.sleep(_MESSAGE_GRACE_S)
     return code
-
-
-def exit_process(code: int) -> NoReturn:
-    """End this rank's process: run the functions registered with atexit, but do not finalize the interpreter.
-
-    A thread of gloo releases the tensors of the last collective asynchronously and needs the interpreter for that. If
-    the interpreter is being finalized by then, torch aborts, and a training that had finished ends by SIGABRT.
-    """
-    try:
-        atexit._run_exitfuncs()
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-    finally:
-        os._exit(code)
 
 
 @dataclass(frozen=True, kw_only=True)

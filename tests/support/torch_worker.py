@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.light_worker import Recorder
 from diloco.outer.diloco import Diloco
+from diloco.process_end import exit_process
 
 
 def fresh_model() -> nn.Module:
@@ -83,3 +84,4 @@ def main(settings: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    exit_process(0)

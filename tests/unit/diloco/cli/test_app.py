@@ -38,6 +38,21 @@ def test_wrong_toml_gets_a_box_that_names_the_file(toml, message, capsys, tmp_pa
     assert "Traceback" not in said
 
 
+def test_the_end_of_a_command_waits_for_threads_and_runs_what_is_registered_for_it():
+    script = (
+        "import atexit, sys, threading, time\n"
+        "from diloco.cli.app import main\n"
+        "atexit.register(print, 'at exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+        "main(['pear'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.split("\n")[-3:]) == (2, ["thread", "at exit", ""]), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

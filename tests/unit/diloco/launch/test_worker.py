@@ -20,7 +20,7 @@ ENDS = """
 import atexit, sys, time
 import torch
 import torch.distributed as dist
-from diloco.launch.worker import exit_process
+from diloco.process_end import exit_process
 
 atexit.register(print, "registered with atexit")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -47,7 +47,7 @@ def test_a_rank_without_stdout_ends_by_its_own_code_too():
         [
             sys.executable,
             "-c",
-            "import sys; from diloco.launch.worker import exit_process; sys.stdout = None; exit_process(2)",
+            "import sys; from diloco.process_end import exit_process; sys.stdout = None; exit_process(2)",
         ],
         capture_output=True,
         timeout=60,
