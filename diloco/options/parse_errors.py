@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cyclopts import (
+    App,
     Argument,
     CycloptsError,
     MissingArgumentError,
+    UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
 )
 
-from diloco.options.common_names import suggested_name
+from diloco.options.common_names import closest_name, suggested_name
 from diloco.options.help import read_page
 
 
@@ -24,8 +26,17 @@ def parse_error_text(error: CycloptsError, command_with: Callable[[str], str] = 
         return _unknown_flag(error, command_with)
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         return _missing_value(error, error.argument)
-    # For an unknown command, cyclopts adds a list of all commands.
-    return str(error).partition(" Available commands:")[0]
+    if isinstance(error, UnknownCommandError) and error.app is not None:
+        return _unknown_command(error, error.app)
+    return str(error)
+
+
+def _unknown_command(error: UnknownCommandError, app: App) -> str:
+    """The text of cyclopts without its list of commands, for which it would import all of them."""
+    (typed, *_) = error.unused_tokens or [""]
+    close = closest_name(typed, [name for name in app if not name.startswith("-")])
+    hint = f' Did you mean "{close}"?' if close else ""
+    return f'Unknown command "{typed}".{hint}'
 
 
 def _missing_value(error: MissingArgumentError, argument: Argument) -> str:
