@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from provisioning.providers.ssh import SshProvider
 from tests.support.clouds import CLOUDS
 from tests.support.exhaustive import exhaustive_but
 from tests.support.http_api import Fault
+from tests.support.lium_api import hasten_client
 from tests.support.ssh_machines import client_key, inventory, needs_rsync, ssh_host
 
 pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
@@ -77,8 +79,14 @@ class Kind:
         return self.run(work)
 
 
-@pytest.fixture(params=exhaustive_but(("local", "ssh", "lium"), NAMES))
-def kind(request: pytest.FixtureRequest, tmp_path: Path, home: None) -> Iterator[Kind]:
+@pytest.fixture
+def hastened(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("lium") is not None:
+        hasten_client(monkeypatch)
+
+
+@pytest.fixture(params=exhaustive_but(("local", "lium"), NAMES))
+def kind(request: pytest.FixtureRequest, tmp_path: Path, home: None, hastened: None) -> Iterator[Kind]:
     name = request.param
     with ExitStack() as stack:
         if name == "local":
@@ -93,7 +101,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, home: None) -> Iterator
 
 
 @pytest.fixture(params=exhaustive_but(("lium",), CLOUDS))
-def cloud(request: pytest.FixtureRequest, tmp_path: Path, home: None) -> Iterator[Kind]:
+def cloud(request: pytest.FixtureRequest, tmp_path: Path, home: None, hastened: None) -> Iterator[Kind]:
     with ExitStack() as stack:
         yield _of_cloud(request.param, stack, tmp_path)
 
@@ -109,6 +117,7 @@ def _of_cloud(name: str, stack: ExitStack, directory: Path) -> Kind:
     return Kind(name, opened, api)
 
 
+@pytest.mark.parametrize("kind", exhaustive_but(("local", "ssh", "lium"), NAMES), indirect=True)
 def test_an_order_makes_one_pod_that_is_listed_reached_and_gone_when_it_is_deleted(kind):
     order = kind.order()
     assert order.offer.provider == kind.name and order.offer.price_per_hour >= 0

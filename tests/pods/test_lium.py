@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from provisioning.renting.renter import Patience
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet, command
 from tests.support.http_api import Fault
-from tests.support.lium_api import LiumApi, executor
+from tests.support.lium_api import LiumApi, executor, hasten_client
 from tests.support.ssh_machines import needs_rsync, ssh_host
 
 pytest.importorskip("lium", reason="the package lium.io is not installed")
@@ -34,8 +35,9 @@ RENT = "POST /executors/"
 
 
 @pytest.fixture
-def api(tmp_path: Path) -> Iterator[LiumApi]:
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiumApi]:
     """Three nodes, each of one kind, and two hosts for pods."""
+    hasten_client(monkeypatch)
     nodes = [executor(A100, 1, 1.2), executor(H100, 1, 2.1, country="US"), executor(RTX, 8, 0.4, smallest=1)]
     with ExitStack() as stack:
         hosts = [stack.enter_context(ssh_host(tmp_path / f"host{index}", "")) for index in range(3)]
@@ -197,6 +199,7 @@ def test_a_pod_of_which_nothing_is_known_stays_in_the_ledger_and_nothing_is_rent
     api.faults.append(Fault("GET /pods/", 400, times=1000))
     assert list(fleet.up([one()], trains=False).failures) == ["pod-0"]
     assert any("it is not known whether it is still there, so it may cost" in text for text in fleet.said)
+    fleet.patience = replace(fleet.patience, destroy_s=1.0)
     assert "IS NOT KNOWN TO BE GONE AND MAY COST MONEY" in str(fleet.down().failures["pod-0"])
     assert (fleet.states, api.num_rented) == ({"pod-0": "deleting"}, 1)
 
@@ -251,7 +254,9 @@ def test_a_provider_that_cannot_be_reached_is_said_in_plain_words(tmp_path, monk
 def test_a_pod_that_cannot_be_given_back_is_shouted_of_and_stays_in_the_ledger(fleet, api):
     assert fleet.up([one()], trains=False).is_good
     api.faults.append(Fault("DELETE /pods/", 400, times=1000))
+    usual, fleet.patience = fleet.patience, replace(fleet.patience, destroy_s=1.0)
     outcome = fleet.down()
+    fleet.patience = usual
     assert "IS NOT KNOWN TO BE GONE AND MAY COST MONEY" in str(outcome.failures["pod-0"])
     assert any("not given back yet" in text for text in fleet.said)
     assert fleet.states == {"pod-0": "deleting"} and len(api.rented) == 1

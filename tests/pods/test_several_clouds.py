@@ -16,7 +16,7 @@ from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting.renters import renters
 from provisioning.swarm.status import overview
-from tests.support.fleets import Outcome, command
+from tests.support.fleets import PATIENCE, Outcome, command
 from tests.support.http_api import Fault
 from tests.support.pods_driver import STAND_IN, source_of
 from tests.support.runpod_api import RunPodApi
@@ -53,7 +53,7 @@ class Clouds:
     def up(self) -> Outcome:
         async def work() -> Outcome:
             setup = Setup(source=source_of(self.directory), python=str(STAND_IN), min_free_mb=1)
-            async with renters(self.ledger, self.access, self.say, to_rent=SPECS) as found:
+            async with renters(self.ledger, self.access, self.say, PATIENCE, to_rent=SPECS) as found:
                 return Outcome(await found.set_up(setup, await found.apply(await found.plan(SPECS))))
 
         return asyncio.run(work())
@@ -83,7 +83,7 @@ def test_each_pod_is_rented_where_it_is_cheapest_and_all_are_shown_and_given_bac
     assert clouds.up().is_good and (len(clouds.vast.rented), len(clouds.runpod.rented)) == (1, 1)
     seen = asyncio.run(overview(clouds.ledger, clouds.access))
     assert [(one.row.name, one.is_there) for one in seen.pods] == [("pod-0", True), ("pod-1", True)]
-    assert command(clouds.ledger, clouds.access, lambda found: found.down(())) == {}
+    assert command(clouds.ledger, clouds.access, lambda found: found.down(()), PATIENCE) == {}
     assert (clouds.rows, clouds.vast.rented, clouds.runpod.rented) == ([], {}, {})
 
 

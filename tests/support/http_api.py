@@ -93,7 +93,7 @@ class HttpApi(ABC):
             do_GET = do_POST = do_PUT = do_DELETE = handle_any
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
         return self
 
