@@ -21,7 +21,9 @@ class Ranks:
     """`num_ranks` processes of one peer, until the block is left."""
 
     def __init__(self, num_ranks: int = 2) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # Each rank is a fork of one process that has torch, which takes seconds to load.
+        context.set_forkserver_preload(["diloco.outer.world"])
         port = free_port()
         self._ends, self._processes = [], []
         for rank in range(num_ranks):

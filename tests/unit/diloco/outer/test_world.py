@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from diloco.errors import UserError
@@ -35,6 +37,12 @@ def test_alone_rank_zero_is_this_one():
     assert summed(3) == 3
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        yield started
+
+
 def shared(world):
     heard = on_rank_zero(lambda: f"from {world.rank}")
     try:
@@ -47,9 +55,8 @@ def refuse():
     raise UserError("taken")
 
 
-def test_every_rank_takes_rank_zeros_branch_also_when_it_fails():
-    with Ranks(2) as ranks:
-        assert ranks.run(shared) == [("from 0", "taken", 3)] * 2
+def test_every_rank_takes_rank_zeros_branch_also_when_it_fails(ranks):
+    assert ranks.run(shared) == [("from 0", "taken", 3)] * 2
 
 
 def all_did(world):
@@ -60,6 +67,5 @@ def all_did(world):
         return done, str(error), summed(1)
 
 
-def test_every_rank_gets_what_all_did_or_the_error_of_one():
-    with Ranks(2) as ranks:
-        assert ranks.run(all_did) == [([0, 1], "taken", 2)] * 2
+def test_every_rank_gets_what_all_did_or_the_error_of_one(ranks):
+    assert ranks.run(all_did) == [([0, 1], "taken", 2)] * 2
