@@ -1,4 +1,5 @@
-"""A program that prints, by codec, a reduction's memory beyond its tensors, with few chunks and with many, as JSON.
+"""A program that prints, for the codecs that it is given, a reduction's memory beyond its tensors, with few chunks and
+with many, as JSON.
 
 It runs in its own process, since the peak includes all other work of a process.
 """
@@ -9,9 +10,9 @@ import contextlib
 import ctypes
 import gc
 import json
+import sys
 from pathlib import Path
 
-from peers.protocol.codecs import CODEC_NAMES
 from peers.reduce.plan import CHUNK_NUMEL
 from tests.support.reduction_group import ReductionGroup, outcomes
 
@@ -45,4 +46,4 @@ def growth_of(codec: str, num_chunks: int) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps({codec: [growth_of(codec, chunks) for chunks in CHUNKS] for codec in CODEC_NAMES}))
+    print(json.dumps({codec: [growth_of(codec, chunks) for chunks in CHUNKS] for codec in sys.argv[1:]}))
