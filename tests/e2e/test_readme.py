@@ -24,6 +24,7 @@ from peers.daemon.link import LINK_ENV
 from tests.support import checkpoint_commands, pods_commands
 from tests.support.commands import ROOT, Command, wait_until
 from tests.support.documents import CONTRIBUTING, PAGES, README, blocks, commands, names_in_table, typed
+from tests.support.exhaustive import exhaustive_but
 from tests.support.scripted_daemon import ScriptedDaemon, joining
 
 DEMO = "make demo"
@@ -169,17 +170,18 @@ def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[st
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
     more = ("--max-steps", 300, "--galaxy-size", 2, *short)
     first = run(typed(FIRST, *more, maddr=maddr, path_model=model), "first")
+    wait_until(lambda: "this peer: waiting for peers" in first.stdout, "that it waits", command=first)
     status: dict[str, Any] = {"peers": []}
     looks = 0
     while not any(peer["state"] == "waiting" for peer in status["peers"]):
         looks += 1
         look = run(typed(STATUS, "--json", maddr=maddr), f"look{looks}")
-        assert look.wait() == 0, look.stderr
+        table = run(typed(STATUS, maddr=maddr), f"table{looks}")
+        for command in (look, table):
+            assert command.wait() == 0, command.stderr
         status = json.loads(look.stdout)
         assert first.code is None, first.stderr
         assert looks < 20, status
-    table = run(typed(STATUS, maddr=maddr), "table")
-    assert table.wait() == 0, table.stderr
     # Join through the address that the first peer prints, as one does after the coordinator has died.
     printed = re.search(r"join through this one: --initial-peers (\S+)", first.stdout)
     assert printed is not None, first.stdout
@@ -333,17 +335,17 @@ def test_status_is_as_programs_may_rely_on(pair):
 
 def test_a_swarm_is_watched_until_ctrl_c(run: Start, maddr: str) -> None:
     """Output goes to a pipe, and the port is a free one; tests/e2e/test_dashboard.py opens the page in a browser."""
-    watch = run(typed(WATCH, maddr=maddr), "watch")
-    wait_until(lambda: watch.stdout.count("run diloco: epoch") >= 2, "a second look", command=watch)
-    watch.interrupt()
-    assert (watch.wait(), watch.stderr) == (130, "")
     pytest.importorskip("uvicorn", reason="needs the extra `dashboard`: pip install -e '.[dev]'")
+    watch = run(typed(WATCH, maddr=maddr), "watch")
     page = run(typed(DASHBOARD, "--port", 0, maddr=maddr), "dashboard")
+    wait_until(lambda: watch.stdout.count("run diloco: epoch") >= 2, "a second look", command=watch)
     wait_until(
         lambda: re.search(r"^dashboard: http://127.0.0.1:\d+/\?token=\S+$", page.stdout, re.M), "its address"
     )
-    page.interrupt()
-    assert (page.wait(), page.stderr) == (130, "")
+    for command in (watch, page):
+        command.interrupt()
+    for command in (watch, page):
+        assert (command.wait(), command.stderr) == (130, "")
 
 
 def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
@@ -474,16 +476,17 @@ def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
         assert "epoch 20 averaged by 2 peers" in peer.stdout
 
 
-def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
+@pytest.mark.parametrize("num_peers", exhaustive_but((2,), (2, 3)))
+def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run, num_peers):
     """The README's own flags, but for 6 steps, and evaluated on little of the held-out text."""
     more = ("--hv.local-steps", 2, "--eval-tokens", 2048)
-    command = run(typed(RUN, *more, max_steps=6), "swarm")
+    command = run(typed(RUN, *more, max_steps=6, peers=num_peers), f"swarm-of-{num_peers}")
     assert command.wait() == 0, command.stdout + command.stderr
     path = run_dir_of(command)
     assert "all peers held bit-identical anchors after every epoch" in command.stdout
     assert "3 epochs" in command.stdout
     assert (path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
-    for rank in range(3):
+    for rank in range(num_peers):
         check_run_dir(path / f"peer-{rank}")
         assert digests(path / f"peer-{rank}") == digests(path / "peer-0")
     assert command.stderr == ""
