@@ -54,6 +54,7 @@ def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_th
     }
 
 
+@pytest.mark.exhaustive
 def test_reinforcement_has_no_baseline(start, model):
     command = start(*DILOCO, "run", "--mode", "grpo", "--path-model", model, "--baseline")
     assert command.wait() == 2

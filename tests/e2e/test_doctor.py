@@ -264,6 +264,7 @@ def test_a_firewall_in_front_of_one_port_is_found(start, model):
 
 def test_a_token_that_has_expired_and_that_nobody_renews_is_found(quiet_bootstrap, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("diloco.doctor.swarm.ADMISSION_TIMEOUT_S", 0.5)
     key = AdmissionKey.new()
     (tmp_path / "secret").write_text(key.secret.to_text())
     identity = load_or_create(tmp_path / "state" / "diloco" / RUN / "0.key")
@@ -289,6 +290,7 @@ def test_a_swarm_that_asks_for_a_secret_says_so_to_who_has_none(tmp_path):
         assert found["data port"]["verdict"] == "pass"
 
 
+@pytest.mark.exhaustive
 def test_a_rollout_peer_generates_in_one_process_whatever_nproc_per_node_says(start):
     """Its batch needs not divide by the number of training processes."""
     command = start(*DILOCO, "doctor", "--role", "rollout", "--rollout", "hf", "--nproc-per-node", "3")

@@ -58,6 +58,7 @@ def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp
     assert "3 times in a row for the same reason: ValueError: no such column: text" in box
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_never_joins_is_not_taken_for_one_that_has_trained(start, tmp_path):
     (tmp_path / "loop.py").write_text("print('hello')\n")
     worker = f"python {tmp_path / 'loop.py'}"

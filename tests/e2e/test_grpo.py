@@ -77,6 +77,7 @@ def test_two_ranks_train_on_each_others_completions(start, bare, tmp_path):
     check_nothing_left(ran)
 
 
+@pytest.mark.exhaustive
 def test_a_task_that_there_is_not_ends_the_trainer_with_exit_code_2(start, bare):
     ran = start(*TRAINER, "--path-model", bare, "--dataset", "gsm9k", *SHORT)
     assert ran.wait() == 2
@@ -90,6 +91,7 @@ def test_a_task_that_there_is_not_ends_the_trainer_with_exit_code_2(start, bare)
         ((*SHORT, "--total-batch-size", 12, "--grpo.num-generations", 8), "--total-batch-size 16 would do"),
         ((*SHORT, "--grpo.steps-per-generation", 6), "a multiple of"),
         (("--mode", "pretrain", *SHORT), "start diloco.train_fsdp"),
+        (("--dataset", "gsm9k", *SHORT), "--dataset gsm9k is no task"),
     ],
 )
 def test_what_cannot_work_is_said_before_training(bare, flags, says):

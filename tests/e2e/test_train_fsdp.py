@@ -55,7 +55,11 @@ def finished(command):
 
 
 @pytest.mark.parametrize(
-    "command", [[*TORCHRUN, *BY_PATH], [sys.executable, *BY_MODULE]], ids=["torchrun", "alone"]
+    "command",
+    [
+        pytest.param([*TORCHRUN, *BY_PATH], id="torchrun"),
+        pytest.param([sys.executable, *BY_MODULE], id="alone", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_training_leaves_its_metrics_and_a_model_that_transformers_loads(tmp_path, command):
     code, output = finished([*command, *flags(tmp_path, "--max-steps", "3", "--log-activations-steps", "2")])

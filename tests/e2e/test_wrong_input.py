@@ -28,6 +28,7 @@ from tests.support.commands import (
     training_flags,
     wait_until,
 )
+from tests.support.exhaustive import exhaustive_but
 
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
@@ -139,6 +140,10 @@ WRONG = {
     "JSONL that is not UTF-8": ("run --dataset-name-or-path LATIN", "latin.jsonl, line 2 is not UTF-8"),
     "broken Parquet": ("run --dataset-name-or-path PARQUET", "is not a readable Parquet file"),
     "binary file": ("run --dataset-name-or-path BINARY", "holds NUL bytes, so it is not text"),
+    "baseline of reinforcement": (
+        "run --mode grpo --path-model 2m --baseline",
+        "--baseline is for pretraining",
+    ),
     "unknown task": ("run --mode grpo --dataset sums", "--dataset sums is no task"),
     "checkpoint that is not there": ("run --ckpt.resume /nowhere", "there is no such directory"),
     "checkpoint to export that is not there": (
@@ -259,7 +264,13 @@ def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("diloco-")] == []
 
 
-@pytest.mark.parametrize("name", ["mistyped verb", "port in use, of the peer", "broken Parquet"])
+@pytest.mark.parametrize(
+    "name",
+    exhaustive_but(
+        ("mistyped verb", "port in use, of the peer"),
+        ["mistyped verb", "port in use, of the peer", "broken Parquet"],
+    ),
+)
 def test_a_command_says_no_more_than_that(name, start, places):
     line, message = WRONG[name]
     command = start(*DILOCO, *placed(line, places).split())
@@ -268,11 +279,13 @@ def test_a_command_says_no_more_than_that(name, start, places):
     assert command.stderr.startswith("╭─ diloco ─") and command.stderr.endswith("╯\n")
 
 
+@pytest.mark.exhaustive
 def test_a_directory_that_cannot_be_written_to_is_named(start):
     command = start(*DILOCO, "run", cwd="/proc")
     check_refused(command, "run directory: runs cannot be written to")
 
 
+@pytest.mark.exhaustive
 def test_initial_peers_that_do_not_answer_are_named(start, places):
     address = f"/ip4/127.0.0.1/tcp/{places['CLOSED']}/p2p/{PEER_ID}"
     command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, "--initial-peers", address)
@@ -317,18 +330,21 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Liv
             peer.close()
 
 
+@pytest.mark.exhaustive
 def test_a_run_without_a_coordinator_is_told_from_one_that_has_it(swarm, start, model):
     flags = ("--initial-peers", swarm.address, "--run-id", "another")
     command = start(*DILOCO, "peer", *LOOPBACK, *flags, *training_flags(model))
     check_refused(command, "no coordinator answers")
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_differs_from_the_swarms_goes_by_its_name(swarm, start):
     flags = ("--initial-peers", swarm.address, "--path-model", "demo")
     command = start(*DILOCO, "peer", *LOOPBACK, *flags)
     check_refused(command, "model: here ")
 
 
+@pytest.mark.exhaustive
 def test_a_world_rank_that_a_live_peer_has_is_refused(swarm, start, model):
     command = start(
         *DILOCO,
@@ -351,6 +367,7 @@ def test_settings_that_differ_from_the_swarms_are_listed(swarm, start, model):
     assert "hv.local_steps: here 3, in the swarm 2" in said and "seq_length" in said and "batch" not in said
 
 
+@pytest.mark.exhaustive
 def test_a_program_of_the_users_own_is_refused_where_the_swarm_trains_with_ours(swarm, start):
     flags = ("--initial-peers", swarm.address, "--worker", "python -c pass")
     command = start(*DILOCO, "peer", *LOOPBACK, *flags)

@@ -128,7 +128,7 @@ def test_whom_a_round_waits_for_and_why_is_seen_and_metrics_are_the_daemons_own(
     light.galaxy_size = 2
     light.start(0)
     light.extra["metrics_port"] = port = free_port()
-    light.start(1, step_s=1.5)
+    light.start(1, step_s=0.75)
     wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
 
     async def watch() -> None:

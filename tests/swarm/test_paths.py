@@ -73,7 +73,7 @@ def test_an_endpoint_that_leads_nowhere_costs_no_round(swarm):
     # Nobody listens on this port.
     light.extra["announce_data_maddrs"] = ["/ip4/127.0.0.1/tcp/1"]
     peers = light.start_all(2)
-    wait_until(lambda: all(peer.epoch >= 20 and runs_smoothly(peer) for peer in peers), "20 epochs")
+    wait_until(lambda: all(peer.epoch >= 8 and runs_smoothly(peer) for peer in peers), "8 epochs")
     light.check_digests()
     for peer in peers:
         # After a failure the endpoint is not tried again for half a minute, then for a minute.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
+from tests.support.exhaustive import exhaustive_but
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
 STREAMING = {"hv.num_fragments": 2, "hv.overlap_steps": 3, "hv.compression": "int4"}
@@ -47,7 +48,7 @@ def test_a_peer_killed_while_fragments_are_under_way_costs_the_others_no_epoch_a
     assert all(r["fragment"] == (r["epoch"] - 1) % 2 for r in averaged)
 
 
-@pytest.mark.parametrize("overlap", [2, AS_LONG_AS_THE_ROUND])
+@pytest.mark.parametrize("overlap", exhaustive_but((AS_LONG_AS_THE_ROUND,), [2, AS_LONG_AS_THE_ROUND]))
 def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(swarm, overlap):
     light = swarm(local_steps=6, max_steps=24, optimizer="adamw")
     light.worker_module, light.manifest = (
