@@ -62,3 +62,8 @@ class MachineError(ProvisioningError):
 
 class ResultsNotFetched(ProvisioningError):
     """A pod was not given back, because its results could not be fetched."""
+
+
+def in_words(error: Exception) -> str:
+    """The message of one of our own errors; any other, such as a fault of ours, with the name of its type."""
+    return str(error) if isinstance(error, ProvisioningError) else f"{type(error).__name__}: {error}"

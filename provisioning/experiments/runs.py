@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from provisioning.errors import ProvisioningError
+from provisioning.errors import in_words
 from provisioning.experiments.sets import ExperimentSet, Placed
 from provisioning.experiments.trainers import Trainer, argv, environment, job_name
 from provisioning.ledger.keys import EXPERIMENT
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
+from provisioning.machines.answers import record_in
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
-from provisioning.machines.results import record_in
 from provisioning.pods.pod import Row, State
 from provisioning.renting.renters import Renters
 
@@ -86,8 +86,8 @@ async def _one(renters: Renters, python: str, row: Row | None, placed: Placed, t
         return known or _failed(placed, trainer, "its pod does not exist or is not set up")
     try:
         result = await _trained(renters, python, row, placed, trainer)
-    except ProvisioningError as error:
-        result = _failed(placed, trainer, str(error))
+    except Exception as error:  # noqa: BLE001 - whatever this pod answers, the other pods' experiments go on
+        result = _failed(placed, trainer, in_words(error))
     renters.ledger.remember(EXPERIMENT + result.job, json.dumps(asdict(result)))
     renters.say(row.name, f"{result.name} {'is done' if result.ok else f'failed: {result.trouble}'}")
     return result

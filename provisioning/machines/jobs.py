@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from provisioning.errors import MachineError
+from provisioning.machines.answers import number_in
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import CODE, JOBS, MARK, SECRETS, STATE, pod_directory
 
@@ -64,13 +65,16 @@ echo started
 
 
 async def state(machine: Machine, label: str, name: str) -> JobState:
+    """Raises MachineError."""
     script = f"""
 {_functions(label, name)}
 if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else echo none; fi
 """
-    words = (await machine.run(script)).checked(f"looking at {name}").split()
-    word = words[0] if words else "none"
-    return JobState(word == "runs", int(word) if word.isdigit() else None)
+    word = (await machine.run(script)).checked(f"looking at {name}").strip() or "none"
+    code = number_in(word)
+    if code is None and word not in ("runs", "none"):
+        raise MachineError(f"{word[:40]!r} is no state of a job")
+    return JobState(word == "runs", code)
 
 
 async def finished(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fnmatch
-import json
 import re
 import secrets
 import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from provisioning.errors import MachineError, UserError
 from provisioning.machines.machine import Machine
@@ -160,12 +159,3 @@ def _is_one_of(path: str, patterns: Sequence[str]) -> bool:
         and all(map(fnmatch.fnmatchcase, parts, wanted))
         for pattern in patterns
     )
-
-
-def record_in(line: str | bytes) -> dict[str, Any]:
-    """The record in a line of metrics.jsonl; empty if the line is invalid."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from provisioning.errors import MachineError, UserError
+from provisioning.machines.answers import number_in
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import (
     CODE,
@@ -105,9 +106,10 @@ async def set_up(
         f"mkdir -p {shlex.quote(directory)} && df -Pm {shlex.quote(directory)} | tail -n 1"
     )
     words = answer.checked("looking for space").split()
-    if len(words) > 3 and words[3].isdigit() and int(words[3]) < setup.min_free_mb:
+    free_mb = number_in(words[3]) if len(words) > 3 else None
+    if free_mb is not None and free_mb < setup.min_free_mb:
         raise MachineError(
-            f"the disk is full: {words[3]} MB are free, {setup.min_free_mb} are needed; take a larger machine or volume"
+            f"the disk is full: {free_mb} MB are free, {setup.min_free_mb} are needed; take a larger machine or volume"
         )
     if num_gpus:
         await _check_gpus(machine, num_gpus)

@@ -9,9 +9,12 @@ import shlex
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from provisioning.errors import MachineError, NoCapacity, ProviderError, ProvisioningError, UserError
+from provisioning.machines.answers import Count, decoded
 from provisioning.machines.jobs import sweep_script
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
@@ -149,24 +152,38 @@ rmdir {PODS} 2>/dev/null; exit 0
     async def _pods_on(self, host: Host) -> Sequence[Pod]:
         machine = await self.connect(host)
         text = (await machine.run(_LIST_SCRIPT)).checked(f"listing the pods on {host.name}")
-        return [_pod(json.loads(line), host) for line in text.splitlines() if line]
+        records = [decoded(line, _Record) for line in text.splitlines() if line]
+        # A pod that is left out would count as gone.
+        if None in records:
+            raise MachineError(f"{host.name} lists a pod that cannot be read; see {PODS}/*/pod.json there")
+        return [_pod(record, host) for record in records if record is not None]
 
     async def free_places(self, host: Host) -> int:
         return self.pods_per_host - len(await self._pods_on(host))
 
 
-def _pod(record: dict[str, Any], host: Host) -> Pod:
+class _Record(msgspec.Struct, frozen=True):
+    """What pod.json of a pod says."""
+
+    label: str
+    failure: str = ""
+    gpu_count: Count | None = None
+    price: float | None = None
+    ports: Sequence[Annotated[int, msgspec.Meta(ge=1, le=65535)]] = ()
+
+
+def _pod(record: _Record, host: Host) -> Pod:
     return Pod(
-        id=f"{host.name}/{record['label']}",
-        label=record["label"],
-        is_ready="failure" not in record,
-        failure=record.get("failure", ""),
-        gpu_count=record.get("gpu_count"),
-        price_per_hour=record.get("price"),
+        id=f"{host.name}/{record.label}",
+        label=record.label,
+        is_ready=not record.failure,
+        failure=record.failure,
+        gpu_count=record.gpu_count,
+        price_per_hour=record.price,
         host=host.reached_at,
         ssh_port=host.port,
         user=host.user,
-        ports=tuple((port, port) for port in record.get("ports", ())),
+        ports=tuple((port, port) for port in record.ports),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from operator import attrgetter
 from typing import TypeVar
 
-from provisioning.errors import ProvisioningError
+from provisioning.errors import ProvisioningError, in_words
 
 T = TypeVar("T")
 Failures = dict[str, ProvisioningError]
@@ -36,9 +36,11 @@ async def each(
     async def one(item: T) -> None:
         try:
             await work(item)
-        except ProvisioningError as error:
-            failures[name(item)] = error
-            failed(name(item), f"failed: {error}")
+        except Exception as error:  # noqa: BLE001 - what one pod or provider answers must not stop the others
+            failures[name(item)] = (
+                error if isinstance(error, ProvisioningError) else ProvisioningError(in_words(error))
+            )
+            failed(name(item), f"failed: {failures[name(item)]}")
 
     await gathered(one(item) for item in items)
     return failures

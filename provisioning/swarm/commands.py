@@ -53,8 +53,9 @@ def coordinator_file(run_id: str, what: str) -> str:
 
 def address_in(log: str) -> str | None:
     """The address that `diloco dht start` has printed; None: none yet."""
-    found = [line for line in log.splitlines() if line.startswith(ADDRESS_FLAG)]
-    return found[-1].removeprefix(ADDRESS_FLAG).split()[0] if found else None
+    lines = (line for line in log.splitlines() if line.startswith(ADDRESS_FLAG))
+    found = [words[0] for line in lines if (words := line.removeprefix(ADDRESS_FLAG).split())]
+    return found[-1] if found else None
 
 
 def check_flags(flags: Sequence[str]) -> None:

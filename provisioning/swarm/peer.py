@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from provisioning.machines import jobs
+from provisioning.machines.answers import Amount, decoded
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
-from provisioning.machines.results import record_in
 from provisioning.swarm.commands import PEER_JOB
 
 _LOG_LINES = 15
+_MAX_LOG_CHARACTERS = 4000
 _LINE_INTERVAL_S = 10.0
 
 
@@ -33,6 +37,17 @@ class PeerProgress:
     @property
     def has_finished(self) -> bool:
         return self.job.code == 0
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What is read of a line of metrics.jsonl."""
+
+    kind: str = ""
+    epoch: Amount = 0
+    step: Amount = 0
+    tokens: Amount = 0
+    loss: float | None = None
+    contributors: Sequence[Amount] | None = None
 
 
 class PeerNews:
@@ -77,18 +92,18 @@ tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null; exit 0
 """
     answer = (await machine.run(script)).checked("looking at the peer")
     figures, _, lines = answer.partition("---\n")
-    records = [record_in(line) for line in figures.splitlines()]
-    epoch = next((record for record in records if record.get("kind") == "epoch"), {})
-    step = next((record for record in records if record.get("kind") == "step"), {})
-    start = next((record for record in records if record.get("kind") == "event"), {})
+    records = [record for line in figures.splitlines() if (record := decoded(line, _Record))]
+    epoch = next((record for record in records if record.kind == "epoch"), _Record())
+    step = next((record for record in records if record.kind == "step"), _Record())
+    start = next((record for record in records if record.kind == "event"), _Record())
     return PeerProgress(
         job,
-        epoch=int(epoch.get("epoch", 0)),
-        step=max(int(record.get("step", 0)) for record in (epoch, step)),
-        last_lines=end_of(lines),
-        num_contributors=len(epoch.get("contributors") or ()),
-        loss=step.get("loss"),
-        tokens=max(int(step.get("tokens", 0)) - int(start.get("tokens", 0)), 0),
+        epoch=int(epoch.epoch),
+        step=int(max(epoch.step, step.step)),
+        last_lines=end_of(lines)[-_MAX_LOG_CHARACTERS:],
+        num_contributors=len(epoch.contributors or ()),
+        loss=step.loss,
+        tokens=int(max(step.tokens - start.tokens, 0)),
     )
 
 

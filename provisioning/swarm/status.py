@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from provisioning.errors import ProvisioningError
+from provisioning.errors import in_words
 from provisioning.ledger.ledger import Ledger
 from provisioning.pods.pod import Pod, Row, State, stray
 from provisioning.providers.registry import Access
@@ -89,7 +89,7 @@ async def _at_one(renter: Renter) -> Overview:
     rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
     try:
         observation = await asyncio.wait_for(observe(renter, rows), _LOOK_TIMEOUT_S)
-    except (ProvisioningError, TimeoutError) as error:
+    except Exception as error:  # noqa: BLE001 - such as an answer that a provider was never known to give
         return Overview([_unseen(row, _words(error)) for row in rows], {provider: _words(error)})
     pods = observation.pods_of(rows)
     known = await asyncio.gather(*(_of_row(renter, row, pods.get(row.label), observation) for row in rows))
@@ -111,7 +111,7 @@ async def _of_row(renter: Renter, row: Row, pod: Pod | None, observation: Observ
     try:
         machine = await asyncio.wait_for(renter.machine_of(row, pod), _LOOK_TIMEOUT_S)
         peer = await asyncio.wait_for(read_progress(machine, row.label), _LOOK_TIMEOUT_S)
-    except (ProvisioningError, TimeoutError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever this pod answers, the others are looked at
         return Status(row, True, f"unknown: {_words(error)}", failure=pod.failure)
     return Status(row, True, _activity(row, peer), peer)
 
@@ -133,4 +133,4 @@ def _activity(row: Row, peer: PeerProgress) -> str:
 
 
 def _words(error: Exception) -> str:
-    return str(error) or "no answer in time"
+    return "no answer in time" if isinstance(error, TimeoutError) else in_words(error)
