@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.machines.machine import EXCLUDED, Answer, lines_of
+from provisioning.machines.machine import BLOCK_BYTES, EXCLUDED, Answer, ended, exchange, lines_of, whole
 
-_BLOCK_BYTES = 1 << 16
 _COMPILED = "__pycache__"
 
 
@@ -27,11 +26,15 @@ class LocalMachine:
     async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
         process = await self._start(script, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
         try:
-            out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                assert process.stdin and process.stdout and process.stderr
+                streams = (whole(stream, "this machine") for stream in (process.stdout, process.stderr))
+                out, err = await exchange(process.stdin, stdin, *streams)
+                await process.wait()
         except TimeoutError as error:
             raise MachineError(f"a script took longer than {timeout_s:g} s on this machine") from error
         finally:
-            # After a timeout or cancellation: end the script with all processes of its session.
+            # After a failure or cancellation: end the script with all processes of its session.
             await _end(process)
         assert process.returncode is not None
         return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
@@ -82,7 +85,7 @@ class LocalMachine:
         process = await self._start(script, asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE)
         assert process.stdout is not None
         try:
-            async for line in lines_of(functools.partial(process.stdout.read, _BLOCK_BYTES)):
+            async for line in lines_of(functools.partial(process.stdout.read, BLOCK_BYTES)):
                 yield line
         finally:
             await _end(process)
@@ -115,4 +118,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await ended(process)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,9 @@ EXCLUDED = (
     ".*_cache",
 )
 """Patterns of files that are not sent with the code."""
+MAX_OUTPUT_BYTES = 4 << 20
+"""Of a script on each of its two streams. What is read of logs and records is cut to far less."""
+BLOCK_BYTES = 1 << 16
 _SHOWN_CHARACTERS = 1500
 _MAX_LINE_BYTES = 1 << 16
 
@@ -40,6 +45,63 @@ class Answer:
             words = (self.stderr.strip() or self.stdout.strip())[-_SHOWN_CHARACTERS:]
             raise MachineError(f"{what} failed ({self.code}): {words or 'no output'}")
         return self.stdout
+
+
+class Reader(Protocol):
+    async def read(self, n: int) -> bytes:
+        """At most `n` bytes; b"" at the end."""
+        ...
+
+
+class Writer(Protocol):
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def write_eof(self) -> None: ...
+
+
+async def exchange(stdin: Writer, content: bytes, *outputs: Awaitable[bytes]) -> list[bytes]:
+    """Write `content` to a program's stdin, and read its `outputs` meanwhile. The program may end early."""
+
+    async def write() -> bytes:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stdin.write(content)
+            await stdin.drain()
+            stdin.write_eof()
+        return b""
+
+    tasks = [asyncio.ensure_future(one) for one in (write(), *outputs)]
+    try:
+        return (await asyncio.gather(*tasks))[1:]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for a process that was sent SIGKILL."""
+    # Until its pipes are closed, `wait` does not return; asyncio offers no other way to close those that are read.
+    process._transport.close()  # type: ignore[attr-defined]
+    await process.wait()
+
+
+async def whole(stream: Reader, where: str) -> bytes:
+    """All that a script writes to this stream. Raises MachineError if that is too much."""
+    found = bytearray()
+    while block := await stream.read(BLOCK_BYTES):
+        found += block
+        if len(found) > MAX_OUTPUT_BYTES:
+            raise MachineError(f"a script wrote more than {MAX_OUTPUT_BYTES >> 20} MiB on {where}")
+    return bytes(found)
+
+
+async def end_of_stream(stream: Reader) -> bytes:
+    """The last bytes of a stream of any length."""
+    found = b""
+    while block := await stream.read(BLOCK_BYTES):
+        found = (found + block)[-BLOCK_BYTES:]
+    return found
 
 
 async def lines_of(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[str]:
@@ -62,7 +124,10 @@ class Machine(Protocol):
     """Scripts run in the home directory of the machine's user."""
 
     async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
-        """Run a POSIX shell script. Raises MachineError if it cannot be run, or does not end in time."""
+        """Run a POSIX shell script.
+
+        Raises MachineError if it cannot be run, does not end in time, or writes more than MAX_OUTPUT_BYTES.
+        """
         ...
 
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.machines.keys import key_at
-from provisioning.machines.machine import EXCLUDED, Answer, lines_of
+from provisioning.machines.machine import (
+    BLOCK_BYTES,
+    EXCLUDED,
+    Answer,
+    end_of_stream,
+    ended,
+    exchange,
+    lines_of,
+    whole,
+)
 
 if TYPE_CHECKING:
     import asyncssh
@@ -23,7 +32,6 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 20.0
 _KEEPALIVE_S = 15.0
 _SSH_PORT = 22
-_BLOCK_BYTES = 1 << 16
 _RSYNC_TIMEOUT_S = 1800.0
 _NO_SPACE = "No space left on device"
 _CANNOT_WRITE = 11
@@ -69,17 +77,25 @@ class SshMachine:
         connection = await self._connected()
         try:
             # `sh -c`: the login shell may not be a POSIX shell, and stdin is needed for the caller's input.
-            result = await asyncio.wait_for(
-                connection.run(f"sh -c {shlex.quote(script)}", input=stdin, encoding=None), timeout_s
-            )
+            async with asyncio.timeout(timeout_s):
+                process = await connection.create_process(f"sh -c {shlex.quote(script)}", encoding=None)
+                try:
+                    streams = (
+                        whole(stream, str(self.address)) for stream in (process.stdout, process.stderr)
+                    )
+                    out, err = await exchange(process.stdin, stdin, *streams)
+                    await process.wait_closed()
+                finally:
+                    # After a failure or cancellation: whatever it still sends is not read.
+                    process.channel.abort()
         except TimeoutError as error:
             raise MachineError(f"a script took longer than {timeout_s:g} s on {self.address}") from error
         except (asyncssh.Error, OSError) as error:
             await self._drop()
             raise MachineError(f"the connection to {self.address} broke: {error}") from error
-        if result.exit_status is None or result.exit_status < 0:
-            raise MachineError(f"a script was killed on {self.address}: {result.exit_signal}")
-        return Answer(result.exit_status, _text(result.stdout), _text(result.stderr))
+        if process.exit_status is None or process.exit_status < 0:
+            raise MachineError(f"a script was killed on {self.address}: {process.exit_signal}")
+        return Answer(process.exit_status, out.decode(errors="replace"), err.decode(errors="replace"))
 
     async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
         directory = into if source.is_dir() else str(PurePosixPath(into).parent)
@@ -108,7 +124,7 @@ class SshMachine:
         try:
             argv = f"sh -c {shlex.quote(script)}"
             async with connection.create_process(argv, encoding=None) as process:
-                async for line in lines_of(functools.partial(process.stdout.read, _BLOCK_BYTES)):
+                async for line in lines_of(functools.partial(process.stdout.read, BLOCK_BYTES)):
                     yield line
         except (asyncssh.Error, OSError) as error:
             await self._drop()
@@ -230,14 +246,17 @@ async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        _, said = await asyncio.wait_for(process.communicate(stdin), _RSYNC_TIMEOUT_S)
+        async with asyncio.timeout(_RSYNC_TIMEOUT_S):
+            assert process.stdin and process.stderr
+            (said,) = await exchange(process.stdin, stdin, end_of_stream(process.stderr))
+            await process.wait()
     except TimeoutError as error:
         raise MachineError(f"{what} took over {_RSYNC_TIMEOUT_S:g} s") from error
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await ended(process)
     assert process.returncode is not None
     return process.returncode, said.decode(errors="replace")
 
@@ -250,7 +269,3 @@ def _trouble(code: int, said: str, what: str, where: str) -> str:
     if code == _CANNOT_WRITE and not said.strip():
         return f"files could not be written on {where}; is its disk full?"
     return f"{what} failed ({code}): {said.strip()[-600:]}"
-
-
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

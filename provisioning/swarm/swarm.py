@@ -23,6 +23,7 @@ from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Say
 from provisioning.renting.renters import Renters
 from provisioning.swarm.commands import (
+    ADDRESS_FLAG,
     DHT_JOB,
     PEER_JOB,
     address_in,
@@ -34,6 +35,7 @@ from provisioning.swarm.peer import PeerNews, PeerProgress, end_of, read_progres
 
 _DHT_TIMEOUT_S = 120.0
 _POLL_S = 1.0
+_MAX_LOG_BYTES = 8000
 _MAX_FAILED_POLLS = 5
 
 
@@ -128,10 +130,14 @@ class Swarm:
 
     async def _printed_address(self, machine: Machine, row: Row) -> str:
         deadline = time.monotonic() + _DHT_TIMEOUT_S
-        log = f"{pod_directory(row.label)}/{JOBS}/{DHT_JOB}/log"
+        log = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{DHT_JOB}/log")
+        # The log may be long: earlier runs have written to it, too.
+        script = (
+            f"grep -e {shlex.quote(f'^{ADDRESS_FLAG}')} {log} | tail -n 1; tail -c {_MAX_LOG_BYTES} {log}"
+        )
         while time.monotonic() < deadline:
             state = await jobs.state(machine, row.label, DHT_JOB)
-            text = (await machine.run(f"cat {shlex.quote(log)}")).stdout
+            text = (await machine.run(script)).stdout
             if not state.is_running:
                 raise MachineError(f"`diloco dht start` ended on {row.name} ({state.code}): {end_of(text)}")
             if address := address_in(text):
