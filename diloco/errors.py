@@ -36,6 +36,9 @@ def print_box(title: str, message: str) -> None:
 
     Lines for a TOML file are printed below the box, without a frame, so that they can be pasted.
     """
+    from provisioning.terminal import printable
+
+    message = printable(message)
     to_paste = [line for line in message.splitlines() if _IS_FOR_TOML.fullmatch(line)]
     message = "\n".join(line for line in message.splitlines() if line not in to_paste)
     width = min(shutil.get_terminal_size().columns, _MAX_BOX_COLUMNS) - 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from diloco.cli.pods_flags import (
     locked,
     results_of,
     say,
+    shout,
     shouted,
 )
 from diloco.cli.provision import agreed_to, given_back, shown_plan
@@ -234,7 +234,7 @@ def print_results(results: Sequence[Result], figure_of: str) -> None:
     print_table(("experiment", "pod", "what"), ("step", figure_of, "seconds"), rows)
     for result in results:
         if not result.ok:
-            print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)
+            shout(f"{result.name}: {result.trouble}")
 
 
 @app.command(name="list")

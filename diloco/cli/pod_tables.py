@@ -95,11 +95,13 @@ def print_table(
 ) -> None:
     """Print a table: first the columns of text, which wrap if they are too wide, then right-aligned columns of figures.
 
-    Cells are shown verbatim: rich would take the brackets of `[rank0]` for markup.
+    Brackets, as of `[rank0]`, are shown as they are: rich would take them for markup.
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from provisioning.terminal import printable
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in texts:
@@ -107,7 +109,7 @@ def print_table(
     for column in figures:
         table.add_column(column, no_wrap=True, justify="right")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console(stderr=to_stderr).print(table)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from diloco.cli.pods_flags import (
     locked,
     results_of,
     say,
+    shout,
     shouted,
 )
 from diloco.cli.provision import down
@@ -41,6 +41,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
     """Show the pods of a state file, and what their peers do."""
     from provisioning.ledger.keys import LAST_ACTION
     from provisioning.swarm.status import overview
+    from provisioning.terminal import printable
 
     ledger = opened_existing(state_file)
     # The watcher may have ended with a restart of this machine.
@@ -50,13 +51,13 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
         seen = await overview(ledger, access(inventory))
         found = seen.pods
         for name, why in seen.silent.items():
-            print(f"!!! {name} did not list its pods: {why}", file=sys.stderr, flush=True)
+            shout(f"{name} did not list its pods: {why}")
         if as_json:
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
         print_status(seen)
         if found and (kept := ledger.recall(LAST_ACTION)):
-            print(f"last automatic action: {kept}", flush=True)
+            print(printable(f"last automatic action: {kept}"), flush=True)
         return 0
 
     code = run_interruptible(look())
@@ -86,12 +87,14 @@ def logs(
         Number of lines to print first.
     """
     from provisioning.swarm.logs import follow_all
+    from provisioning.terminal import printable
 
     ledger = opened_existing(state_file)
     say_if_empty(ledger)
 
     def write(name: str, text: str) -> None:
-        print(f"{name} | {text}", flush=True)
+        for line in printable(text).rstrip("\n").split("\n"):
+            print(f"{name} | {line}", flush=True)
 
     async def work() -> int:
         where = access(inventory)
@@ -145,6 +148,8 @@ def ssh(
 @app.command
 def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
     """What the pods of a state file cost, those that are gone included."""
+    from provisioning.terminal import printable
+
     ledger = opened_existing(state_file)
     now = time.time()
     bills = ledger.bills()
@@ -169,7 +174,7 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
         until = "until now" if bill.ended_at is None else "given back"
         hours = clock_hours((bill.ended_at or now) - bill.asked_at)
         rate_text, dollars = f"{bill.offer.price_per_hour:7.2f} $/h", f"{bill.dollars(now):9.2f} $"
-        print(f"{bill.name:<12} {bill.provider:<8} {rate_text} {hours:>9} {dollars}  {until}")
+        print(printable(f"{bill.name:<12} {bill.provider:<8} {rate_text} {hours:>9} {dollars}  {until}"))
     print(f"{total:.2f} $ in all, {rate:.2f} $/h now", flush=True)
     return 0
 

@@ -61,7 +61,9 @@ _LOCK_WAIT_S = 30.0
 
 def say(name: str, text: str) -> None:
     """Print one line of progress to stderr; stdout is for results."""
-    print(f"{time.strftime('%H:%M:%S')} {name:<10} {text}", file=sys.stderr, flush=True)
+    from provisioning.terminal import printable
+
+    print(printable(f"{time.strftime('%H:%M:%S')} {name:<10} {text}"), file=sys.stderr, flush=True)
 
 
 def fetched(words: str | None) -> list[str] | None:
@@ -231,5 +233,12 @@ def interruption_told(ledger: Ledger, give_back: str, also: str = "") -> Iterato
 def shouted(failures: Mapping[str, Exception]) -> int:
     """Print the errors by pod to stderr. Returns the exit code."""
     for name, error in failures.items():
-        print(f"!!! {name}: {error}", file=sys.stderr, flush=True)
+        shout(f"{name}: {error}")
     return 1 if failures else 0
+
+
+def shout(text: str) -> None:
+    """Print a failure to stderr."""
+    from provisioning.terminal import printable
+
+    print(printable(f"!!! {text}"), file=sys.stderr, flush=True)

@@ -301,6 +301,8 @@ async def agreed_to(agreed: Plan, *, yes: bool) -> None:
 
 
 def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_json: bool) -> int:
+    from provisioning.terminal import printable
+
     rows = ledger.rows()
     if as_json:
         names = ("name", "state", "provider_id", "ends_at")
@@ -309,7 +311,7 @@ def _told(ledger: Ledger, agreed: Plan, failures: Failures, care: Care, *, as_js
         print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": told}), flush=True)
     else:
         for row in rows:
-            print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
+            print(printable(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}"))
     if not shouted(failures):
         if not as_json:
             show, give_back = typed("diloco pods status", ledger), typed("diloco pods down", ledger)

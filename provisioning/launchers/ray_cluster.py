@@ -24,11 +24,13 @@ from provisioning.machines.paths import CODE, JOBS, RAY_TOKEN, pod_directory, te
 from provisioning.machines.setup import put_private
 from provisioning.pods.pod import Pod, Row
 from provisioning.renting.renters import Renters
+from provisioning.terminal import printable
 
 RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
 PORT, DASHBOARD_PORT = 6379, 8265
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 2.0
+_MAX_SHOWN_BYTES = 1 << 20
 # Turns off usage reports, import warnings, and the deduplication of lines that several ranks print.
 ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 
@@ -147,9 +149,14 @@ class RayCluster:
 
         async def show() -> None:
             nonlocal shown
-            text = (await machine.run(f"tail -c +{shown + 1} {log} 2>/dev/null; exit 0")).stdout
-            shown += len(text.encode())
-            print(text, end="", flush=True)
+            num_bytes = _MAX_SHOWN_BYTES
+            while num_bytes > _MAX_SHOWN_BYTES // 2:
+                script = f"tail -c +{shown + 1} {log} 2>/dev/null | head -c {_MAX_SHOWN_BYTES}; exit 0"
+                # The last character may be there only in part.
+                text = (await machine.run(script)).stdout.rstrip("\ufffd")
+                num_bytes = len(text.encode())
+                shown += num_bytes
+                print(printable(text), end="", flush=True)
 
         code = await jobs.finished(machine, label, SUBMIT_JOB, show)
         return 1 if code is None else code
