@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.machines.machine import BLOCK_BYTES, EXCLUDED, Answer, ended, exchange, lines_of, whole
+from provisioning.machines.machine import BLOCK_BYTES, EXCLUDED, Answer, end, exchange, lines_of, whole
 
 _COMPILED = "__pycache__"
 
@@ -35,7 +33,7 @@ class LocalMachine:
             raise MachineError(f"a script took longer than {timeout_s:g} s on this machine") from error
         finally:
             # After a failure or cancellation: end the script with all processes of its session.
-            await _end(process)
+            await end(process)
         assert process.returncode is not None
         return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
@@ -88,7 +86,7 @@ class LocalMachine:
             async for line in lines_of(functools.partial(process.stdout.read, BLOCK_BYTES)):
                 yield line
         finally:
-            await _end(process)
+            await end(process)
 
     def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
         return ["sh", "-c", 'cd "$1" && exec "${SHELL:-sh}"', "sh", str(self.home / directory)]
@@ -112,10 +110,3 @@ class LocalMachine:
 
 def _links(directory: str, names: list[str]) -> set[str]:
     return {name for name in names if (Path(directory) / name).is_symlink()}
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await ended(process)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +81,12 @@ async def exchange(stdin: Writer, content: bytes, *outputs: Awaitable[bytes]) ->
             task.cancel()
 
 
-async def ended(process: asyncio.subprocess.Process) -> None:
-    """Wait for a process that was sent SIGKILL."""
+async def end(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL to all processes of this session, unless its leader has ended. May be repeated."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     # Until its pipes are closed, `wait` does not return; asyncio offers no other way to close those that are read.
     process._transport.close()  # type: ignore[attr-defined]
     await process.wait()

@@ -8,10 +8,10 @@ import functools
 import shlex
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.machines.keys import key_at
@@ -19,8 +19,8 @@ from provisioning.machines.machine import (
     BLOCK_BYTES,
     EXCLUDED,
     Answer,
+    end,
     end_of_stream,
-    ended,
     exchange,
     lines_of,
     whole,
@@ -33,6 +33,9 @@ _CONNECT_TIMEOUT_S = 20.0
 _KEEPALIVE_S = 15.0
 _SSH_PORT = 22
 _RSYNC_TIMEOUT_S = 1800.0
+_RESERVE_BYTES = 1 << 30
+# A fast disk takes about as much as the reserve in this time.
+_SPACE_INTERVAL_S = 0.5
 _NO_SPACE = "No space left on device"
 _CANNOT_WRITE = 11
 # Exit code: a file was removed while rsync ran.
@@ -104,9 +107,16 @@ class SshMachine:
         await _run_rsync(argv, f"sending {source} to {self.address}", str(self.address))
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
-        argv = _fetch_argv(f"{self._rsync_path(directory)}/", into, self._rsync_shell())
         names = "".join(f"{path}\n" for path in paths).encode()
-        await _run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
+        source, shell = f"{self._rsync_path(directory)}/", self._rsync_shell()
+        try:
+            # What an interrupted rsync leaves is removed with this directory.
+            with tempfile.TemporaryDirectory(prefix=".fetching-", dir=into) as partial:
+                argv = _fetch_argv(source, into, Path(partial).absolute(), shell)
+                work = _run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
+                await _keeping_space(work, into, f"results of {self.address}")
+        except OSError as error:
+            raise UserError(f"nothing can be written to {into}: {error.strerror}") from error
 
     def _rsync_path(self, path: str) -> str:
         return f"{self.address.user}@{self.address.host}:{path}"
@@ -222,9 +232,31 @@ def _mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str)
     return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", *paths]
 
 
-def _fetch_argv(source: str, into: Path, shell: str) -> list[str]:
-    """Copies the files and directories that are named on stdin, without symbolic links."""
-    return ["rsync", "-rtz", "--files-from=-", "-e", shell, "--", source, f"{into}/"]
+def _fetch_argv(source: str, into: Path, partial: Path, shell: str) -> list[str]:
+    """Copies the files and directories that are named on stdin, without symbolic links. `partial`: see --temp-dir."""
+    return [
+        *("rsync", "-rtz", "--files-from=-", f"--temp-dir={partial}", "-e", shell, "--", source, f"{into}/")
+    ]
+
+
+async def _keeping_space(work: Coroutine[Any, Any, None], into: Path, what: str) -> None:
+    """Do this work, which writes to `into`, while its disk has space left. Raises UserError once it has not.
+
+    The sizes that a pod claims are not trusted, and a small compressed stream may become a huge file.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            if shutil.disk_usage(into).free < _RESERVE_BYTES:
+                raise UserError(
+                    f"the {what} do not fit: less than {_RESERVE_BYTES >> 30} GiB would stay free on the disk of "
+                    f"{into}; make room there, or fetch less by --fetch"
+                )
+            await asyncio.wait([task], timeout=_SPACE_INTERVAL_S)
+        await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b"") -> None:
@@ -244,6 +276,7 @@ async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         async with asyncio.timeout(_RSYNC_TIMEOUT_S):
@@ -253,10 +286,8 @@ async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int
     except TimeoutError as error:
         raise MachineError(f"{what} took over {_RSYNC_TIMEOUT_S:g} s") from error
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await ended(process)
+        # With ssh and rsync's own children, which might go on writing.
+        await end(process)
     assert process.returncode is not None
     return process.returncode, said.decode(errors="replace")
 
