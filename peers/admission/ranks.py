@@ -45,6 +45,7 @@ async def request_rank(
     deadline = time.monotonic() + timeout_s
     # A peer that names its rank needs no coordinator, and most likely there is none.
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, OFTEN_S)
+    told = False
     while time.monotonic() < deadline:
         records = await coordinators(dht, run_id, gate)
         refused: UserError | None = None
@@ -61,9 +62,10 @@ async def request_rank(
                 log.info("coordinator %s gave no rank: %s", record.peer_id, error)
         if refused is not None:
             raise refused
-        # A coordinator announces itself before it prints its address.
-        told = wanted is not None and dht.is_answered and not dht.silent_initial_peers
-        if not records and (told or time.monotonic() > search_until):
+        # A coordinator announces itself before it prints its address. If the initial peers are others, one look-up of a
+        # node that has just joined may miss it.
+        was_told, told = told, wanted is not None and dht.is_answered and not dht.silent_initial_peers
+        if not records and ((was_told and told) or time.monotonic() > search_until):
             break
         await asyncio.sleep(RETRY_S)
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,8 @@ WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
 SLOT_PREFIX = "rollout-"
 """Prefix of the names of its keys, so that a trainer that is started here later finds its own."""
 AGAIN_S = 2 * LOOK_S
-"""After this long, a peer that knows the run asks a learner again that had no policy or was lost."""
+"""After this long, a learner that had no policy or was lost is asked again; a peer that has had no work yet asks sooner
+if there is no other learner."""
 TOLD_S = 2 * LOOK_S
 
 log = logging.getLogger(__name__)
@@ -122,14 +124,15 @@ class RolloutPeer:
         patience_s = self._config.timeout_waiting_for_peers
         while True:
             there = await self._learners()
-            if (learner := self._chosen(there)) is None:
-                is_over = time.monotonic() - self._seen_at > patience_s
-                is_refused = bool(there) and there.keys() <= self._refusals.keys()
-                # A learner that starts anew may want a peer again that has generated before.
-                if is_refused and (is_over or not self._num_generated):
-                    raise UserError(list(self._refusals.values())[-1])
-                if is_over:
-                    break
+            is_over = time.monotonic() - self._seen_at > patience_s
+            is_refused = bool(there) and there.keys() <= self._refusals.keys()
+            # A learner that starts anew may want a peer again that has generated before.
+            if is_refused and (is_over or not self._num_generated):
+                raise UserError(list(self._refusals.values())[-1])
+            learner = self._chosen(there)
+            if is_over and (learner is None or learner.peer_id in self._failed_at):
+                break
+            if learner is None:
                 await asyncio.sleep(OFTEN_S)
                 continue
             try:
@@ -170,9 +173,13 @@ class RolloutPeer:
 
     def _chosen(self, learners: Mapping[str, Announcement]) -> Announcement | None:
         """The learner that this peer is to work for now."""
-        before = time.monotonic() - (AGAIN_S if self._manifest else OFTEN_S)
-        usable = {peer_id for peer_id in learners if self._failed_at.get(peer_id, float("-inf")) < before}
+        now, failed_at = time.monotonic(), {peer: self._failed_at.get(peer, -math.inf) for peer in learners}
+        usable = {peer_id for peer_id, at in failed_at.items() if at < now - AGAIN_S}
         chosen = learner_for(self._config.run_id, self._identity.peer_id, usable)
+        if chosen is None and learners and not self._manifest:
+            # This peer has nothing else to do: it soon asks each of them again in turn.
+            longest = min(failed_at, key=failed_at.__getitem__)
+            chosen = longest if failed_at[longest] < now - OFTEN_S else None
         return learners[chosen] if chosen is not None else None
 
     async def _work_for(self, learner: Announcement) -> None:

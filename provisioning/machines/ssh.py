@@ -244,12 +244,13 @@ async def _keeping_space(work: Coroutine[Any, Any, None], into: Path, what: str)
 
     The sizes that a pod claims are not trusted, and a small compressed stream may become a huge file.
     """
+    reserve = min(_RESERVE_BYTES, shutil.disk_usage(into).free // 2)
     task = asyncio.create_task(work)
     try:
         while not task.done():
-            if shutil.disk_usage(into).free < _RESERVE_BYTES:
+            if shutil.disk_usage(into).free < reserve:
                 raise UserError(
-                    f"the {what} do not fit: less than {_RESERVE_BYTES >> 30} GiB would stay free on the disk of "
+                    f"the {what} do not fit: less than {reserve >> 20} MiB would stay free on the disk of "
                     f"{into}; make room there, or fetch less by --fetch"
                 )
             await asyncio.wait([task], timeout=_SPACE_INTERVAL_S)

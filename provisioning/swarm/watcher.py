@@ -180,9 +180,7 @@ async def keep_time(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(ahead.values())), renters(ledger, access, say) as found:
                 failed = await found.fetch_results(ending)
-                # A UserError, such as a full disk here, is for the user: the last attempt is at the rental end.
-                final = {name for name, error in failed.items() if isinstance(error.__cause__, UserError)}
-                fetched.update(row.label for row in ending if row.name not in failed.keys() - final)
+                fetched.update(row.label for row in ending if row.name not in failed)
 
     is_settling = any(map(_is_open, rows)) or len(ahead) < len(left_s)
     # Concurrently, so that a slow fetch delays no rental end.

@@ -26,12 +26,12 @@ async def test_a_fetch_ends_with_all_its_processes_once_the_disk_is_nearly_full(
     script = f"sh -c 'echo $$ >{pid}.new && mv {pid}.new {pid}; while :; do sleep 1; done' & wait"
 
     def usage(_: Path) -> SimpleNamespace:
-        return SimpleNamespace(free=ssh._RESERVE_BYTES - pid.exists())
+        return SimpleNamespace(free=ssh._RESERVE_BYTES - 1 if pid.exists() else 1 << 40)
 
     monkeypatch.setattr(ssh, "_SPACE_INTERVAL_S", 0.01)
     monkeypatch.setattr(ssh.shutil, "disk_usage", usage)
     work = ssh._run_rsync(["sh", "-c", script], "fetching", "a pod")
-    with pytest.raises(UserError, match=r"results of a pod do not fit: less than 1 GiB would stay free"):
+    with pytest.raises(UserError, match=r"results of a pod do not fit: less than 1024 MiB would stay free"):
         await ssh._keeping_space(work, tmp_path, "results of a pod")
     assert not runs(int(pid.read_text()))
 
@@ -48,11 +48,15 @@ async def test_what_fits_is_fetched_and_what_does_not_leaves_nothing(tmp_path, m
             Address(host=host.address, port=host.port, user=host.user, key_path=key, host_key=host.host_key)
         )
         try:
-            monkeypatch.setattr(ssh, "_RESERVE_BYTES", 1 << 62)
-            with pytest.raises(UserError, match="do not fit"):
+            with monkeypatch.context() as full, pytest.raises(UserError, match="do not fit"):
+                free = iter([1 << 40, 0])
+                full.setattr(ssh.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
                 await machine.fetch("pod", ["logs"], into)
             assert list(into.iterdir()) == []
-            monkeypatch.setattr(ssh, "_RESERVE_BYTES", 1)
+            # However little is free, small results are fetched.
+            free = iter([1 << 20, *[1 << 19] * 100])
+            monkeypatch.setattr(ssh.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+            monkeypatch.setattr(ssh, "_SPACE_INTERVAL_S", 10.0)
             await machine.fetch("pod", ["logs"], into)
         finally:
             await machine.close()

@@ -123,6 +123,35 @@ def test_a_peer_that_has_had_no_work_yet_soon_asks_again(peer, learners, monkeyp
     assert (peer._chosen(learners.there) is not None) == is_chosen
 
 
+async def test_a_peer_that_has_had_no_work_yet_asks_all_learners_in_turn_and_gives_up_in_time(
+    peer, learners, monkeypatch
+):
+    """Each try takes longer than `OFTEN_S`."""
+    now, asked = 0.0, list[str]()
+    monkeypatch.setattr(rollout_peer, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rollout_peer, "AGAIN_S", 10.0)
+    monkeypatch.setattr(rollout_peer, "OFTEN_S", 1.0)
+    learners.there = {
+        name: SimpleNamespace(peer_id=name, world_rank=0, state="training") for name in "abcdefgh"
+    }
+
+    async def work_for(learner: Any) -> None:
+        nonlocal now
+        now += 1.5
+        asked.append(learner.peer_id)
+        raise NotWanted("it has no policy yet")
+
+    monkeypatch.setattr(peer, "_work_for", work_for)
+    monkeypatch.setattr(
+        peer, "_note_failure", lambda learner, _: peer._failed_at.update({learner.peer_id: now})
+    )
+    peer._seen_at, peer._config.timeout_waiting_for_peers = now, 30.0
+    with pytest.raises(UserError, match="took rollouts within 30 s"):
+        await peer._work()
+    assert set(asked[:8]) == set(asked[8:16]) == set(learners.there)
+    assert now < 33
+
+
 class Announcing:
     """A learner's stream that names another policy at every question."""
 
