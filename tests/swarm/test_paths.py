@@ -116,7 +116,12 @@ class Cable:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self.leads_to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.leads_to))
+                except OSError:
+                    # Nobody listens yet. It may be a stranger that calls: another test has had this port before.
+                    near.close()
+                    continue
                 self._forwarder.forward(near, far, lambda: None)
 
     def cut(self) -> None:
