@@ -10,6 +10,7 @@ import pytest
 from provisioning.errors import UserError
 from provisioning.machines import ssh
 from provisioning.machines.ssh import Address, SshMachine
+from tests.support.in_process import until
 from tests.support.ssh_machines import client_key, needs_rsync, ssh_host
 
 
@@ -33,7 +34,8 @@ async def test_a_fetch_ends_with_all_its_processes_once_the_disk_is_nearly_full(
     work = ssh._run_rsync(["sh", "-c", script], "fetching", "a pod")
     with pytest.raises(UserError, match=r"results of a pod do not fit: less than 1024 MiB would stay free"):
         await ssh._keeping_space(work, tmp_path, "results of a pod")
-    assert not runs(int(pid.read_text()))
+    # A killed process takes a moment to end.
+    await until(lambda: not runs(int(pid.read_text())))
 
 
 @pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
