@@ -22,14 +22,12 @@ from provisioning.ledger.keys import EXPERIMENT
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.answers import record_in
-from provisioning.machines.machine import Machine
+from provisioning.machines.machine import MAX_LOG_BYTES, Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.pods.pod import Row, State
 from provisioning.renting.renters import Renters
 
 _MAX_NUMBER = 1 << 63
-# Progress bars write lines of any length.
-_MAX_LOG_BYTES = 8000
 RUNS = "experiments"
 
 
@@ -134,7 +132,7 @@ async def _collected(
 cd {shlex.quote(pod_directory(row.label))} || exit 9
 grep -m 1 -E '"kind": ?"(step|eval)"' {run_dir}/metrics.jsonl 2>/dev/null
 grep -E '"kind": ?"(step|eval)"' {run_dir}/metrics.jsonl 2>/dev/null | tail -n 200; echo ---log
-tail -n 12 {JOBS}/{job}/log 2>/dev/null | tail -c {_MAX_LOG_BYTES}; exit 0
+tail -n 12 {JOBS}/{job}/log 2>/dev/null | tail -c {MAX_LOG_BYTES}; exit 0
 """
     text = (await machine.run(script)).checked("collecting the result")
     metrics, _, log = text.partition("---log\n")

@@ -28,6 +28,8 @@ EXCLUDED = (
 """Patterns of files that are not sent with the code."""
 MAX_OUTPUT_BYTES = 4 << 20
 """Of a script on each of its two streams. What is read of logs and records is cut to far less."""
+MAX_LOG_BYTES = 8000
+"""What is read of the end of a log: progress bars write lines of any length."""
 BLOCK_BYTES = 1 << 16
 _SHOWN_CHARACTERS = 1500
 _MAX_LINE_BYTES = 1 << 16

@@ -10,13 +10,11 @@ import msgspec
 
 from provisioning.machines import jobs
 from provisioning.machines.answers import Amount, decoded
-from provisioning.machines.machine import Machine
+from provisioning.machines.machine import MAX_LOG_BYTES, Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
 from provisioning.swarm.commands import PEER_JOB
 
 _LOG_LINES = 15
-# Progress bars write lines of any length.
-_MAX_LOG_BYTES = 8000
 _LINE_INTERVAL_S = 10.0
 
 
@@ -89,7 +87,7 @@ grep -m 1 -E '"event": ?"start"' {PEER_RUN}/metrics.jsonl 2>/dev/null
 grep -E '"kind": ?"step"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
 grep -E '"kind": ?"epoch"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
 echo ---
-tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null | tail -c {_MAX_LOG_BYTES}; exit 0
+tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null | tail -c {MAX_LOG_BYTES}; exit 0
 """
     answer = (await machine.run(script)).checked("looking at the peer")
     figures, _, lines = answer.partition("---\n")
@@ -101,7 +99,7 @@ tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null | tail -c {_MAX_LOG_BYTES
         job,
         epoch=int(epoch.epoch),
         step=int(max(epoch.step, step.step)),
-        last_lines=end_of(lines)[-_MAX_LOG_BYTES:],
+        last_lines=end_of(lines)[-MAX_LOG_BYTES:],
         num_contributors=len(epoch.contributors or ()),
         loss=step.loss,
         tokens=int(max(step.tokens - start.tokens, 0)),

@@ -15,7 +15,7 @@ from provisioning.ledger.keys import DHT_POD, FLAGS
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.keys import write_private
-from provisioning.machines.machine import Machine
+from provisioning.machines.machine import MAX_LOG_BYTES, Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.machines.setup import put_private
 from provisioning.pods.pod import Row, State
@@ -35,7 +35,6 @@ from provisioning.swarm.peer import PeerNews, PeerProgress, end_of, read_progres
 
 _DHT_TIMEOUT_S = 120.0
 _POLL_S = 1.0
-_MAX_LOG_BYTES = 8000
 _MAX_FAILED_POLLS = 5
 
 
@@ -132,9 +131,7 @@ class Swarm:
         deadline = time.monotonic() + _DHT_TIMEOUT_S
         log = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{DHT_JOB}/log")
         # The log may be long: earlier runs have written to it, too.
-        script = (
-            f"grep -e {shlex.quote(f'^{ADDRESS_FLAG}')} {log} | tail -n 1; tail -c {_MAX_LOG_BYTES} {log}"
-        )
+        script = f"grep -e {shlex.quote(f'^{ADDRESS_FLAG}')} {log} | tail -n 1; tail -c {MAX_LOG_BYTES} {log}"
         while time.monotonic() < deadline:
             state = await jobs.state(machine, row.label, DHT_JOB)
             text = (await machine.run(script)).stdout

@@ -16,6 +16,7 @@ from benchmarks.format_model import TASK, bare_model
 from diloco.rl.own_server import OwnServer, vllm_command
 from diloco.rl.server_client import Sampling
 from diloco.train.model import load_model
+from tests.e2e.test_rollout_peers import REWARD
 from tests.support.commands import DILOCO, check_gone, wait_until
 from tests.support.pushing import Trainer, check_pushes, check_refusals
 from tests.support.rollouts import CLOSE, PROMPTS, difference
@@ -107,19 +108,13 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     check_none_lives(before)
 
 
-REWARD = """
-def early(completion, example):
-    '''The share of bytes from the first half of the alphabet, so that rewards differ from the first step on.'''
-    return sum(byte < 128 for byte in completion.text.encode()) / max(len(completion.text.encode()), 1)
-"""
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_two_peers_with_a_server_each_keep_to_their_trainers_log_probabilities(start, python, tmp_path, tied):
     model = bare_model(tmp_path / "model", tie_word_embeddings=tied)
     (tmp_path / "reward.py").write_text(REWARD)
     ran = start(
         *(*DILOCO, "run", "--mode", "grpo", "--path-model", model, "--dataset", TASK, "--device", "cpu"),
+        # Rewards differ from the first step on: without any, nothing is learned and no weights are pushed.
         *("--grpo.reward", f"{tmp_path / 'reward.py'}:early"),
         *("--grpo.vllm-python", python, "--lr", "1e-3", "--warmup-steps", 0, "--total-steps", 6),
         *("--grpo.vllm-timeout", START_TIMEOUT_S, "--hv.local-steps", 2, "--total-batch-size", 16),
