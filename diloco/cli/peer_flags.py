@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
+from diloco.options.extras import extras_of
 from diloco.options.model_files import load_model_config, may_be_hub_id, preset_names
 from diloco.options.parse_errors import parse_error_text
 from diloco.options.sources import ValueSource
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from provisioning.machines.setup import Setup
 
 
-def check_peer_flags(flags: Sequence[str], setup: Setup) -> None:
-    """Raises UserError for flags that a peer would refuse on every pod.
+def check_peer_flags(flags: Sequence[str], setup: Setup) -> list[str]:
+    """The extras that peers with these flags need. Raises UserError for flags that a peer would refuse on every pod.
 
-    Does not check what depends on the pods: data sets, GPUs, packages, and files that only the pods have.
+    Does not check what depends on the pods: data sets, GPUs, and files that only the pods have.
     """
     from provisioning.swarm.commands import check_flags
 
@@ -34,7 +35,8 @@ def check_peer_flags(flags: Sequence[str], setup: Setup) -> None:
     source = ValueSource(find=files.local_config)
     given = _parsed(flags, source)
     if given["config"] is None or files.local_config(given["config"]):
-        _check_settings(given, source.named, files)
+        return _check_settings(given, source.named, files)
+    return []
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,11 @@ def _parsed(flags: Sequence[str], source: ValueSource) -> dict[str, Any]:
     return bound.arguments
 
 
-def _check_settings(given: Mapping[str, Any], named: Collection[str], files: PodFiles) -> None:
-    """Check the settings as `diloco peer` does. Raises UserError if they suit no machine."""
+def _check_settings(given: Mapping[str, Any], named: Collection[str], files: PodFiles) -> list[str]:
+    """Check the settings as `diloco peer` does, and return the extras that they need.
+
+    Raises UserError if they suit no machine.
+    """
     from diloco.cli.machine_recipes import possible
     from diloco.train.devices import num_ranks
     from peers.errors import UserError as PeersUserError
@@ -116,6 +121,12 @@ def _check_settings(given: Mapping[str, Any], named: Collection[str], files: Pod
     # Settings that suit some machines are left to the checks on the pods.
     if len(refusals) == len(configs):
         raise refusals[0]
+    return [] if given["worker"] is not None else _extras_on_pods(train)
+
+
+def _extras_on_pods(config: TrainConfig) -> list[str]:
+    starts_server = config.mode == "grpo" and config.grpo.rollout == "vllm" and not config.grpo.vllm_python
+    return [*extras_of(config), *(["vllm"] if starts_server else [])]
 
 
 def _check_task_and_model(config: TrainConfig, files: PodFiles) -> None:

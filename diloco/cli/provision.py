@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,7 +199,7 @@ def provision(
     if offers:
         return run_interruptible(tell_offers(which.filters(), where, as_json=as_json))
     specs, setup = which.specs(), given.setup()
-    check_peer_flags(peer_flags, setup)
+    setup = replace(setup, extras=check_peer_flags(peer_flags, setup))
     to_fetch = results_of(ledger, given, run_id)
     stops = False if deploy_only else care.idle_stop
     options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)

@@ -38,7 +38,7 @@ def status(
     Parameters
     ----------
     watch: bool
-        Update the table until Ctrl-C; with --json, print a line for each change.
+        Update the table until Ctrl-C; with --json, print a line at least every second.
     """
     secret = swarm.secret()
     from rich.console import Console

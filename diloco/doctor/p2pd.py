@@ -14,6 +14,8 @@ from peers.net.identity import Identity, load_or_create
 from peers.protocol.maddrs import Maddr, check_listenable, parse_maddr
 
 _REINSTALL = "pip install --force-reinstall --no-deps hivemind==1.1.12"
+SPARE_KEY = "doctor.key"
+"""Name of the key that a machine uses on which no peer has run."""
 _ANY_PORT = "--host-maddrs /ip4/0.0.0.0/tcp/0 --hv.data-port 0  # any free ones"
 
 
@@ -28,7 +30,7 @@ def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Ide
     if path.exists():
         with contextlib.suppress(BlockingIOError):
             identity = load_or_create(path)
-    identity = identity or load_or_create(spare / "doctor.key")
+    identity = identity or load_or_create(spare / SPARE_KEY)
     try:
         yield identity
     finally:

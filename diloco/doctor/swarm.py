@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from diloco.doctor.findings import Finding, failed, passed, warned
+from diloco.doctor.p2pd import SPARE_KEY
 from diloco.doctor.reachability import ReachabilityProbe
 from diloco.options.flags import HvConfig
 from peers.admission.own_token import NoIssuer, request_token
@@ -159,9 +160,7 @@ async def _check_admission(
         token = await request_token(dht, hv.run_id, secret, timeout_s=ADMISSION_TIMEOUT_S)
         return passed("admission", "the secret is correct, and a token was issued"), token
     except Refused as error:
-        return failed(
-            "admission", error.why.advice(identity.peer_id), _fix_of(error.why, identity.peer_id)
-        ), b""
+        return admission_refused(error.why, identity), b""
     except NoIssuer as error:
         return _without_issuer(error, kept, problem, hv.run_id, identity.peer_id)
 
@@ -198,9 +197,13 @@ async def _is_closed(dht: Dht, run_id: str) -> bool:
     return any(record.token for record in found.values())
 
 
-def _fix_of(why: Why, peer_id: str) -> str:
-    if why is Why.BANNED:
-        return f"diloco peers unban {peer_id} --initial-peers <maddr>  # needs the admission key"
-    if why is Why.NOT_LISTED:
-        return f"echo {peer_id} >> ALLOWLIST  # on the coordinator's machine"
-    return _GIVE_SECRET
+def admission_refused(why: Why, identity: Identity) -> Finding:
+    peer_id = identity.peer_id
+    if why is Why.NOT_LISTED and identity.path.name == SPARE_KEY:
+        said = "the run's allowlist has to name this machine's peer, which gets its id when it first starts"
+        return failed("admission", said, "diloco peer  # with the same flags; it prints its id")
+    fixes = {
+        Why.BANNED: f"diloco peers unban {peer_id} --initial-peers <maddr>  # needs the admission key",
+        Why.NOT_LISTED: f"echo {peer_id} >> ALLOWLIST  # on the coordinator's machine",
+    }
+    return failed("admission", why.advice(peer_id), fixes.get(why, _GIVE_SECRET))

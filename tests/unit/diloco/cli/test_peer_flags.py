@@ -29,7 +29,7 @@ def here(tmp_path, monkeypatch):
 
 
 def check(flags, *mounts):
-    check_peer_flags(flags.split(), Setup(source=ROOT, mounts=[mount_of(words) for words in mounts]))
+    return check_peer_flags(flags.split(), Setup(source=ROOT, mounts=[mount_of(words) for words in mounts]))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,25 @@ def test_flags_that_no_pod_could_use_are_refused(flags, said):
 )
 def test_what_only_the_pods_can_tell_is_left_to_them(flags):
     check(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "extras"),
+    [
+        ("--path-model 2m", []),
+        (
+            "--metric-logger-type wandb,tensorboard --ckpt.path s3://bucket/run",
+            ["wandb", "tensorboard", "s3"],
+        ),
+        ("--mode grpo", ["grpo", "vllm"]),
+        ("--mode grpo --grpo.vllm-python /opt/vllm/bin/python", ["grpo"]),
+        ("--role rollout --rollout hf", ["grpo"]),
+        ("--worker ./train.sh --metric-logger-type wandb", []),
+        ("--config /data/run.toml --mode grpo", []),
+    ],
+)
+def test_the_pods_get_the_packages_that_these_flags_need(flags, extras):
+    assert check(flags) == extras
 
 
 def test_what_is_sent_to_the_pods_is_read_where_it_comes_from(here):

@@ -13,12 +13,15 @@ from diloco.doctor import speed
 from diloco.doctor.findings import Finding, as_json, passed, run_check
 from diloco.doctor.gpu import judge_gpus
 from diloco.doctor.nat import Observation, Port, judge_announcement, judge_nat, judge_port
+from diloco.doctor.p2pd import identity_of_peer
 from diloco.doctor.resources import Place, check_model_memory, check_place, places_to_check
 from diloco.doctor.software import check_packages, check_vllm
-from diloco.doctor.swarm import judge_clock
+from diloco.doctor.swarm import admission_refused, judge_clock
 from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig
 from diloco.options.trainer import TrainConfig
 from diloco.train.devices import Machine
+from peers.net.identity import load_or_create
+from peers.protocol.refusal import Why
 
 PUBLIC, PRIVATE = "203.0.113.7", "192.168.1.5"
 
@@ -234,3 +237,13 @@ def test_the_speed_of_a_machine_is_shared_by_its_peers(monkeypatch):
     config = TrainConfig(path_model="demo", total_batch_size=8, device="cpu")
     (alone,), (shared,) = (list(speed.check_speed(config, 1, num_peers=n)) for n in (1, 10_000))
     assert (alone.verdict, shared.verdict) == ("pass", "warn")
+
+
+def test_a_machine_on_which_no_peer_has_run_has_no_id_for_the_allowlist_yet(tmp_path):
+    with identity_of_peer(HvConfig(), tmp_path / "state", tmp_path) as spare:
+        found = admission_refused(Why.NOT_LISTED, spare)
+    assert spare.peer_id not in found.said + found.fix and "diloco peer" in found.fix
+    stored = load_or_create(tmp_path / "state/diloco/0.key")
+    stored.release()
+    with identity_of_peer(HvConfig(run_id="diloco"), tmp_path / "state", tmp_path) as own:
+        assert f"echo {stored.peer_id} >> ALLOWLIST" in admission_refused(Why.NOT_LISTED, own).fix
