@@ -98,6 +98,8 @@ class Figures:
     """Training time of a peer per epoch."""
     parts: Parts
     """Median over epochs of the slowest peer's parts."""
+    gathering_s: float
+    """Time from when the last contributor is ready until all have the plan."""
     members: float
     """Mean number of members of a commit."""
     sent_bytes: float
@@ -154,6 +156,7 @@ def figures_of(
         epoch_s=statistics.median(times),
         train_s=statistics.median(record.train_s for record in flat),
         parts=_usual_parts(counted),
+        gathering_s=statistics.median(map(_gathering_s, counted)),
         members=statistics.fmean(len(of) for of in counted),
         sent_bytes=statistics.median(record.sent_bytes for record in flat),
         sent_bytes_in_all=sum(record.sent_bytes for record in flat) + losses.downloaded_bytes,
@@ -163,6 +166,10 @@ def figures_of(
         losses=losses,
         join_s=statistics.median(losses.join_s) if losses.join_s else 0.0,
     )
+
+
+def _gathering_s(epoch: Sequence[EpochOfPeer]) -> float:
+    return max(r.grouped_at or r.since for r in epoch) - max(r.since + r.parts.propose_s for r in epoch)
 
 
 def _usual_parts(epochs: Sequence[Sequence[EpochOfPeer]]) -> Parts:

@@ -148,6 +148,7 @@ def test_everybody_waits_for_the_slowest_and_its_tokens_count_for_more_of_nothin
     figures = simulate(slow)
     assert figures.epoch_s == pytest.approx(20.0 + figures.parts.round_s + 3 * ONE_WAY_S, abs=0.1)
     assert figures.parts.wait_s == pytest.approx(10.0, abs=0.2)
+    assert ONE_WAY_S <= figures.gathering_s <= 3 * ONE_WAY_S
     assert figures.utilisation == pytest.approx((10 + 10 + 20) / 3 / figures.epoch_s, rel=1e-3)
 
 
