@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diloco.errors import UserError
 from diloco.outer.layout import Piece, layout_of, pieces_of
-from diloco.outer.world import World, in_group, on_rank_zero, summed
+from diloco.outer.world import on_rank_zero, summed, world_of_worker
 from peers.core.schedule import Schedule
 from peers.daemon.link import WorkerLink
 from peers.state.handover import floats_of
@@ -27,9 +27,12 @@ class Exchange:
     def __init__(
         self, model: nn.Module, link_path: Path, *, on_waiting: Callable[[str], None] | None = None
     ) -> None:
-        """Raises peers.errors.UserError if the swarm refuses this model, LinkLost if no daemon answers."""
+        """Raises peers.errors.UserError if the swarm refuses this model, LinkLost if no daemon answers.
+
+        Raises UserError if the model or the process group does not suit.
+        """
         self.link_path = link_path
-        world = World.from_environment(os.environ) if in_group() else World()
+        world = world_of_worker(os.environ)
         self.num_ranks, self._speaks = world.num_ranks, world.is_main
         self._link: WorkerLink | None = None
         """None except on the ranks of the first node, where the daemon runs."""

@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ T = TypeVar("T")
 # The other ranks wait for rank 0 while it waits for the swarm (its first peers, slow peers). torchrun ends all of them
 # when one dies, so this deadline only has to be longer than any such wait.
 GROUP_TIMEOUT = datetime.timedelta(hours=2)
+_control_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""For the default process group, the group of `_control_group`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class World:
 def joined(world: World, device: torch.device) -> Iterator[None]:
     """Join the process group of the peer's ranks while the block runs. A single process needs no group.
 
-    gloo carries CPU tensors and NCCL carries CUDA tensors, so rank 0 can pass on messages without using the GPU.
+    gloo carries CPU tensors, such as the sums of an evaluation, and NCCL carries CUDA tensors.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -107,19 +110,36 @@ def in_group() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def world_of_worker(environ: Mapping[str, str]) -> World:
+    """This rank among those that share its daemon. Raises UserError if its process group is not the one of all ranks.
+
+    Without the group, each process would take itself for the one that talks to the daemon.
+    """
+    world = World.from_environment(environ)
+    num_joined = dist.get_world_size() if in_group() else 1
+    if num_joined != world.num_ranks:
+        raise UserError(
+            f"{world.num_ranks} training processes were started (WORLD_SIZE), but the process group of this one has "
+            f"{num_joined}: call torch.distributed.init_process_group before Diloco, or start one process "
+            "(--nproc-per-node 1)"
+        )
+    return world
+
+
 def on_rank_zero(action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only. Every rank gets its result, or its error, so that all take the same branch."""
     if not in_group():
         return action()
     outcome: list[Any] = [None, None]
+    group = _control_group()
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except Exception as error:
             outcome[1] = error
-            dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(outcome, src=0, group=group)
             raise
-    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -130,7 +150,7 @@ def summed(value: int) -> int:
     if not in_group():
         return value
     total = torch.tensor(value, dtype=torch.int64)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=_control_group())
     return int(total)
 
 
@@ -139,12 +159,13 @@ def on_every_rank(action: Callable[[], T]) -> list[T]:
     if not in_group():
         return [action()]
     outcomes: list[Any] = [None] * dist.get_world_size()
+    group = _control_group()
     try:
         result = action()
     except Exception as error:
-        dist.all_gather_object(outcomes, (None, error))
+        dist.all_gather_object(outcomes, (None, error), group=group)
         raise
-    dist.all_gather_object(outcomes, (result, None))
+    dist.all_gather_object(outcomes, (result, None), group=group)
     if failures := [error for _, error in outcomes if error is not None]:
         raise failures[0]
     return [result for result, _ in outcomes]
@@ -153,3 +174,15 @@ def on_every_rank(action: Callable[[], T]) -> list[T]:
 def barrier() -> None:
     """Returns once every rank has called it."""
     summed(0)
+
+
+def _control_group() -> Any:
+    """The ranks of the default group, for messages on the CPU. A collective when it is called for the first time.
+
+    The default group may be the training loop's: NCCL alone carries no CPU tensors, and its timeout is too short to
+    wait for the swarm.
+    """
+    default = dist.group.WORLD
+    if default not in _control_groups:
+        _control_groups[default] = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    return _control_groups[default]

@@ -3,9 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from diloco.errors import UserError
-from diloco.outer.world import World, on_every_rank, on_rank_zero, summed
+from diloco.outer.world import World, on_every_rank, on_rank_zero, summed, world_of_worker
 from tests.support.torch_ranks import Ranks
 
 
@@ -29,6 +30,14 @@ def test_nodes_of_different_sizes_are_refused():
 def test_cuda_without_enough_devices_is_refused():
     with pytest.raises(UserError, match="--device cpu"):
         World(num_local_ranks=1000, num_ranks=1000).device("cuda")
+
+
+def test_ranks_without_a_process_group_are_refused_before_each_takes_itself_for_the_first():
+    assert world_of_worker({"WORLD_SIZE": "1"}).is_main
+    with pytest.raises(
+        UserError, match=r"2 training .* has 1: call .*init_process_group .*--nproc-per-node 1"
+    ):
+        world_of_worker({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_alone_rank_zero_is_this_one():
@@ -69,3 +78,18 @@ def all_did(world):
 
 def test_every_rank_gets_what_all_did_or_the_error_of_one(ranks):
     assert ranks.run(all_did) == [([0, 1], "taken", 2)] * 2
+
+
+def told_without_a_cpu_backend(world, path):
+    """The default group is one that carries CUDA tensors alone, as NCCL does, and is not the first of its process."""
+    told = shared(world)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "cuda:gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.num_ranks
+    )
+    return told == shared(world), all_did(world)
+
+
+def test_a_training_loop_may_have_a_group_that_carries_no_cpu_tensors(tmp_path):
+    with Ranks(2) as ranks:
+        assert ranks.run(told_without_a_cpu_backend, tmp_path / "store") == [(True, ([0, 1], "taken", 2))] * 2
