@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.errors import DilocoError, UserError
 from diloco.outer.exchange import Exchange
@@ -109,7 +109,7 @@ class Diloco:
         self._step_time = _StepTime()
         self._is_over = False
         self._progress = _Progress()
-        self._loss: float | None = None
+        self._loss: float | Tensor | None = None
         """The loss of the last step, if the training loop passed it."""
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
         self._exchange = Exchange(model, Path(path), on_waiting=on_waiting) if path else None
@@ -178,8 +178,12 @@ class Diloco:
             return self.world_rank == min(self.last_commit.contributors, default=nobody)
         return not self.active or (self.world_rank == 0 and self.epoch == 0)
 
-    def step(self, *, num_tokens: int, loss: float | None = None, is_save_due: bool = False) -> Commit | None:
+    def step(
+        self, *, num_tokens: int | Tensor, loss: float | Tensor | None = None, is_save_due: bool = False
+    ) -> Commit | None:
         """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
+
+        A `loss` on a GPU is waited for only when it is reported, about twice a second; `num_tokens` in every step.
 
         At an epoch's end, loads the swarm's new weights of the epoch's fragment and returns the commit; the optimizer's
         state stays as it is. If this peer's work came too late for the commit, `contributors` does not list this peer,
@@ -187,6 +191,7 @@ class Diloco:
         With `is_save_due`, training does not go ahead at an epoch's end, so that no round is in flight then: if rounds
         take as long as epochs, one otherwise always is. Raises LinkLost if the daemon is gone.
         """
+        num_tokens = int(num_tokens)
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
         self.tokens = [tokens + num_tokens for tokens in self.tokens]
@@ -194,7 +199,7 @@ class Diloco:
         if exchange is None:
             return None
         self._step_time.ended()
-        self._loss = loss
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
         try:
             return self._after_step(exchange, num_tokens, self._goes_ahead and not is_save_due)
         finally:
@@ -308,7 +313,7 @@ class Diloco:
             tokens=tokens,
             step=self.nominal_step,
             step_s=self._step_time.seconds,
-            loss=self._loss,
+            loss=self._reported_loss(),
             last=last,
         )
         self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
@@ -404,7 +409,10 @@ class Diloco:
         if rate is not None:
             step, local_step = self.nominal_step, self.local_step
             figures = {"tokens_per_s": rate, "step_s": self._step_time.seconds}
-            exchange.tell("progress", step=step, local_step=local_step, loss=self._loss, **figures)
+            exchange.tell("progress", step=step, local_step=local_step, loss=self._reported_loss(), **figures)
+
+    def _reported_loss(self) -> float | None:
+        return None if self._loss is None else float(self._loss)
 
 
 @dataclass(frozen=True)

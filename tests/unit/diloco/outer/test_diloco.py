@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -58,6 +59,34 @@ def test_weights_come_from_the_commit_at_each_epochs_end(model, path):
     assert outer.position == Position(epoch=2, local_step=0, data_base=6)
     assert daemon.kinds() == ["offer", "ready", "ready", "finished"]
     assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [10, 10]
+
+
+@pytest.mark.parametrize("number", [torch.tensor, np.float32], ids=["torch", "numpy"])
+def test_loss_and_tokens_may_be_what_a_loop_has_them_as(model, path, number):
+    with ScriptedDaemon(path) as daemon:
+        outer = Diloco(model)
+        for _ in range(2):
+            outer.step(num_tokens=number(5), loss=number(2.5))
+        outer.finish()
+    assert [(m["tokens"], m["loss"]) for m in daemon.messages if m["kind"] == "ready"] == [(10, 2.5)]
+
+
+def test_a_loss_is_read_only_when_it_is_reported(model, path, monkeypatch):
+    monkeypatch.setattr("diloco.outer.diloco.time", SimpleNamespace(monotonic=lambda: 0.0))
+
+    class OnGpu:
+        num_reads = 0
+
+        def __float__(self):
+            self.num_reads += 1
+            return 2.5
+
+    loss = OnGpu()
+    with ScriptedDaemon(path, local_steps=3):
+        outer = Diloco(model)
+        for _ in range(3):
+            outer.step(num_tokens=5, loss=loss)
+    assert loss.num_reads == 1
 
 
 def too_late_at_first(local_step: int):
