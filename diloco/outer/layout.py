@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -21,11 +22,19 @@ from peers.state.layout import Layout, ParameterSlot
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
 # Wrappers add these to parameter names; two peers that wrap their models differently still have the same layout.
-_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name and parameter in canonical order; tied parameters occur once, names are those without wrappers."""
+    """Name and parameter in canonical order; tied parameters occur once, names are those without wrappers.
+
+    Raises UserError for FSDP1: its parameters are plain tensors of a rank's part, which look like replicas.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UserError(
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose parts diloco cannot read; shard it with "
+            "torch.distributed.fsdp.fully_shard (FSDP2; with accelerate, fsdp_version 2)"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return [(_plain(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from diloco.errors import UserError
 from diloco.options.flags import TrainConfig
@@ -65,6 +66,14 @@ def test_layers_go_round_the_fragments_and_all_else_goes_where_least_is():
 def test_a_model_of_too_few_layers_is_refused():
     with pytest.raises(UserError, match="num-fragments 9: 2 would do"):
         layout_of(nn.Linear(2, 2), 9)
+
+
+def test_a_model_that_is_sharded_in_the_old_way_is_refused():
+    # Its constructor refuses machines without a GPU.
+    block = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(block)
+    with pytest.raises(UserError, match="fully_shard"):
+        layout_of(nn.Sequential(nn.Linear(2, 2), block))
 
 
 def test_fragments_hold_the_parameters_where_the_layout_says():
