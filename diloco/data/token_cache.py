@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
-from filelock import FileLock
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from diloco.data.corpus import Corpus, StdlibCorpus
 from diloco.data.tokenizer import encode_documents, is_byte_level
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Part of every cache key: increment it when a change makes the same corpus tokenise differently.
 _FORMAT = 2
-# Wait for another process that tokenises the same corpus. The kernel releases the lock of a process that died.
-_LOCK_TIMEOUT_S = 3600.0
 # Documents per call of the tokenizer, which spreads them over the cores.
 _BATCH_SIZE = 256
 _PARTS = ("train.bin", "held_out.bin")
@@ -63,7 +61,7 @@ def tokenized(
     try:
         if not directory.is_dir():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(directory.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
+            with _acquired(FileLock(directory.with_suffix(".lock")), corpus.name):
                 if not directory.is_dir():
                     _build(corpus, tokenizer, directory, on_tokenized)
         train, held_out = (_mapped(directory / name, token_dtype(tokenizer)) for name in _PARTS)
@@ -85,6 +83,15 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     """The smallest dtype that holds every id."""
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+
+
+def _acquired(lock: FileLock, name: str) -> AcquireReturnProxy[FileLock]:
+    """Wait for another process that tokenises the corpus, however long: if it dies, the kernel releases its lock."""
+    try:
+        return lock.acquire(blocking=False)
+    except Timeout:
+        log.warning("waiting for another process, which tokenises %s", name)
+        return lock.acquire()
 
 
 def _build(

@@ -1,5 +1,8 @@
+import fcntl
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -209,6 +212,28 @@ def test_those_who_start_at_once_share_one_cache(tokenizer, tmp_path):
         answers = list(pool.map(tokenise, range(4)))
     assert all((train == answers[0][0]).all() for train, _ in answers)
     assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
+
+
+def test_who_waits_for_the_tokens_of_another_process_waits_as_long_as_it_takes_and_says_so(
+    tokenizer, tmp_path, monkeypatch, caplog
+):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(300))
+    cache, hours = tmp_path / "cache", itertools.count()
+    tokenized(FileCorpus(path), tokenizer, cache)
+    (directory,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    shutil.rmtree(directory)
+    with directory.with_suffix(".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def sleep(_seconds):
+            if next(hours) >= 9:
+                other.close()
+
+        monkeypatch.setattr("time.sleep", sleep)
+        monkeypatch.setattr("time.perf_counter", lambda: 3600.0 * next(hours))
+        train, _ = tokenized(FileCorpus(path), tokenizer, cache)
+    assert len(train) > 100 and next(hours) > 9
+    assert f"waiting for another process, which tokenises {path}" in caplog.text
 
 
 class Dying(FileCorpus):
