@@ -78,7 +78,8 @@ class DilocoCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Wait for the swarm and load its weights. Raises UserError as `check_divides` does.
+        """Wait for the swarm and load its weights. Raises UserError as `check_divides` does, and if a trainer that has
+        resumed would begin the run anew.
 
         Gives each peer its own shuffling seed: with a common seed all peers would train on the same samples.
         """
@@ -93,6 +94,8 @@ class DilocoCallback(TrainerCallback):
         )
         self._tokens_seen = state.num_input_tokens_seen
         if self.outer.active:
+            if state.global_step > 0 and self.outer.nominal_step == 0:
+                self._refuse_to_begin_anew(args, state)
             check_divides(args, steps_per_epoch=self.outer.steps_per_epoch)
             self._follow_nominal_step(state, lr_scheduler)
             if train_dataloader is not None:
@@ -180,9 +183,8 @@ class DilocoCallback(TrainerCallback):
             return others_state(on_rank_zero(partial(checked_mark, self._resume)), self._resume)
         if state.global_step == 0:
             return None
-        named = self._resume or args.resume_from_checkpoint or checkpoint_of(args, state)
-        directory = Path(str(named))
-        if not (directory / COMPLETE).is_file():
+        directory = self._resumed_from(args, state)
+        if not on_rank_zero((directory / COMPLETE).is_file):
             return None
         mark = on_rank_zero(lambda: checked_mark(directory))
         if mark.num_ranks != args.world_size:
@@ -191,6 +193,19 @@ class DilocoCallback(TrainerCallback):
                 f"start it with {mark.num_ranks}"
             )
         return Restored(position=mark.position, tokens=mark.tokens, directory=directory)
+
+    def _resumed_from(self, args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(str(self._resume or args.resume_from_checkpoint or checkpoint_of(args, state)))
+
+    def _refuse_to_begin_anew(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Raise UserError if the checkpoint that the trainer has resumed from has no whole state of the swarm."""
+        directory = self._resumed_from(args, state)
+        if not on_rank_zero((directory / COMPLETE).is_file):
+            raise UserError(
+                f"the trainer has resumed at step {state.global_step}, but the swarm begins at step 0: {directory} has "
+                f"no {COMPLETE}, so the swarm's state is missing or incomplete. Resume from another checkpoint, name "
+                "the right one in DilocoCallback(resume=...), or begin anew without resume_from_checkpoint"
+            )
 
     def _new_tokens(self, args: TrainingArguments, state: TrainerState) -> int:
         """This rank's tokens since the last step, or its number of samples if the trainer does not count tokens."""

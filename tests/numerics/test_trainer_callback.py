@@ -15,7 +15,7 @@ from trl.trainer.utils import RepeatSampler
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.errors import UserError
-from tests.support.scripted_daemon import ScriptedDaemon, joining, slow_rounds
+from tests.support.scripted_daemon import ScriptedDaemon, halving, joining, slow_rounds
 from tests.support.tiny_model import tiny_llama
 from tests.support.trainer_worker import Samples, trainer_of, weights
 
@@ -127,6 +127,21 @@ def test_a_resumed_trainer_ends_with_the_bits_of_one_that_was_not_stopped(tmp_pa
     assert (daemon.messages[0]["epoch"], daemon.messages[0]["local_step"]) == divmod(step, 4)
     assert equal(weights(resumed.model), weights(whole.model))
     assert (checkpoint / "outer.bin").is_file()
+
+
+def resumed_without_the_swarms_state(directory, link, rule=halving):
+    """Resume a trainer at step 1 from a checkpoint that was saved without a swarm. Returns its last step."""
+    with ScriptedDaemon(link, rule, local_steps=2):
+        trainer = trainer_of(directory, DilocoCallback(), max_steps=4)
+        trainer.train(resume_from_checkpoint=str(directory / "checkpoint-1"))
+    return trainer.state.global_step
+
+
+def test_a_trainer_resumes_without_the_swarms_state_only_where_the_run_goes_on(tmp_path, link):
+    trainer_of(tmp_path, TrainerCallback(), max_steps=1).train()
+    with pytest.raises(UserError, match=r"at step 1, .*checkpoint-1 has no complete.json"):
+        resumed_without_the_swarms_state(tmp_path, link)
+    assert resumed_without_the_swarms_state(tmp_path, link, joining(1, 0.25)) == 4
 
 
 def test_a_checkpoint_waits_for_weights_that_are_under_way(tmp_path, link):
