@@ -155,8 +155,14 @@ class DilocoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Average the steps of the unfinished epoch, and leave the swarm."""
+        """Average the steps of the unfinished epoch, and leave the swarm.
+
+        Without averaging where the trainer has loaded its best model: that is older than the steps, and is to be kept.
+        """
         outer = self._joined
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            outer.leave()
+            return
         outer.finish()
         self._call_on_commit(outer)
 

@@ -248,6 +248,16 @@ class Diloco:
         self.commits = []
         if any(self.tokens) and not self._is_over and not self._is_late:
             self._average_all(self._exchange)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the swarm and the weights as they are: what is left of the epoch is lost. Repeating it is safe."""
+        if self._exchange is None:
+            return
+        if self._flight is not None:
+            # What has been handed over still counts, if this peer stays until it has been averaged.
+            self._exchange.ask("collect", "committed", may_go_ahead=False)
+            self._flight = None
         self._exchange.ask("finished", "bye")
         self._exchange.close()
         self._exchange, self._is_over = None, True

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -168,6 +169,34 @@ def test_a_peer_that_joins_late_stands_where_the_swarm_does(tmp_path, link):
     assert seen.steps == [5, 6, 7, 8]
     assert seen.rates == pytest.approx([1e-2 * (8 - step) / 8 for step in (5, 6, 7, 8)])
     assert [m["epoch"] for m in daemon.messages if m["kind"] == "ready"] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "collects"),
+    [(halving, [True]), (slow_rounds(), [True, False])],
+    ids=["between rounds", "during a round"],
+)
+def test_a_trainer_that_stops_early_keeps_its_best_model_and_hands_nothing_of_it_over(
+    tmp_path, link, rule, collects
+):
+    class Worse(TrainerCallback):
+        """The evaluation after the first step is the best."""
+
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            metrics["eval_loss"] = float(state.global_step)
+            control.should_training_stop = state.global_step == 3
+
+    with ScriptedDaemon(link, rule, local_steps=2) as daemon:
+        best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+        trainer = trainer_of(tmp_path, DilocoCallback(), Worse(), max_steps=20, **best)
+        trainer.train()
+    assert trainer.state.best_global_step == 1
+    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert all(torch.equal(trainer.model.state_dict()[name], value) for name, value in saved.items())
+    assert [m["step"] for m in daemon.messages if m["kind"] == "ready"] == [2]
+    # The work of the first two steps is averaged before this peer leaves.
+    assert [m["may_go_ahead"] for m in daemon.collects] == collects
+    assert daemon.kinds()[-1] == "finished"
 
 
 def test_under_peft_only_the_adapters_are_averaged(tmp_path, link):

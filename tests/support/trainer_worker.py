@@ -64,6 +64,7 @@ def trainer_of(
         model=model if model is not None else tiny_llama(),
         args=TrainingArguments(**settings),
         train_dataset=Samples(data_seed),
+        eval_dataset=Samples(data_seed),
         callbacks=[callback, *others],
     )
 
