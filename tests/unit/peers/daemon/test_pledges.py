@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
 
 from peers.daemon.pledges import FILE_BYTES, NUM_PLACES, Pledges
-from peers.errors import UserError
+from peers.errors import PeersError, UserError
+from tests.support.full_disk import full_disk
 
 A, B, C = (letter * 64 for letter in "abc")
 
@@ -48,12 +48,20 @@ def test_the_oldest_pledges_give_way_and_the_file_stays_as_large(tmp_path: Path)
 def test_a_full_disk_keeps_nobody_from_signing(tmp_path: Path):
     path = tmp_path / "pledges"
     pledges = Pledges(path)
-    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+    with full_disk(FILE_BYTES - 1):
         pledges.add(A, 3)
         with pytest.raises(UserError, match="cannot keep"):
             Pledges(tmp_path / "other")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Pledges(path).attempts == {A: 3}
+
+
+def test_a_peer_whose_disk_takes_no_pledge_says_so_and_does_not_sign(tmp_path: Path):
+    """As on a full disk whose file system copies on write."""
+    path = tmp_path / "pledges"
+    pledges = Pledges(path)
+    pledges.add(A, 3)
+    with Path("/dev/full").open("r+b", buffering=0) as full, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pledges, "_file", full)
+        with pytest.raises(PeersError, match=f"cannot write to {path} .*: No space left on device"):
+            pledges.add(B, 0)
     assert Pledges(path).attempts == {A: 3}
