@@ -29,7 +29,7 @@ from peers.protocol.records import (
     View,
 )
 from peers.tasks import is_set_within
-from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S, STOP_S
+from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ ANNOUNCE_INTERVAL_S = 3 * OFTEN_S
 EARLY_INTERVAL_S = BEAT_S
 """The interval of announcements and look-ups while no other peer is reached, or this peer has no world rank."""
 _MANY_PEERS = 8
-LEAVING_TTL_S = STOP_S
 LEAVE_TIMEOUT_S = 2 * OFTEN_S
 """How long leaving may take: the user may be waiting for this process to end."""
 COORDINATOR_TIMEOUT_S = ANSWER_S
@@ -195,7 +194,7 @@ class Presence:
         self.mesh.broadcast_status()
         with contextlib.suppress(TimeoutError, PeersError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await self._announce(ttl_s=LEAVING_TTL_S)
+                await self._announce()
 
     async def _obtain_rank(self, wanted: int | None) -> int:
         grant = await request_rank(
@@ -225,12 +224,12 @@ class Presence:
         )
         return {peer_id: record for peer_id, record in found.items() if record.state != "leaving"}
 
-    async def _announce(self, ttl_s: float = RECORD_TTL_S) -> bool:
+    async def _announce(self) -> bool:
         """Store this peer's announcement in the DHT. Returns whether any node took it."""
         status = self._describe()
         self._announced = _identity_in(status)
         blob = status.encode(self._identity)
-        return await self._dht.store(PEERS_KEY(self._run_id), self.me, blob, ttl_s=ttl_s)
+        return await self._dht.store(PEERS_KEY(self._run_id), self.me, blob, ttl_s=RECORD_TTL_S)
 
     def view_changed(self) -> None:
         """Must be called when the mesh has changed."""

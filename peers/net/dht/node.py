@@ -49,7 +49,6 @@ _DEADLINE_S = 3 / 8 * RECORD_TTL_S
 record lives."""
 _ASKING_S = _DEADLINE_S - PROBE_S - GRACE_S
 """How long a look-up asks further nodes. Those asked last answer within PROBE_S, so that what was found is returned."""
-_CLOCK_TICK = 1e-3
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,6 @@ class Dht:
         self._node, self._kept = node, kept
         self.initial_peers = frozenset(_by_peer(initial_peers))
         """The ids of the peers that this peer's user has named."""
-        self._expiry: dict[tuple[str, str], float] = {}
         self._contacts = Contacts(_by_peer(initial_peers))
         self._initial = initial
         self._keeper = asyncio.create_task(self._keep_contacts())
@@ -139,14 +137,12 @@ class Dht:
     async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
         """Put `value` (MAX_RECORD_BYTES at most) under `key`, beside the values of other subkeys.
 
-        Returns whether any node took the value in time. It expires after `ttl_s`, but not before what it replaces
-        would have.
+        Returns whether any node took the value in time. Nodes refuse one that expires no later than the one they have,
+        so give all values of a key the same `ttl_s`.
         """
         if len(value) > MAX_RECORD_BYTES:
             raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_RECORD_BYTES} are kept")
-        # Nodes compare wall-clock times, and refuse a value that expires no later than the one they have.
-        expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK)
-        self._expiry[key, subkey] = expiry
+        expiry = time.time() + ttl_s
         stored = await asyncio.gather(
             _answer(self._node.store(key, value, expiry, subkey=subkey)),
             _answer(self._initial.store(key, subkey, encode(value), expiry)),

@@ -61,7 +61,9 @@ log = logging.getLogger(__name__)
 
 
 class _Storage(DHTLocalStorage):
-    """Hands out copies: Hivemind adds to a stored dictionary whatever a look-up finds, and asks no validator."""
+    """Hands out copies: Hivemind adds to a stored dictionary whatever a look-up finds, and asks no validator.
+
+    As in Hivemind, a value is replaced only by one that expires later."""
 
     def get(self, key: DHTID) -> Any:
         item = super().get(key)
@@ -77,6 +79,10 @@ class _Storage(DHTLocalStorage):
         item = super().get(key)
         if item is None or not isinstance(item.value, DictionaryDHTValue):
             return super().store_subkey(key, subkey, value, expiration_time)
+        kept = item.value.data.get(subkey)
+        if kept is not None and kept.expiration_time > time.time() + MAX_OTHER_TTL_S:
+            # From before this machine's clock was set back: readers refuse it.
+            del item.value[subkey]
         if expiration_time > item.value.latest_expiration_time:
             self.store(key, item.value, expiration_time)
         return item.value.store(subkey, value, expiration_time)

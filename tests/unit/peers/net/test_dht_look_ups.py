@@ -78,7 +78,7 @@ async def dht_among(*stubs, ask=None):
     for stub in stubs:
         node.protocol.routing_table.add_or_update_node(stub.node_id, stub.peer)
     dht = object.__new__(Dht)
-    dht._node, dht._kept, dht._expiry = node, kept, {}
+    dht._node, dht._kept = node, kept
     dht._initial = InitialRecords(None, node.protocol, kept, [])
     # As in an admission service: it compares before anything else.
     limit = time.time() + 40
@@ -117,6 +117,18 @@ async def test_what_a_look_up_finds_is_not_stored():
         assert storage.store_subkey(key_id, subkey, msgpack.packb(VALUE), expiry)
     assert await dht.get(CHECKED) == {"own": VALUE, "another": VALUE, "a": VALUE}
     assert {subkey for subkey, _ in storage.get(key_id).value.items()} == {"own", "another"}
+
+
+async def test_what_was_stored_before_the_clock_was_set_back_hides_nothing(monkeypatch):
+    """Every node refuses values that expire far in the future, so readers would not see this one."""
+    dht = await dht_among()
+    dht.keep(CHECKED, lambda subkey, value, *, expiry, is_found: True)
+    now = time.time()
+    for value, clock in (b"early", now + 3600), (b"first", now), (b"second", now + 3):
+        monkeypatch.setattr(dht_node, "time", SimpleNamespace(time=lambda clock=clock: clock))
+        await dht.store(CHECKED, "a", value, ttl_s=20)
+        stored = dht._node.protocol.storage.get(DHTID.generate(source=CHECKED)).value.get("a")
+        assert tuple(stored) == (msgpack.packb(value), clock + 20)
 
 
 @pytest.mark.parametrize("what", ["get", "store"])
