@@ -71,6 +71,7 @@ class Presence:
         self.world_rank = NO_RANK
         """The rank that the user or the coordinator gave; NO_RANK where this peer is to claim one."""
         self.maddrs: tuple[str, ...] = ()
+        """Where others reach this peer; none before it has entered."""
 
     @property
     def galaxy_size(self) -> int:
@@ -88,7 +89,6 @@ class Presence:
         Raises UserError when the rank is taken, or when there is no peer to join.
         """
         self.world_rank = await self._obtain_rank(wanted_rank)
-        self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
         await self.mesh.start()
         # Announce first, then look: of two peers that come at the same time, one then sees the other.
         await self._announce()
@@ -226,6 +226,8 @@ class Presence:
 
     async def _announce(self) -> bool:
         """Store this peer's announcement in the DHT. Returns whether any node took it."""
+        # Addresses may change: a router or a DHCP server gives another one.
+        self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS]) or self.maddrs
         status = self._describe()
         self._announced = _identity_in(status)
         blob = status.encode(self._identity)

@@ -127,12 +127,10 @@ class Dht:
             return cls(p2pd, p2p, node, kept, transport, initial, others)
 
     async def maddrs(self) -> list[str]:
-        """The addresses others can dial now, each with /p2p/<id>, farthest reach first; none in client mode."""
-        try:
-            visible = await self._p2p.get_visible_maddrs(latest=True)
-        except (ValueError, OSError):
-            return []
-        return by_reach(text for maddr in visible if is_maddr(text := str(maddr)))
+        """The addresses others can dial now, each with /p2p/<id>, farthest reach first; none in client mode, or if p2pd
+        does not answer."""
+        visible = await _answer(self._p2p.get_visible_maddrs(latest=True))
+        return by_reach(text for maddr in visible or () if is_maddr(text := str(maddr)))
 
     async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
         """Put `value` (MAX_RECORD_BYTES at most) under `key`, beside the values of other subkeys.

@@ -18,6 +18,7 @@ from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.mesh import Mesh
+from peers.protocol.records import Announcement
 from tests.support.announcements import announced, spoken
 
 RUN_ID = "meeting"
@@ -169,3 +170,29 @@ def test_a_rank_that_another_peer_claims_is_left_to_the_roster_to_decide(tmp_pat
         asyncio.run(scenario())
     finally:
         identity.release()
+
+
+def test_a_changed_address_is_announced_and_a_missing_answer_changes_nothing(tmp_path):
+    identity, stored = load_or_create(tmp_path / "key"), []
+
+    class MovingDht:
+        async def maddrs(self):
+            return next(answers)
+
+        async def store(self, key, subkey, value, ttl_s):
+            stored.append(Announcement.decode(subkey, value, time.time(), run_id=RUN_ID).maddrs)
+            return True
+
+    async def scenario():
+        mine = a_presence(identity, MovingDht())
+        mine._describe = lambda: announced(identity.peer_id, run_id=RUN_ID, maddrs=mine.maddrs)
+        for _ in range(3):
+            assert await mine._announce()
+
+    old, new = "/ip4/192.0.2.1/tcp/4000", "/ip4/198.51.100.7/tcp/4000"
+    answers = iter([[old], [new, old], []])
+    try:
+        asyncio.run(scenario())
+    finally:
+        identity.release()
+    assert stored == [(old,), (new, old), (new, old)]
