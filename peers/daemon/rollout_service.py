@@ -188,7 +188,10 @@ class RolloutService:
         return True
 
     async def _answer(self, peer_id: str, channel: Channel) -> None:
-        match await self._asked(peer_id, channel):
+        asked = await self._asked(peer_id, channel)
+        # Again with each request: meanwhile the peer may have been banned, or its token may have expired.
+        self._gate.check_shown(peer_id, "rollouts")
+        match asked:
             case WantPolicy(held):
                 await channel.send(self._newest(held), ANSWER_S)
             case WantBlob(digest):
@@ -197,7 +200,6 @@ class RolloutService:
                 assert self.queue.terms is not None
                 # Decoding thousands of tokens and checking a signature takes milliseconds.
                 rollout = await asyncio.to_thread(verified, peer_id, message, self.queue.terms.most_bytes)
-                self._gate.check_shown(peer_id, "rollouts")
                 now = time.monotonic()
                 try:
                     dropped = self.queue.offer(peer_id, rollout, now)

@@ -233,18 +233,24 @@ async def test_who_is_not_admitted_hears_why(identity, tmp_path):
             pass
 
 
-async def test_a_peer_that_is_banned_while_its_stream_stands_hands_nothing_more_over(identity, tmp_path):
+@pytest.mark.parametrize("wanted", ["a policy", "a file", "to hand over"])
+async def test_a_peer_that_is_banned_while_its_stream_stands_gets_nothing_more(identity, tmp_path, wanted):
     key = AdmissionKey.new()
     service = service_with(Gate(RUN, key.secret.public_key))
-    publish(service, tmp_path)
+    name = publish(service, tmp_path)
     token = Token(run_id=RUN, peer_id=identity.peer_id, not_before=0.0, expires=1e12)
     async with stream_to(service, identity, token.encode(key.private_key)) as stream:
         first = stream.welcome.next_number
         assert await stream.hand_over(signed(rollout(first, POLICY), identity)) == ""
         bans = BanList(run_id=RUN, version=1, peer_ids=frozenset({identity.peer_id}))
         service._gate.learn(bans.encode(key.private_key))
+        asking = {
+            "a policy": lambda: stream.newest(""),
+            "a file": lambda: stream.download(name, tmp_path),
+            "to hand over": lambda: stream.hand_over(signed(rollout(first + 1, POLICY), identity)),
+        }
         with pytest.raises(PeerUnreachable):
-            await stream.hand_over(signed(rollout(first + 1, POLICY), identity))
+            await asking[wanted]()
     assert len(service.queue) == 1
 
 
