@@ -12,11 +12,16 @@ from peers.errors import UserError
 from peers.protocol.admission import Taken
 from peers.timing import ANSWER_S
 
+MAX_HOLDERS = 4096
+"""Identities that are remembered. Strangers can make any number: beyond it, the highest rank's holder is forgotten."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS holders (
     world_rank INTEGER PRIMARY KEY,
     peer_id TEXT NOT NULL UNIQUE
 );
+"""
+_MAKE_ROOM = """
+DELETE FROM holders WHERE world_rank IN (SELECT world_rank FROM holders ORDER BY world_rank LIMIT -1 OFFSET ?)
 """
 
 
@@ -55,9 +60,12 @@ class RankLedger:
             if rank is None or (wanted is None and rank in avoid):
                 rank = self._lowest_free(avoid)
             holder = self.holder(rank)
-            if holder is not None and holder not in (peer_id, evict):
+            if holder == peer_id:
+                return rank
+            if holder is not None and holder != evict:
                 return Taken(holder=holder)
             self._db.execute("DELETE FROM holders WHERE world_rank = ? OR peer_id = ?", (rank, peer_id))
+            self._db.execute(_MAKE_ROOM, (MAX_HOLDERS - 1,))
             self._db.execute("INSERT INTO holders VALUES (?, ?)", (rank, peer_id))
             return rank
 

@@ -153,9 +153,9 @@ class Registrar:
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
         """Peers that are present or arriving, `peer_id` included. (The ledger also contains dead ones.)"""
         now = time.monotonic()
-        self._granted_at[peer_id] = now
-        arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
-        return len(arriving | {record.peer_id for record in others})
+        arriving = {peer: at for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
+        self._granted_at = {**arriving, peer_id: now}
+        return len(self._granted_at.keys() | {record.peer_id for record in others})
 
     async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
         return await self._dht.ping(peer_id, timeout_s=PROBE_S, maddrs=maddrs)

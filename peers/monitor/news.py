@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from peers.protocol.records import Announcement, shown_rank
+from peers.protocol.records import MAX_AGE_S, Announcement, shown_rank
 from peers.timing import OFTEN_S, STALL_S
 
 LOST_AFTER_S = STALL_S
@@ -19,7 +19,8 @@ class Watcher:
     """Remembers which peers were there. Times are arguments, in seconds of any one clock."""
 
     _present: dict[str, tuple[Announcement, float]] = field(default_factory=dict)
-    _newest: dict[str, float] = field(default_factory=dict)
+    _newest: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By peer id: the time of its newest record, and when a record was seen last."""
     _gone: dict[str, int] = field(default_factory=dict)
     """By peer id: the incarnation in which the peer left."""
     _epoch: int = 0
@@ -34,13 +35,19 @@ class Watcher:
         """
         renewed = []
         for peer_id, announcement in sorted(announcements.items(), key=lambda item: item[1].world_rank):
-            if announcement.time > self._newest.get(peer_id, float("-inf")):
+            newest, _ = self._newest.get(peer_id, (float("-inf"), now_s))
+            if announcement.time > newest:
                 renewed.append((peer_id, announcement))
-            self._newest[peer_id] = max(announcement.time, self._newest.get(peer_id, announcement.time))
+            self._newest[peer_id] = max(announcement.time, newest), now_s
         lines = [line for found in renewed for line in self._came(*found, now_s)]
         lines += [line for found in renewed for line in self._left(*found, now_s)]
         lines += self._lost(now_s)
         lines += self._reached(now_s)
+        # Anybody can make up peers.
+        self._newest = {
+            peer_id: seen for peer_id, seen in self._newest.items() if now_s - seen[1] <= MAX_AGE_S
+        }
+        self._gone = {peer_id: left for peer_id, left in self._gone.items() if peer_id in self._newest}
         return lines
 
     def _came(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:

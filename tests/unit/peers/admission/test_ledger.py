@@ -4,6 +4,7 @@ import sqlite3
 
 import pytest
 
+from peers.admission import ledger as admission_ledger
 from peers.admission.ledger import RankLedger
 from peers.errors import UserError
 from peers.protocol.admission import Taken
@@ -43,6 +44,23 @@ def test_ranks_in_use_elsewhere_are_avoided_unless_asked_for(ledger):
     assert ledger.assign("a", avoid={0, 1}) == 2
     assert ledger.assign("a", avoid={2}) == 0
     assert ledger.assign("b", 1, avoid={1}) == 1
+
+
+def test_of_ever_new_identities_those_with_the_lowest_ranks_are_remembered(ledger, monkeypatch):
+    monkeypatch.setattr(admission_ledger, "MAX_HOLDERS", 4)
+    assert [ledger.assign(peer) for peer in PEERS[:3]] == [0, 1, 2]
+    for number in range(20):
+        rank = ledger.assign(f"stranger {number}", 100 + number if number % 2 else None)
+        assert ledger.holder(rank) == f"stranger {number}"
+        assert rank in (3, 4, 100 + number)
+    assert [ledger.assign(peer) for peer in PEERS[:3]] == [0, 1, 2]
+    assert ledger._db.execute("SELECT count(*) FROM holders").fetchone() == (4,)
+
+
+def test_who_asks_again_costs_no_write(ledger):
+    for _ in range(3):
+        assert ledger.assign("a") == ledger.assign("a", 0) == 0
+    assert ledger._db.total_changes == 1
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path):

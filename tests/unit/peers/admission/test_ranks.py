@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from peers.admission import ranks
 from peers.admission.ledger import RankLedger
 from peers.admission.ranks import Registrar
 from peers.net.gate import Gate
@@ -45,4 +47,17 @@ async def test_a_claim_does_not_refuse_the_holder_its_own_rank_but_anybody_else(
     ledger.assign("holder", 0)
     assert await registrar.assign("holder", 0) == Grant(world_rank=0, galaxy_size=2)
     assert await registrar.assign("another", 0) == Taken(holder=claimant.peer_id)
+    ledger.close()
+
+
+async def test_who_was_given_a_rank_and_never_came_is_forgotten(claimant, tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now))
+    ledger = RankLedger(tmp_path / "ledger")
+    registrar = Registrar(RUN, ledger, FakeDht(claimant), Gate(RUN))
+    for number in range(10):
+        now += ranks.ARRIVAL_S / 2
+        grant = await registrar.assign(f"stranger {number}", None)
+        assert isinstance(grant, Grant) and grant.galaxy_size == min(number + 2, 3)
+    assert registrar._granted_at.keys() == {"stranger 8", "stranger 9"}
     ledger.close()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from peers.monitor.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
-from peers.protocol.records import Announcement
+from peers.protocol.records import MAX_AGE_S, Announcement
 from tests.support.announcements import announced
 
 
@@ -124,3 +124,12 @@ def test_an_epoch_is_told_once_also_where_all_who_reached_it_are_replaced():
     watcher.update(seen(record(0, 2, epoch=40), record(1, 2, epoch=40)), 2)
     last = seen(record(0, 3, epoch=40, state="leaving"), record(1, 3, epoch=40))
     assert watcher.update(last, 3) == ["peer 0 (…000000) left at epoch 40, 1 peer"]
+
+
+def test_peers_whose_records_have_long_expired_are_forgotten():
+    watcher = Watcher()
+    for rank in range(20):
+        now = rank * MAX_AGE_S
+        watcher.update(seen(record(rank, now, epoch=3)), now)
+        watcher.update(seen(record(rank, now + 1, epoch=3, state="leaving")), now + 1)
+    assert len(watcher._newest) == len(watcher._gone) == 2
