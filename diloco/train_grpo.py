@@ -115,7 +115,8 @@ class Training:
         self.prompts = PromptSchedule(
             seed=config.seed,
             steps_per_epoch=config.hv.steps_per_epoch,
-            period=self.period,
+            batches_per_step=args.gradient_accumulation_steps,
+            batches_per_generation=int(args.steps_per_generation or 0) * args.num_iterations,
             prompts_per_generation=int(args.generation_batch_size or 0) // config.grpo.num_generations,
         )
         num_held_out = min(config.grpo.eval_prompts, self.task.num_held_out)
@@ -199,7 +200,7 @@ class Training:
             model=self.model,
             args=args,
             reward_funcs=reward_functions(self.task),
-            train_dataset=placeholders(self.prompts.prompts_per_generation),
+            train_dataset=placeholders(self.prompts),
             processing_class=self.tokenizer,
             optimizers=(optimizer, schedule),
             callbacks=[
@@ -358,7 +359,8 @@ class Training:
         """The numbers of the next generation's examples."""
         step, steps_per_epoch = self.trainer.state.global_step, self.prompts.steps_per_epoch
         block, local_step = place_of(self.outer, step, steps_per_epoch=steps_per_epoch)
-        return self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
+        batch_of_step = self.trainer.batch_of_step
+        return self.prompts.numbers(block, local_step, batch_of_step, num_examples=self.task.num_examples)
 
     def start(self) -> None:
         """Called after the swarm's weights have been loaded and before the first step."""

@@ -113,18 +113,22 @@ class PromptSchedule:
 
     seed: int
     steps_per_epoch: int
-    period: int
-    """Inner steps per generation."""
+    batches_per_step: int
+    batches_per_generation: int
+    """Batches that train on one generation. Those of an epoch have to be a multiple."""
     prompts_per_generation: int
     """Distinct prompts, over all ranks."""
 
     @property
     def prompts_per_block(self) -> int:
-        return -(-self.steps_per_epoch // self.period) * self.prompts_per_generation
+        """The same on all peers, though their batches may differ in size."""
+        num_batches = self.steps_per_epoch * self.batches_per_step
+        return num_batches // self.batches_per_generation * self.prompts_per_generation
 
-    def numbers(self, block: Block, local_step: int, *, num_examples: int) -> list[int]:
-        """The example numbers of the generation that serves this local step of the block's epoch."""
-        first = min(local_step, self.steps_per_epoch - 1) // self.period * self.prompts_per_generation
+    def numbers(self, block: Block, local_step: int, batch_of_step: int, *, num_examples: int) -> list[int]:
+        """The example numbers of the generation that serves this batch of a local step of the block's epoch."""
+        batch = min(local_step, self.steps_per_epoch - 1) * self.batches_per_step + batch_of_step
+        first = batch // self.batches_per_generation * self.prompts_per_generation
         offsets = np.arange(first, first + self.prompts_per_generation, dtype=np.int64)
         indices = block.indices(offsets, self.prompts_per_block)
         return [int(number) for number in windows_of(indices, num_windows=num_examples, seed=self.seed)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from diloco.callback import checkpoint_of
+from diloco.data.sampling import PromptSchedule
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig
 from diloco.outer.world import World
@@ -156,7 +158,7 @@ def reward_functions(task: Task) -> list[RewardFunction]:
     return [component(index) for index in range(len(task.rewards))]
 
 
-# Generations per pass over the placeholder data set; the trainer makes as many passes as it needs.
+# Generations per pass over the placeholder data set, at least; the trainer makes as many passes as it needs.
 _GENERATIONS_PER_PASS = 64
 _LARGEST_RATIO = 4.0
 """Limit of the ratio of a token with a negative advantage: above the limit, the token has no gradient."""
@@ -235,7 +237,9 @@ def _activation_checkpointing(is_on: bool) -> dict[str, Any]:
     return {name if name in known else "gradient_checkpointing": is_on}
 
 
-def placeholders(prompts_per_generation: int) -> Dataset:
+def placeholders(prompts: PromptSchedule) -> Dataset:
     """A data set of empty prompts for one pass. PeerTrainer replaces each row when it generates."""
-    row = [{"role": "user", "content": ""}]
-    return Dataset.from_dict({"prompt": [row] * (prompts_per_generation * _GENERATIONS_PER_PASS)})
+    # Whole steps: the last step of a pass would otherwise have fewer batches than others.
+    num_batches = math.lcm(_GENERATIONS_PER_PASS * prompts.batches_per_generation, prompts.batches_per_step)
+    num_prompts = num_batches // prompts.batches_per_generation * prompts.prompts_per_generation
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_prompts})

@@ -205,11 +205,25 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "model"]
 
 
-def test_alone_each_generation_has_prompts_of_its_own(config, tmp_path, monkeypatch):
-    asked, numbers = [], Training.example_numbers
-    monkeypatch.setattr(Training, "example_numbers", lambda self: asked.append(numbers(self)) or asked[-1])
-    trained(config, tmp_path / "run")
-    assert len(asked) == 4 and len({tuple(numbers) for numbers in asked}) == 4
+@pytest.fixture
+def asked(monkeypatch):
+    """The step and the prompts of each generation."""
+    found, numbers = [], Training.example_numbers
+
+    def noted(self):
+        found.append((self.trainer.state.global_step, numbers(self)))
+        return found[-1][1]
+
+    monkeypatch.setattr(Training, "example_numbers", noted)
+    return found
+
+
+@pytest.mark.parametrize("per_generation", [None, 1], ids=["one in a step", "two in a step"])
+def test_alone_each_generation_has_prompts_of_its_own(config, tmp_path, asked, per_generation):
+    own = replace(config.grpo, steps_per_generation=per_generation, eval_prompts=0)
+    trained(replace(config, grpo=own), tmp_path / "run")
+    assert len(asked) == (8 if per_generation else 4)
+    assert len({number for _, numbers in asked for number in numbers}) == 8
 
 
 def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):

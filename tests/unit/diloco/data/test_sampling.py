@@ -102,12 +102,24 @@ def test_peers_that_are_all_there_train_every_window_once():
     assert sorted(seen) == list(range(num_windows))
 
 
-DEAL = PromptSchedule(seed=5, steps_per_epoch=6, period=2, prompts_per_generation=4)
+def schedule(*, batches_per_step=1, batches_per_generation=2, prompts_per_generation=4, seed=5):
+    return PromptSchedule(
+        seed=seed,
+        steps_per_epoch=6,
+        batches_per_step=batches_per_step,
+        batches_per_generation=batches_per_generation,
+        prompts_per_generation=prompts_per_generation,
+    )
 
 
-def epoch_of(rank, data_base):
+DEAL = schedule()
+
+
+def epoch_of(rank, data_base, deal=DEAL):
     block = Block(epoch=0, world_rank=rank, data_base=data_base)
-    return [n for step in range(0, 6, 2) for n in DEAL.numbers(block, step, num_examples=96)]
+    batches = range(0, 6 * deal.batches_per_step, deal.batches_per_generation)
+    places = [divmod(batch, deal.batches_per_step) for batch in batches]
+    return [number for place in places for number in deal.numbers(block, *place, num_examples=96)]
 
 
 def test_no_prompt_is_dealt_twice_in_a_pass():
@@ -115,13 +127,29 @@ def test_no_prompt_is_dealt_twice_in_a_pass():
     assert sorted(dealt) == list(range(96))
 
 
-def test_a_generation_is_the_same_from_every_step_that_it_serves():
+@pytest.mark.parametrize(
+    ("per_step", "per_generation", "prompts"),
+    [(8, 1, 1), (4, 1, 2), (4, 3, 6), (2, 1, 4), (2, 3, 12), (1, 1, 8)],
+)
+def test_peers_with_batches_of_any_size_are_dealt_different_prompts(per_step, per_generation, prompts):
+    """Every peer trains on 8 prompts in each of 6 steps; some generate several times in a step."""
+    deal = schedule(
+        batches_per_step=per_step, batches_per_generation=per_generation, prompts_per_generation=prompts
+    )
+    other = schedule(batches_per_step=2, batches_per_generation=2, prompts_per_generation=8)
+    assert sorted(epoch_of(0, 0, deal) + epoch_of(1, 0, other)) == list(range(96))
+
+
+def test_a_generation_is_the_same_from_every_batch_that_it_serves():
     block = Block(epoch=3, world_rank=1, data_base=7)
-    first, second = (DEAL.numbers(block, step, num_examples=50) for step in (2, 3))
-    assert first == second != DEAL.numbers(block, 4, num_examples=50)
+    first, second = (DEAL.numbers(block, step, 0, num_examples=50) for step in (2, 3))
+    assert first == second != DEAL.numbers(block, 4, 0, num_examples=50)
+    deal = schedule(batches_per_step=2, batches_per_generation=3)
+    middle = [deal.numbers(block, *place, num_examples=50) for place in ((1, 1), (2, 0), (2, 1))]
+    assert middle[0] == middle[1] == middle[2] != deal.numbers(block, 1, 0, num_examples=50)
 
 
 def test_another_seed_deals_other_prompts():
     block = Block(epoch=0, world_rank=0, data_base=0)
-    other = PromptSchedule(seed=6, steps_per_epoch=6, period=2, prompts_per_generation=4)
-    assert DEAL.numbers(block, 0, num_examples=10_000) != other.numbers(block, 0, num_examples=10_000)
+    numbers = [schedule(seed=seed).numbers(block, 0, 0, num_examples=10_000) for seed in (5, 6)]
+    assert numbers[0] != numbers[1]

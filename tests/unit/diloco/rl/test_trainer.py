@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
+from diloco.data.sampling import PromptSchedule
 from diloco.options.flags import GrpoConfig
 from diloco.rl.task_choice import open_task
-from diloco.rl.trainer import reward_functions
+from diloco.rl.trainer import placeholders, reward_functions
 
 
 def test_each_component_is_a_function_of_its_own_name_that_hands_trl_the_scores_of_the_rows():
@@ -12,3 +15,17 @@ def test_each_component_is_a_function_of_its_own_name_that_hands_trl_the_scores_
     scores = [[0.25, 0.5], [1.0, 0.75]]
     found = [function(completions=[None] * 2, prompts=None, scores=scores) for function in functions]
     assert found == [[0.25, 1.0], [0.5, 0.75]]
+
+
+@pytest.mark.parametrize(("per_step", "per_generation"), [(1, 1), (4, 1), (6, 6), (6, 4), (6, 12), (96, 5)])
+def test_a_pass_over_the_placeholders_ends_with_a_whole_step(per_step, per_generation):
+    """After a shorter step, batches would no longer be counted as in the schedule of prompts."""
+    prompts = PromptSchedule(
+        seed=0,
+        steps_per_epoch=30,
+        batches_per_step=per_step,
+        batches_per_generation=per_generation,
+        prompts_per_generation=2,
+    )
+    num_generations = len(placeholders(prompts)) // 2
+    assert num_generations >= 64 and num_generations * per_generation % per_step == 0
