@@ -77,6 +77,11 @@ class PeerTrainer(GRPOTrainer):
         """The number of the next batch in its optimizer step: a step may need several generations."""
         return int(self._step % self.args.gradient_accumulation_steps)
 
+    def continue_at(self, step: int) -> None:
+        """Generate at the same steps as a trainer that began at step 0. TRL counts batches from 0 after a resume too:
+        after one within a generation, all later generations would begin at other steps."""
+        self._step = step * self.args.gradient_accumulation_steps
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
         # Choose the prompts here rather than in the data loader, which reads ahead past an outer step.
         rows = self._rows()

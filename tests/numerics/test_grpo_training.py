@@ -226,6 +226,16 @@ def test_alone_each_generation_has_prompts_of_its_own(config, tmp_path, asked, p
     assert len({number for _, numbers in asked for number in numbers}) == 8
 
 
+def test_after_a_resume_within_a_generation_the_next_one_begins_where_it_would_have(config, tmp_path, asked):
+    """Otherwise every outer step would come between the two steps that one generation serves."""
+    ckpt = CkptConfig(path=config.ckpt.path, interval=1)
+    own = replace(config, grpo=replace(config.grpo, steps_per_generation=4, eval_prompts=0), ckpt=ckpt)
+    trained(replace(own, max_steps=1), tmp_path / "first")
+    trained(replace(own, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
+    assert [step for step, _ in asked] == [0, 1, 2]
+    assert asked[0][1] == asked[1][1] != asked[2][1]
+
+
 def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):
     from safetensors.torch import load_file
 
