@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ class PeerTrainer(GRPOTrainer):
     def batch_of_step(self) -> int:
         """The number of the next batch in its optimizer step: a step may need several generations."""
         return int(self._step % self.args.gradient_accumulation_steps)
+
+    def set_initial_training_values(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+        """Lift the limit of passes over the data: a peer that gives up a fork trains more steps than the run has."""
+        _, *others = super().set_initial_training_values(*arguments, **named)
+        return (sys.maxsize, *others)
 
     def continue_at(self, step: int) -> None:
         """Generate at the same steps as a trainer that began at step 0. TRL counts batches from 0 after a resume too:

@@ -24,7 +24,7 @@ from diloco.rl.tasks import Example, Reward, Task
 from diloco.rl.trainer import PeerTrainer
 from diloco.train.model import load_model
 from diloco.train_grpo import Training
-from tests.support.scripted_daemon import ScriptedDaemon
+from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.tiny_model import small_bare_model
 
 FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
@@ -203,6 +203,24 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model_step_3", "model_step_4"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.hidden_size == 32
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "model"]
+
+
+def test_a_peer_that_gives_up_a_fork_trains_to_the_end_of_the_run(config, tmp_path, link, monkeypatch):
+    """transformers makes only as many passes as a run from its start to its end takes."""
+    forks = [0]
+
+    def rule(message, out, inn):
+        answer = halving(message, out, inn)
+        if message["kind"] == "ready" and forks:
+            answer[1]["epoch"] = forks.pop()
+        return answer
+
+    monkeypatch.setattr("diloco.rl.trainer._GENERATIONS_PER_PASS", 1)
+    with ScriptedDaemon(link, rule, local_steps=2) as daemon:
+        *_, finished = trained(config, tmp_path / "run")
+    assert (finished["event"], finished["step"]) == ("finished", 4)
+    ready = [message for message in daemon.messages if message["kind"] == "ready"]
+    assert [(message["epoch"], message["last"]) for message in ready] == [(0, False), (0, False), (1, True)]
 
 
 @pytest.fixture
