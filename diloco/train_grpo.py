@@ -31,7 +31,7 @@ from diloco.data.sampling import PromptSchedule, place_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.launch.worker import Assignment, assigned, exit_code
-from diloco.options.model_files import load_model_config
+from diloco.options.model_files import directory_of, has_weights, load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
 from diloco.outer.world import World, on_every_rank, on_rank_zero
@@ -112,6 +112,7 @@ class Training:
         )
         self.period = generation_period(args)
         check_divides(args, steps_per_epoch=config.hv.steps_per_epoch)
+        check_reference(config)
         self.prompts = PromptSchedule(
             seed=config.seed,
             steps_per_epoch=config.hv.steps_per_epoch,
@@ -490,6 +491,17 @@ def take_gpus(config: TrainConfig, world: World, environment: MutableMapping[str
     if ranks:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(ranks)
     return server
+
+
+def check_reference(config: TrainConfig) -> None:
+    """Raise UserError if TRL needs a reference model (--grpo.beta), but cannot load it: it does not know our seed."""
+    if not config.grpo.beta or config.trains_adapters:
+        return
+    if not has_weights(directory_of(config.path_model, weights=True)):
+        raise UserError(
+            f"--grpo.beta {config.grpo.beta:g} keeps the model close to its initial weights, but {config.path_model} "
+            "has no weights yet: leave --grpo.beta out, or name a trained model with --path-model"
+        )
 
 
 def known_world_rank() -> int | None:

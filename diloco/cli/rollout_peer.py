@@ -56,7 +56,8 @@ async def _run(
     from peers.daemon.rollout_peer import run_rollout_peer
 
     def command(manifest: Mapping[str, Scalar], link_path: Path) -> WorkerCommand:
-        agreed = replace(adopt_manifest(config, manifest, named, run_dir=run_dir), run_dir=str(run_dir))
+        agreed = adopt_manifest(config, manifest, named, run_dir=run_dir, is_learner=False)
+        agreed = replace(agreed, run_dir=str(run_dir))
         return worker_command(
             agreed, run_dir, link_path, module="diloco.generate_rollouts", num_peers=num_peers
         )

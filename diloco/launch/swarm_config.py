@@ -2,9 +2,9 @@
 
 The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
 digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
-If adapters are trained (`--grpo.lora-rank`), `weights` is the digest of the frozen weights, which no peer sends. In
-GRPO, `chat_template` is the digest of the template that formats the prompts: it is a program, so no peer takes it from
-another one either.
+With adapters (`--grpo.lora-rank`) or a reference model (`--grpo.beta`), `weights` is the digest of the initial weights,
+which no peer sends. In GRPO, `chat_template` is the digest of the template that formats the prompts: it is a program,
+so no peer takes it from another one either.
 `worker` tells whether the workers run diloco's trainer or the user's own program (`--worker`). In the latter case, the
 manifest has only the fields that the daemon reads, since the user's program ignores the others.
 """
@@ -95,9 +95,9 @@ def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[st
         manifest[_PATH] = ""
     manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
     manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))
-    if config.trains_adapters:
-        manifest[_WEIGHTS] = _weights_digest(config.path_model)
     if config.mode == "grpo":
+        if config.trains_adapters or config.grpo.beta:
+            manifest[_WEIGHTS] = _weights_digest(config.path_model)
         manifest[_TEMPLATE] = _template_digest(config.path_model)
     manifest[WORKER] = DILOCOS_WORKER
     return manifest
@@ -110,10 +110,12 @@ def adopt_manifest(
     *,
     run_dir: Path,
     num_ranks: int = 1,
+    is_learner: bool = True,
 ) -> TrainConfig:
     """The configuration with the values of the swarm's manifest. Raises UserError if this peer cannot adopt them.
 
-    If this machine does not have the model, its config.json is written to <run_dir>/model_config/.
+    If this machine does not have the model, its config.json is written to <run_dir>/model_config/. Only learners have a
+    reference model.
     """
     shared = {
         name: value
@@ -130,6 +132,8 @@ def adopt_manifest(
         )
     if manifest.get(_MODEL) is None:
         return config
+    if not is_learner and not config.trains_adapters:
+        manifest = {name: value for name, value in manifest.items() if name != _WEIGHTS}
     candidates = (
         [config.path_model] if _PATH in named else [str(manifest.get(_PATH) or ""), config.path_model]
     )
@@ -158,13 +162,13 @@ def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:
 
 
 def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
-    """Write the manifest's config.json. Raises UserError if the run's model needs more than that: frozen weights for
-    adapters, or a tokenizer or chat template other than the byte-level ones.
+    """Write the manifest's config.json. Raises UserError if the run's model needs more than that: initial weights, or a
+    tokenizer or chat template other than the byte-level ones.
     """
     if manifest.get(_WEIGHTS):
         raise UserError(
-            "The run trains adapters on base weights that this machine does not have. Copy the model's "
-            "directory here from a peer that has it, and name it with --path-model."
+            "The run trains adapters on, or measures a KL divergence from, weights that this machine does not have. "
+            "Copy the model's directory here from a peer that has it, and name it with --path-model."
         )
     byte_level, template = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}, _template_digest("2m")
     has_tokenizer = manifest.get(_TOKENIZER, "") in byte_level

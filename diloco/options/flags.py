@@ -225,7 +225,8 @@ class GrpoConfig:
     )
     """Sampling temperature of the completions to train on."""
     beta: Rate = field(default=0.0, metadata=SHARED)
-    """Weight of the KL divergence from the initial model; 0 needs no copy of that model."""
+    """Weight of the KL divergence from the initial model, which must then be the same on all peers; 0 needs no copy of
+    it."""
     lora_rank: Count | None = field(default=None, metadata=SHARED)
     """Train adapters of this rank (LoRA) in place of the weights, which must then be the same on all peers."""
     eval_prompts: Whole = 64

@@ -280,6 +280,15 @@ def test_generations_that_outlive_an_outer_step_are_refused_before_training(conf
         trained(own, tmp_path / "run")
 
 
+def test_a_reference_model_needs_weights_to_load(config, tmp_path):
+    own = replace(config, grpo=replace(config.grpo, beta=0.1, eval_prompts=0), total_steps=1)
+    with pytest.raises(UserError, match=r"has no weights yet: leave --grpo\.beta out"):
+        trained(own, tmp_path / "refused")
+    load_model(config.path_model, seed=5).save_pretrained(config.path_model)
+    (step,) = (record for record in trained(own, tmp_path / "run") if record["kind"] == "step")
+    assert step["kl"] == pytest.approx(0, abs=1e-6)
+
+
 class Sender:
     """Stands in for the link to a daemon: its rollouts have constant log-probabilities, whatever the policy."""
 

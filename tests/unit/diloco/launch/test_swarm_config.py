@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from importlib.metadata import version
@@ -83,35 +84,48 @@ def test_a_rollout_peer_takes_any_size_of_batches_which_it_does_not_train(tmp_pa
     assert (adopted.total_batch_size, adopted.per_device_train_batch_size) == (32, 16)
 
 
-def with_adapters(path_model) -> TrainConfig:
-    return TrainConfig(mode="grpo", path_model=str(path_model), grpo=GrpoConfig(lora_rank=4))
-
-
-def test_adapters_are_trained_beside_the_runs_weights_only(tmp_path):
-    """With adapters, peers send only the adapters, so a peer needs the same weights beneath them."""
+@pytest.mark.parametrize("trains", [{"lora_rank": 4}, {"beta": 0.1}], ids=["adapters", "with a reference"])
+def test_initial_weights_that_no_peer_sends_are_the_same_on_all_peers(tmp_path, trains):
+    """Peers send only the adapters, not the weights beneath them, and no reference model."""
     theirs, copy, other = (tmp_path / name for name in ("theirs", "copy", "other"))
     small_bare_model(theirs)
     save_file({"weight": torch.zeros(2)}, theirs / "model.safetensors")
     shutil.copytree(theirs, copy)
     shutil.copytree(theirs, other)
     save_file({"weight": torch.ones(2)}, other / "model.safetensors")
-    manifest = manifest_of(with_adapters(theirs))
+    manifest = manifest_of(TrainConfig(mode="grpo", path_model=str(theirs), grpo=GrpoConfig(**trains)))
 
-    def adopted(path_model, manifest=manifest) -> TrainConfig:
+    def adopted(path_model) -> TrainConfig:
         config, named = parse_train_config(["--path-model", str(path_model)], "grpo")
         return adopt_manifest(config, manifest, named, run_dir=tmp_path / "run")
 
-    assert (adopted(copy).path_model, adopted(copy).grpo.lora_rank) == (str(copy), 4)
+    assert adopted(copy).path_model == str(copy)
+    assert {name: getattr(adopted(copy).grpo, name) for name in trains} == trains
     for lacking in (other, small_bare_model(tmp_path / "without")):
         with pytest.raises(UserError, match="weights that this machine does not have"):
             adopted(lacking)
     assert "weights" not in manifest_of(TrainConfig(mode="grpo", path_model=str(theirs)))
 
 
+@pytest.mark.parametrize(
+    ("trains", "is_refused"),
+    [({"lora_rank": 4}, True), ({"beta": 0.1}, False), ({"lora_rank": 4, "beta": 0.1}, True)],
+)
+def test_a_rollout_peer_needs_weights_under_adapters_but_none_for_a_reference(tmp_path, trains, is_refused):
+    theirs = small_bare_model(tmp_path / "theirs")
+    own = shutil.copytree(theirs, tmp_path / "own")
+    save_file({"weight": torch.zeros(2)}, theirs / "model.safetensors")
+    manifest = manifest_of(TrainConfig(mode="grpo", path_model=str(theirs), grpo=GrpoConfig(**trains)))
+    config, named = as_rollout_peer(*parse_train_config(["--path-model", str(own)], "grpo"))
+    with pytest.raises(UserError, match="weights that") if is_refused else contextlib.nullcontext():
+        adopted = adopt_manifest(config, manifest, named, run_dir=tmp_path / "run", is_learner=False)
+        assert adopted.path_model == str(own)
+
+
 def test_weights_that_are_drawn_from_the_runs_seed_need_no_copy(tmp_path):
     theirs = small_bare_model(tmp_path / "theirs")
     (theirs / "chat_template.jinja").write_text(chat_template_of("2m"))
-    manifest = manifest_of(with_adapters(theirs))
+    manifest = manifest_of(TrainConfig(mode="grpo", path_model=str(theirs), grpo=GrpoConfig(lora_rank=4)))
     shutil.rmtree(theirs)
     config, named = parse_train_config([], "grpo")
     written = adopt_manifest(config, manifest, named, run_dir=tmp_path / "run").path_model
