@@ -155,11 +155,17 @@ class DilocoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Average the steps of the unfinished epoch, and leave the swarm.
+        """Average the steps of the unfinished epoch, and leave the swarm. Raises DilocoError if the data ended first.
 
         Without averaging where the trainer has loaded its best model: that is older than the steps, and is to be kept.
         """
         outer = self._joined
+        if outer.active and not control.should_training_stop and state.global_step < state.max_steps:
+            # transformers limits the passes over the data to those of a run without forks.
+            raise DilocoError(
+                f"the trainer's data ended at step {state.global_step} of {state.max_steps}, as they do if a peer has "
+                "given up a fork and trains steps again; a new trainer continues from the swarm's weights"
+            )
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             outer.leave()
             return

@@ -24,7 +24,7 @@ from diloco.rl.tasks import Example, Reward, Task
 from diloco.rl.trainer import PeerTrainer
 from diloco.train.model import load_model
 from diloco.train_grpo import Training
-from tests.support.scripted_daemon import ScriptedDaemon, halving
+from tests.support.scripted_daemon import ScriptedDaemon, leaving_a_fork
 from tests.support.tiny_model import small_bare_model
 
 FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
@@ -207,16 +207,8 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
 
 def test_a_peer_that_gives_up_a_fork_trains_to_the_end_of_the_run(config, tmp_path, link, monkeypatch):
     """transformers makes only as many passes as a run from its start to its end takes."""
-    forks = [0]
-
-    def rule(message, out, inn):
-        answer = halving(message, out, inn)
-        if message["kind"] == "ready" and forks:
-            answer[1]["epoch"] = forks.pop()
-        return answer
-
     monkeypatch.setattr("diloco.rl.trainer._GENERATIONS_PER_PASS", 1)
-    with ScriptedDaemon(link, rule, local_steps=2) as daemon:
+    with ScriptedDaemon(link, leaving_a_fork(), local_steps=2) as daemon:
         *_, finished = trained(config, tmp_path / "run")
     assert (finished["event"], finished["step"]) == ("finished", 4)
     ready = [message for message in daemon.messages if message["kind"] == "ready"]

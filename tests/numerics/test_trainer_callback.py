@@ -15,8 +15,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl.trainer.utils import RepeatSampler
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
-from diloco.errors import UserError
-from tests.support.scripted_daemon import ScriptedDaemon, halving, joining, slow_rounds
+from diloco.errors import DilocoError, UserError
+from tests.support.scripted_daemon import ScriptedDaemon, halving, joining, leaving_a_fork, slow_rounds
 from tests.support.tiny_model import tiny_llama
 from tests.support.trainer_worker import Samples, trainer_of, weights
 
@@ -197,6 +197,15 @@ def test_a_trainer_that_stops_early_keeps_its_best_model_and_hands_nothing_of_it
     # The work of the first two steps is averaged before this peer leaves.
     assert [m["may_go_ahead"] for m in daemon.collects] == collects
     assert daemon.kinds()[-1] == "finished"
+
+
+def test_data_that_end_before_the_run_after_a_fork_are_an_error(tmp_path, link):
+    """64 samples are one pass of 16 steps."""
+    trainer = trainer_of(tmp_path, DilocoCallback(), max_steps=16, save_strategy="no")
+    error = pytest.raises(DilocoError, match=r"data ended at step 14 of 16.* given up a fork")
+    with ScriptedDaemon(link, leaving_a_fork(), local_steps=2) as daemon, error:
+        trainer.train()
+    assert daemon.kinds()[-1] != "finished"
 
 
 def test_under_peft_only_the_adapters_are_averaged(tmp_path, link):

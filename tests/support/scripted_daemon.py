@@ -68,6 +68,19 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
     return None
 
 
+def leaving_a_fork() -> Rule:
+    """The first commit returns the peer from a lost fork to the run's first epoch."""
+    epochs = [0]
+
+    def rule(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer | None:
+        answer = halving(message, out, inn)
+        if answer and message["kind"] == "ready" and epochs:
+            answer[1]["epoch"] = epochs.pop()
+        return answer
+
+    return rule
+
+
 def joining(epoch: int, weights: float, **place: Any) -> Rule:
     """The swarm is in this epoch already, with these weights; each commit halves them."""
 
