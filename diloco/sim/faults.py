@@ -97,6 +97,14 @@ def _restart(swarm: VirtualSwarm, fault: Fault) -> None:
     swarm.start(fault.ranks[0])
 
 
+def _begin_again(swarm: VirtualSwarm, fault: Fault) -> None:
+    """Soon after its last work the worker fails, and comes again; later, its whole peer is restarted."""
+    if fault.seconds < MEAN_S:
+        swarm.crash_worker(fault.ranks[0], 0.0)
+    else:
+        _restart(swarm, fault)
+
+
 def _garble(swarm: VirtualSwarm, fault: Fault, *, does: bool) -> None:
     if (peer := swarm.peers.get(fault.ranks[0])) is not None:
         peer.garbles = does
@@ -127,7 +135,7 @@ KINDS: dict[str, tuple[Act, Act]] = {
     "kill": (lambda s, f: s.kill(f.ranks[0]), lambda s, f: s.start(f.ranks[0])),
     "vanish": (lambda s, f: s.kill(f.ranks[0], vanishes=True), lambda s, f: s.start(f.ranks[0])),
     "leave": (lambda s, f: s.leave(f.ranks[0]), _restart),
-    "finish": (lambda s, f: s.finish(f.ranks[0]), _restart),
+    "finish": (lambda s, f: s.finish(f.ranks[0]), _begin_again),
     "freeze": (lambda s, f: s.freeze(f.ranks[0], f.seconds), _ends_itself),
     "cut": (lambda s, f: s.cut(*f.ranks), lambda s, f: s.heal(*f.ranks)),
     "cut one way": (

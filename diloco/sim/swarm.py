@@ -277,6 +277,8 @@ class VirtualSwarm:
         if peer.is_running and peer.worker is None:
             self.note(peer.peer_id, "** gets a worker again")
             self.truth.idle_until[peer.peer_id] = self.now
+            if peer.peer_id in self.truth.left_until:
+                self.truth.left_until[peer.peer_id] = self.now
             peer.start_worker()
 
     # Links

@@ -143,6 +143,7 @@ class Peer:
             "waits": "waiting",
             "trains": "training",
             "ready": "ready",
+            "finished": "leaving",
         }
         return states[self.worker.state] if self.head else "waiting"
 
@@ -342,7 +343,7 @@ class Peer:
     def _apply_one_rule(self, turn: Turn) -> bool:
         """Apply the first rule that applies. False: none does."""
         self.swarm.notice_silence(turn)
-        if self._is_leaving:
+        if self.phase == "leaving":
             return False
         return (
             self._claim_rank(turn)
@@ -480,10 +481,8 @@ class Peer:
         self.timing.answered(turn.now - worker.ready_at)
         worker.was_committed(plan.fragment, plan.epoch)
         worker.base = self.head
-        worker.resume(self.epoch, local_step)
+        worker.resume(self.epoch, local_step, is_finished=is_last)
         turn.do(Answer("contributed", self.chain.newest, local_step, self._late_work.epoch_s()))
-        if is_last:
-            self._is_leaving = True
 
     def _recheck_own_state(self, turn: Turn) -> bool:
         """Fetch the state of this peer's own head from others if this peer's digests differed from the majority's."""

@@ -18,12 +18,13 @@ from peers.protocol.messages import Status
 class Worker:
     """The state machine of one peer's worker, over restarts of the worker process.
 
-    States: none (no worker), waits (it has asked where to begin), trains, ready (it has handed over its work).
+    States: none (no worker), waits (it has asked where to begin), trains, ready (it has handed over its work), finished
+    (its last work is committed; if it fails afterwards, its successor waits like any other).
     """
 
     moves: int
     """How often its peer has moved to another head (`Work.moves`)."""
-    state: Literal["none", "waits", "trains", "ready"] = "none"
+    state: Literal["none", "waits", "trains", "ready", "finished"] = "none"
     base: str = ""
     """The head whose anchor its weights are based on."""
     epoch: int = -1
@@ -66,7 +67,7 @@ class Worker:
     def end(self) -> None:
         if self.state == "ready":
             self._is_gone, self._next_waits = True, False
-        else:
+        elif self.state != "finished":
             self.state = "none"
 
     def begin(self, head: str, epoch: int, local_step: int) -> None:
@@ -97,9 +98,10 @@ class Worker:
             self.work = replace(self.work, based_on=min(self.work.based_on, epoch))
         self._based_on = {fragment: min(at, epoch) for fragment, at in self._based_on.items()}
 
-    def resume(self, epoch: int, local_step: int) -> None:
-        """It was answered, and trains in this epoch from this local step on."""
-        self.state = "waits" if self._next_waits else "none" if self._is_gone else "trains"
+    def resume(self, epoch: int, local_step: int, *, is_finished: bool = False) -> None:
+        """It was answered, and trains in this epoch from this local step on, unless this was its last work."""
+        here: Literal["trains", "finished"] = "finished" if is_finished else "trains"
+        self.state = "waits" if self._next_waits else "none" if self._is_gone else here
         self.work, self.is_ahead, self._is_gone, self._next_waits = None, False, False, False
         self.epoch, self.local_step = epoch, local_step
 

@@ -196,7 +196,7 @@ class WorkerHost:
             self._monitor.show("leaving")
             return
         self._monitor.lost()
-        if self._monitor.state in ("training", "waiting"):
+        if self._monitor.state != "averaging":
             self._monitor.show("joining")
 
     async def _welcome(self, connection: DaemonConnection, hello: dict[str, Any]) -> None:
@@ -223,6 +223,8 @@ class WorkerHost:
         match message["kind"]:
             case "offer":
                 self._started = connection
+                # The life before may have failed after it had said that it was over.
+                self.finished.clear()
                 start = await self._answer(connection, self._start(self._tensors(), message))
                 await connection.send("start", **asdict(start))
             case "ready":

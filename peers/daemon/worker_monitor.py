@@ -144,7 +144,7 @@ class WorkerMonitor:
             log.info("%s", self._epoch_in_words(outcome))
         if outcome.world_rank in outcome.contributors:
             self.on_commit()
-        self.show("leaving" if outcome.last else "training" if self.has_worker else "joining")
+        self.show("joining" if not self.has_worker else "leaving" if outcome.last else "training")
 
     def progressed(self, progress: Mapping[str, Any]) -> int:
         """The worker reports its step and its loss; other peers see them with the next heartbeat.

@@ -207,6 +207,24 @@ def test_who_has_finished_brings_its_last_work_and_is_taken_off_the_roster():
     assert swarm.roster(swarm.state(0).head) == {0, 1}
 
 
+@pytest.mark.parametrize("others", ["go on", "have left", "have died"])
+def test_a_worker_that_fails_after_its_last_work_trains_again(others):
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    for rank in range(3) if others == "have left" else (2,):
+        swarm.finish(rank)
+    assert swarm.run_until(lambda: swarm.peers[2].machine.phase == "leaving", 3 * EPOCH_S)
+    if others == "go on":
+        swarm.run(2 * EPOCH_S)
+        assert swarm.roster(swarm.state(0).head) == {0, 1}
+    else:
+        swarm.kill(0)
+        swarm.kill(1)
+    swarm.crash_worker(2, 1.0)
+    together(swarm)
+    assert 2 in swarm.contributors(swarm.state(2).head)
+
+
 def test_who_was_away_for_longer_than_certificates_are_kept_takes_what_the_others_show(monkeypatch):
     monkeypatch.setattr("peers.core.chain.MAX_OWN", 6)
     swarm = VirtualSwarm(3)

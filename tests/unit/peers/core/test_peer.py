@@ -267,6 +267,24 @@ def test_who_has_committed_its_last_work_leaves():
     assert a.peer.epoch == 1
 
 
+@pytest.mark.parametrize("fails", ["after its last commit", "while its last work is reduced"])
+def test_a_worker_that_fails_after_it_has_handed_over_its_last_work_begins_again_at_the_end(fails):
+    a = Driven.at(genesis("a"))
+    a.ready(work(last=True))
+    if fails == "while its last work is reduced":
+        a.feed(events.WorkerGone())
+    plan = a.of(effects.Reduce)[-1].plan
+    a.feed(events.Reduced(plan.digest, digest("x"), digest("y")))
+    if fails == "after its last commit":
+        a.feed(events.WorkerGone())
+        assert a.peer.phase == "leaving"
+    made = a.feed(events.WorkerWaits())
+    (begin,) = a.of(effects.Answer, made)
+    assert (begin.how, begin.epoch) == ("begin", 1)
+    assert a.of(Status, made)[-1].phase == "training"
+    assert a.of(Status, a.feed(events.Leave()))[-1].phase == "leaving"
+
+
 def test_who_leaves_begins_nothing_and_still_hands_over_certificates():
     a = Driven.at(GENESIS, "bc")
     made = a.feed(events.Leave())

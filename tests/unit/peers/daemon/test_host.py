@@ -245,6 +245,45 @@ async def test_a_later_life_of_a_worker_offers_no_state_where_there_is_one(tmp_p
     assert start["epoch"] == 7
 
 
+class LeavingHost(TrainingHost):
+    """A host that shows `state`: its worker's last work is committed."""
+
+    state = "leaving"
+    _worker_lost = WorkerHost._worker_lost
+
+    def post(self, event: Any) -> None: ...
+
+    def lost(self) -> None:
+        self.news.append(("lost",))
+
+    def show(self, state: str) -> None:
+        self.news.append(("show", state))
+
+
+async def test_a_worker_that_fails_after_it_has_finished_counts_as_lost_in_its_next_life(tmp_path):
+    def live(*, finishes: bool) -> None:
+        link = connect(tmp_path / "link", 1.0)
+        link.send("offer", resume=None, is_own=True, epoch=0, local_step=0)
+        assert link.receive("start")["epoch"] == 7
+        if finishes:
+            link.send("finished")
+            link.receive("bye")
+        hang_up(link)
+        link.close()
+
+    host, news = LeavingHost(), []
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(host.serve(accept))
+        for finishes in (True, False):
+            await asyncio.to_thread(live, finishes=finishes)
+            await asyncio.to_thread(wait_until, lambda: host.news, "its end")
+            news.append(host.news)
+            host.news = []
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert news == [[("show", "leaving")], [("lost",), ("show", "joining")]]
+
+
 class LateHost(SlowHost):
     """A host that lets the worker train on at once, and has its commit when the test sets `go_on`."""
 
