@@ -28,7 +28,7 @@ from peers.daemon.worker_monitor import WorkerMonitor
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.monitor.phases import in_words
 from peers.protocol.codecs import FLOAT_BYTES
-from peers.state.files import Saving
+from peers.state.files import Saving, is_workers_base
 from peers.state.handover import EpochOutcome, Memories, Start, floats_of
 from peers.state.layout import Layout
 from peers.tasks import cancelled, is_set_within
@@ -181,7 +181,8 @@ class WorkerHost:
         if runtime.state is None:
             self._monitor.show("waiting")
         start = await runtime.begin_worker(memories.inn, offered, residuals)
-        if resume and offer.get("is_own", True) and runtime.state is offered:
+        own = resume if offer.get("is_own", True) else None
+        if own and runtime.state is offered and is_workers_base(Path(own)):
             # The run began from this very checkpoint, so the worker's weights are on top of the right anchor.
             start = replace(start, keep_local=True, local_step=int(offer["local_step"]))
         self._monitor.started(start)
@@ -296,8 +297,8 @@ class WorkerHost:
             state = self.runtime.state
             if state is None:
                 raise OSError("there is no outer state yet")
-            residuals = self.runtime.averaging.residuals
-            await self._answer(connection, self._saving.begin(state, residuals, directory))
+            residuals, is_base = self.runtime.averaging.residuals, self.runtime.is_workers_base
+            await self._answer(connection, self._saving.begin(state, residuals, directory, is_base))
         except OSError as error:
             await connection.send("failed", reason=str(error))
         else:

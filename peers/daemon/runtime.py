@@ -137,6 +137,11 @@ class Runtime:
         """Whether no worker has offered a state yet from which the run could begin. Once False, it stays so."""
         return self.state is None and self._offered is None
 
+    @property
+    def is_workers_base(self) -> bool:
+        """Whether the worker's weights, while it has handed over nothing, are based on the anchor in `state`."""
+        return self._base is None
+
     async def begin_worker(
         self, inn: Sequence[Tensor], offered: OuterState | None, residuals: Sequence[Residuals] | None = None
     ) -> Start:

@@ -38,12 +38,15 @@ class HeldState:
     A context manager: leaving it releases the memory.
     """
 
-    def __init__(self, state: OuterState, residuals: Sequence[Residuals] = ()) -> None:
-        """May wait for a running commit. Raises OSError if the state is being changed."""
+    def __init__(
+        self, state: OuterState, residuals: Sequence[Residuals] = (), is_workers_base: bool = True
+    ) -> None:
+        """May wait for a running commit. `is_workers_base`: see the function of that name. Raises OSError if the state
+        is being changed."""
         snapshot = state.snapshot()
         if snapshot is None:
             raise OSError(_BEING_CHANGED)
-        self.snapshot = snapshot
+        self.snapshot, self._is_workers_base = snapshot, is_workers_base
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(snapshot)
         self.residuals = {
@@ -72,7 +75,8 @@ class HeldState:
         tensors = {f"anchor.{index}": values for index, values in enumerate(self.snapshot.anchor)}
         tensors |= {f"momentum.{index}": values for index, values in enumerate(self.snapshot.momentum)}
         written[TENSORS_FILE] = write_tensors(directory / TENSORS_FILE, tensors, metadata)
-        written[HEADER_FILE] = write_bytes(directory / HEADER_FILE, _header_bytes(header))
+        content = _header_bytes(header, self._is_workers_base)
+        written[HEADER_FILE] = write_bytes(directory / HEADER_FILE, content)
         return written
 
     def close(self) -> None:
@@ -115,6 +119,12 @@ def load(directory: Path) -> OuterState:
     return state
 
 
+def is_workers_base(directory: Path) -> bool:
+    """Whether the worker's weights in this checkpoint, whose state `load` has loaded, are based on its anchor. If not,
+    the peer had adopted the state in the middle of an epoch that its worker had begun on an older one."""
+    return msgspec.json.decode((directory / HEADER_FILE).read_bytes(), type=_HeaderFile).is_workers_base
+
+
 def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
     """Load the residuals saved with this state, by fragment. Raises UserError."""
     path = directory / RESIDUALS_FILE
@@ -147,18 +157,20 @@ class _HeaderFile(msgspec.Struct, frozen=True, kw_only=True):
     momentum_chunks: str
     certificate: str = ""
     """Empty in files of a version without certificates: the model can be exported, but training cannot resume."""
+    is_workers_base: bool = True
     head: str = ""
     epoch: int = 0
     anchor_digest: str = ""
     momentum_digest: str = ""
 
 
-def _header_bytes(header: StateHeader) -> bytes:
+def _header_bytes(header: StateHeader, is_workers_base: bool = True) -> bytes:
     saved = _HeaderFile(
         sizes=header.sizes,
         anchor_chunks=header.anchor_chunks.hex(),
         momentum_chunks=header.momentum_chunks.hex(),
         certificate=encode(header.certificate).hex() if header.certificate else "",
+        is_workers_base=is_workers_base,
         head=header.head,
         epoch=header.epoch,
         anchor_digest=header.anchor_digest,
@@ -220,12 +232,16 @@ class Saving:
         self._pool = ThreadPoolExecutor(1, "saving", stand_back, (_NICENESS,))
         self._writing: dict[Path, asyncio.Future[Written]] = {}
 
-    async def begin(self, state: OuterState, residuals: Sequence[Residuals], directory: Path) -> None:
+    async def begin(
+        self, state: OuterState, residuals: Sequence[Residuals], directory: Path, is_workers_base: bool = True
+    ) -> None:
         """Take a snapshot of the state, and begin to write it; later commits do not change what is written.
 
-        Raises OSError if a commit is being applied.
+        Arguments as for HeldState. Raises OSError if a commit is being applied.
         """
-        holding = asyncio.get_running_loop().run_in_executor(None, HeldState, state, residuals)
+        holding = asyncio.get_running_loop().run_in_executor(
+            None, HeldState, state, residuals, is_workers_base
+        )
         try:
             held = await asyncio.shield(holding)
         except asyncio.CancelledError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from diloco.train.progress import Progress
 from peers.daemon import host as host_module
@@ -19,10 +20,12 @@ from peers.daemon.host import WorkerHost
 from peers.daemon.link import WorkerLink, listen
 from peers.errors import PeersError, UserError
 from peers.protocol.reports import Phase
-from peers.state.files import Written
+from peers.state.files import Saving, Written
 from peers.state.handover import Ahead, EpochOutcome, Start
 from peers.state.layout import Layout, ParameterSlot
+from peers.state.outer_state import OuterState
 from peers.state.whole_files import FileRecord
+from tests.support.certified import signed_genesis
 from tests.support.scripted_daemon import COMMITTED
 from tests.support.swarm import wait_until
 
@@ -35,7 +38,7 @@ class SlowHost(WorkerHost):
 
     phase = Phase(name="testing")
     core = SimpleNamespace(world_rank=0, timing=SimpleNamespace(set_sizes=lambda **_: None))
-    state, averaging = "training", SimpleNamespace(residuals=[])
+    state, averaging, is_workers_base = "training", SimpleNamespace(residuals=[]), True
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(manifest={}), self, None)
@@ -51,7 +54,7 @@ class SlowHost(WorkerHost):
         self.weights_seen.append(float(work.local[0]))
         raise UserError("that is all the test needs")
 
-    async def begin(self, state: Any, residuals: Any, directory: Path) -> None:
+    async def begin(self, state: Any, residuals: Any, directory: Path, is_workers_base: bool) -> None:
         if "nowhere" in directory.parts:
             raise OSError("there is no such place")
 
@@ -243,6 +246,55 @@ async def test_a_later_life_of_a_worker_offers_no_state_where_there_is_one(tmp_p
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     assert start["epoch"] == 7
+
+
+class ResumingHost(TrainingHost):
+    """A host that writes its state, and whose run begins from the state that its worker offers."""
+
+    def __init__(self, state: OuterState | None = None, *, is_workers_base: bool = True) -> None:
+        super().__init__()
+        self._agreement = SimpleNamespace(manifest={"hv.compression": "fp32"})
+        self._saving, self.state, self.is_workers_base = Saving(), state, is_workers_base
+
+    @property
+    def needs_offer(self) -> bool:
+        return self.state is None
+
+    async def begin_worker(self, inn: Any, offered: Any, residuals: Any) -> Start:
+        self.state = offered
+        return await super().begin_worker(inn, None, None)
+
+
+@pytest.mark.parametrize("is_workers_base", [True, False])
+async def test_a_resumed_worker_keeps_its_weights_only_if_they_are_based_on_the_anchor_saved_with_them(
+    tmp_path, is_workers_base
+):
+    """A late worker's peer adopts the others' commits in the middle of its epoch."""
+    state = OuterState.initial([torch.ones(NUMEL)])
+    state.certify(signed_genesis(tmp_path, state.anchor_digest, state.header.momentum_digest))
+
+    def ask(kind: str, answer: str, **fields: Any) -> dict[str, Any]:
+        link = connect(tmp_path / "link", 1.0)
+        link.send(kind, **fields)
+        try:
+            return link.receive(answer)
+        finally:
+            link.close()
+
+    async def asked(host: WorkerHost, *words: str, **fields: Any) -> dict[str, Any]:
+        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+            serving = asyncio.create_task(host.serve(accept))
+            answer = await asyncio.to_thread(ask, *words, **fields)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        return answer
+
+    before = ResumingHost(state, is_workers_base=is_workers_base)
+    await asked(before, "snapshot", "snapped", directory=str(tmp_path))
+    await before._saving.finish(tmp_path)
+    offer = {"resume": str(tmp_path), "is_own": True, "epoch": 7, "local_step": 5}
+    start = await asked(ResumingHost(), "offer", "start", **offer)
+    assert (start["keep_local"], start["local_step"]) == ((True, 5) if is_workers_base else (False, 0))
 
 
 class LeavingHost(TrainingHost):

@@ -460,3 +460,34 @@ async def test_what_the_codec_has_kept_back_goes_with_the_history_that_it_belong
             await asyncio.sleep(0)
     found = [one.contribution_residual is not None for one in runtime.averaging.residuals]
     assert found == kept
+
+
+async def test_a_worker_whose_peer_adopts_a_state_in_mid_epoch_is_based_on_another_one_until_it_begins(
+    runtime,
+):
+    old, new = forked(), forked()
+    certificate = commit(new, torch.ones(SIZE), fragment=1)
+
+    def script(event: events.Event) -> Sequence[effects.Effect]:
+        match event:
+            case events.WorkerGone():
+                return (effects.Fetch((certificate,), ("donor",), 10.0),)
+            case events.Fetched():
+                return (effects.Adopt(certificate),)
+            case events.WorkerWaits():
+                return (effects.Answer("begin", certificate, 0),)
+        return ()
+
+    async def hand_over(*_: Any) -> OuterState:
+        return new
+
+    runtime.core, runtime._fetch_state, runtime.state = ScriptedCore(script), hand_over, old
+    runtime.averaging.residuals = [Residuals(SIZE) for _ in range(2)]
+    assert runtime.is_workers_base
+    async with running(runtime):
+        runtime.post(events.WorkerGone())
+        while runtime.state is not new:
+            await asyncio.sleep(0)
+        assert not runtime.is_workers_base
+        await runtime.begin_worker([torch.zeros(SIZE) for _ in range(2)], None)
+        assert runtime.is_workers_base

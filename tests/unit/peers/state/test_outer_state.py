@@ -240,13 +240,14 @@ def test_tensors_of_another_save_are_found_out(tmp_path):
 # Headers
 
 
-def test_a_header_is_written_as_the_versions_before_wrote_it_and_read_back(tmp_path):
+def test_a_header_is_written_in_a_known_form_and_read_back_as_are_those_of_versions_before(tmp_path):
     header = some_state(sizes=(4, 2)).header
     saved = {
         "sizes": [4, 2],
         "anchor_chunks": header.anchor_chunks.hex(),
         "momentum_chunks": header.momentum_chunks.hex(),
         "certificate": encode(header.certificate).hex(),
+        "is_workers_base": True,
         "head": header.head,
         "epoch": header.epoch,
         "anchor_digest": header.anchor_digest,
@@ -256,6 +257,10 @@ def test_a_header_is_written_as_the_versions_before_wrote_it_and_read_back(tmp_p
     path.write_text(json.dumps(saved, indent=1))
     assert state_files._header_bytes(header) == path.read_bytes()
     assert state_files._load_header(path) == header
+    # Before it was known whether a late worker's weights belong to the state, they were taken to.
+    del saved["is_workers_base"]
+    path.write_text(json.dumps(saved))
+    assert state_files._load_header(path) == header and state_files.is_workers_base(tmp_path)
     # A header from before certificates, with the fields that it had instead.
     del saved["certificate"]
     path.write_text(json.dumps({**saved, "lineage": "ab", "committed_tokens": 5}))
