@@ -246,7 +246,10 @@ class Diloco:
         if self._exchange is None:
             return
         self.commits = []
-        if any(self.tokens) and not self._is_over and not self._is_late:
+        if self._flight is not None:
+            self._collect(self._exchange)
+        # Of all ranks: they have to take the same branch.
+        if not self._is_over and not self._is_late and summed(sum(self.tokens)):
             self._average_all(self._exchange)
         self.leave()
 

@@ -189,6 +189,17 @@ def test_a_loop_that_just_stops_has_its_work_averaged(model, path):
     assert (ready["tokens"], ready["last"]) == (7, True)
 
 
+def test_a_loop_that_stops_while_a_commit_is_awaited_waits_for_it_before_it_leaves(model, path):
+    with ScriptedDaemon(path, slow_rounds(), local_steps=2) as daemon:
+        outer = Diloco(model)
+        assert trained(outer, model, steps=2) == [None] * 2 and outer.in_flight
+        outer.finish()
+    assert [(commit.epoch, outer.epoch) for commit in outer.commits] == [(1, 1)]
+    # The weights were 10 when handed over.
+    assert model.weight.unique().tolist() == [5.0]
+    assert daemon.kinds() == ["offer", "ready", "finished"]
+
+
 def test_a_joiner_starts_where_the_swarm_is(model, path):
     with ScriptedDaemon(path, joining(4, 1.0, local_step=1, data_base=9, num_peers=3), world_rank=2):
         outer = Diloco(model)
@@ -530,6 +541,8 @@ def trained_by_a_slow_rank(world: World, path: Path) -> list[float]:
     outer = Diloco(model)
     trained(outer, model, steps=4)
     weights = model.weight.detach().unique().tolist()
+    # At its end, one rank has trained on tokens that no commit contains yet.
+    outer.step(num_tokens=5 * world.rank)
     outer.finish()
     return weights
 
