@@ -204,7 +204,12 @@ class DilocoCallback(TrainerCallback):
                 f"{directory} was saved by {mark.num_ranks} ranks, but this peer has {args.world_size}; "
                 f"start it with {mark.num_ranks}"
             )
-        return Restored(position=mark.position, tokens=mark.tokens, directory=directory)
+        return Restored(
+            position=mark.position,
+            steps_per_epoch=mark.steps_per_epoch,
+            tokens=mark.tokens,
+            directory=directory,
+        )
 
     def _resumed_from(self, args: TrainingArguments, state: TrainerState) -> Path:
         return Path(str(self._resume or args.resume_from_checkpoint or checkpoint_of(args, state)))

@@ -83,7 +83,9 @@ class Checkpoints:
             return others_state(mark, directory)
         self._restored = directory
         tokens = tuple(_share(count * mark.num_ranks, self._world) for count in mark.tokens)
-        return Restored(position=mark.position, tokens=tokens, directory=directory)
+        return Restored(
+            position=mark.position, steps_per_epoch=mark.steps_per_epoch, tokens=tokens, directory=directory
+        )
 
     def restored_file(self, name: str) -> bytes | None:
         """The content of a `beside` file of the checkpoint that `restore` loaded, if it exists. Not after `begin`."""
@@ -132,6 +134,7 @@ class Checkpoints:
             position=outer.position,
             tokens=tuple(outer.tokens),
             num_ranks=self._world.num_ranks,
+            steps_per_epoch=outer.steps_per_epoch,
             contributors=tuple(commit.contributors) if commit else (),
         )
         files = {**self._beside, **(beside or {})}

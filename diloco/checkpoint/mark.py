@@ -40,6 +40,8 @@ class Mark:
     tokens: tuple[int, ...]
     """For each fragment, the tokens that each rank had trained since the fragment was averaged."""
     num_ranks: int
+    steps_per_epoch: int = 0
+    """Inner steps of an epoch, in which `position` is; 0 if an earlier version saved it."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     """By POSIX path relative to the checkpoint."""
     number: int = 0
@@ -78,6 +80,7 @@ class Mark:
             position=Position(**{name: _count(value) for name, value in content["position"].items()}),
             tokens=tuple(_count(value) for value in content["tokens"]),
             num_ranks=_count(content["num_ranks"]),
+            steps_per_epoch=_count(content.get("steps_per_epoch", 0)),
             files={
                 _safe_name(name): FileRecord(_count(record["num_bytes"]), str(record["digest"]))
                 for name, record in content["files"].items()
@@ -116,6 +119,7 @@ def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
         position=outer.position,
         tokens=tuple(outer.tokens),
         num_ranks=num_ranks,
+        steps_per_epoch=outer.steps_per_epoch,
         files=records_below(directory),
         saved_at_ms=time.time_ns() // 1_000_000,
         contributors=tuple(commit.contributors) if commit else (),

@@ -149,7 +149,13 @@ def fetched(
 def others_state(mark: Mark, directory: Path) -> Restored:
     """Restore only the outer state of another peer's checkpoint: the agreed weights at the start of the epoch."""
     position, tokens = replace(mark.position, local_step=0), (0,) * len(mark.tokens)
-    return Restored(position=position, tokens=tokens, directory=directory, is_own=False)
+    return Restored(
+        position=position,
+        steps_per_epoch=mark.steps_per_epoch,
+        tokens=tokens,
+        directory=directory,
+        is_own=False,
+    )
 
 
 def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) -> None:

@@ -49,6 +49,8 @@ class Restored:
     tokens: tuple[int, ...]
     """For each fragment, the tokens that each rank had trained since the fragment was averaged."""
     directory: Path
+    steps_per_epoch: int = 0
+    """Inner steps of an epoch when it was saved; 0: not known."""
     is_own: bool = True
     """False if another peer saved it: this peer then begins with the outer state alone."""
 
@@ -120,13 +122,9 @@ class Diloco:
             self._schedule = replace(agreed, local_steps=local_steps) if local_steps else agreed
             self.tokens = [0] * agreed.num_fragments
         restored = restore(self.world_rank) if restore else None
-        if restored is not None and len(restored.tokens) == len(self.tokens):
+        if restored is not None:
+            self._check_fits(restored)
             self.position, self.tokens = restored.position, list(restored.tokens)
-        elif restored is not None:
-            raise UserError(
-                f"{restored.directory} was saved with {len(restored.tokens)} fragments, this run has "
-                f"{len(self.tokens)}; resume it with --hv.num-fragments {len(restored.tokens)}"
-            )
         if self._exchange is not None:
             self._start(self._exchange, restored)
 
@@ -264,6 +262,24 @@ class Diloco:
         self._exchange.ask("finished", "bye")
         self._exchange.close()
         self._exchange, self._is_over = None, True
+
+    def _check_fits(self, restored: Restored) -> None:
+        """Raise UserError if this run's epochs are others than those in which the checkpoint counts its steps."""
+        num_fragments, saved = len(restored.tokens), restored.steps_per_epoch
+        if num_fragments != len(self.tokens):
+            raise UserError(
+                f"{restored.directory} was saved with {num_fragments} fragments, this run has "
+                f"{len(self.tokens)}; resume it with --hv.num-fragments {num_fragments}"
+            )
+        # Without a swarm there are no epochs.
+        if not self._in_swarm or saved == self.steps_per_epoch:
+            return
+        local_step, then = restored.position.local_step, f" of {saved} steps" if saved else ""
+        if saved or local_step >= self.steps_per_epoch:
+            raise UserError(
+                f"{restored.directory} was saved at step {local_step} of an epoch{then}, this run's epochs have "
+                f"{self.steps_per_epoch} steps; resume it with --hv.local-steps {saved * num_fragments or 'as before'}"
+            )
 
     def _start(self, exchange: Exchange, restored: Restored | None) -> None:
         exchange.weights.put()

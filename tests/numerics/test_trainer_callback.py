@@ -151,8 +151,8 @@ def test_a_checkpoint_waits_for_weights_that_are_under_way(tmp_path, link):
     saved = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
     # Weights are sent at steps 2 and 5 and merged at 3 and 6; a checkpoint that is due in between waits.
     assert saved == [3, 4, 6]
-    position = json.loads((tmp_path / "checkpoint-3" / "complete.json").read_text())["position"]
-    assert (position["epoch"], position["local_step"]) == (1, 0)
+    mark = json.loads((tmp_path / "checkpoint-3" / "complete.json").read_text())
+    assert (mark["position"]["epoch"], mark["position"]["local_step"], mark["steps_per_epoch"]) == (1, 0, 3)
 
 
 def test_checkpoints_are_written_where_rounds_take_as_long_as_epochs(tmp_path, link):

@@ -102,6 +102,8 @@ def test_a_peer_resumes_in_mid_epoch_with_its_outer_state(tmp_path, link):
         resumed = train(replace(config, ckpt=resume), tmp_path / "resumed")
     assert daemon.messages[0]["resume"] == str(part)
     assert of_kind("step", resumed, *FIGURES) == of_kind("step", whole, *FIGURES)[5:]
+    with ScriptedDaemon(link, world_rank=1, local_steps=1), pytest.raises(UserError, match="local-steps 4"):
+        train(replace(config, ckpt=resume, hv=HvConfig(local_steps=1)), tmp_path / "other")
 
 
 def test_only_the_newest_of_a_peers_own_checkpoints_are_kept(tmp_path):

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -200,8 +200,11 @@ def test_a_mark_that_names_more_ranks_than_have_files_is_skipped(saved):
 
 
 def test_a_mark_comes_back_as_it_was():
-    mark = Mark(position=Position(epoch=3, local_step=1), tokens=(4, 5), num_ranks=2, head="ab")
+    place = Position(epoch=3, local_step=1)
+    mark = Mark(position=place, tokens=(4, 5), num_ranks=2, steps_per_epoch=2, head="ab")
     assert Mark.from_bytes(mark.to_bytes()) == mark
+    before = {name: value for name, value in asdict(mark).items() if name != "steps_per_epoch"}
+    assert Mark._of(before).steps_per_epoch == 0
 
 
 def test_what_was_refused_says_what_to_do(saved):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -413,6 +414,30 @@ def test_a_checkpoint_with_other_fragments_is_refused(model, path, tmp_path):
 
     with ScriptedDaemon(path), pytest.raises(DilocoUserError, match="num-fragments 2"):
         Diloco(model, restore=restore)
+
+
+@pytest.mark.parametrize(
+    ("saved", "local_step", "message"),
+    [
+        (4, 1, "step 1 of an epoch of 4 steps, this run's epochs have 2 .* --hv.local-steps 4"),
+        (1, 0, "--hv.local-steps 1"),
+        (0, 2, "step 2 of an epoch, this run's epochs have 2 steps"),
+        (0, 1, ""),
+        (2, 1, ""),
+    ],
+)
+def test_a_checkpoint_of_epochs_of_another_length_is_refused(
+    model, path, tmp_path, saved, local_step, message
+):
+    """Its epoch and its step would be another place in this run; a place beyond the epoch would never be left."""
+    place = Position(epoch=3, local_step=local_step)
+
+    def restore(world_rank):
+        return Restored(position=place, tokens=(1,), directory=tmp_path, steps_per_epoch=saved)
+
+    refused = pytest.raises(DilocoUserError, match=message) if message else contextlib.nullcontext()
+    with ScriptedDaemon(path), refused:
+        assert Diloco(model, restore=restore).nominal_step == 7
 
 
 def test_a_claim_that_the_certificate_did_not_meet_is_given_up(model, path):
