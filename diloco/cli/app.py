@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from diloco.cli.interrupts import exit_at_once_on_signals
 from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box
 from diloco.options.help import requested_page, split_command
+from diloco.output import lose_unwritable
 from diloco.process_end import exit_process
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def make_app() -> App:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the `diloco` command. Ends the process."""
     exit_at_once_on_signals()
+    # Stdout is for people only in commands that train, which do the same with it.
+    lose_unwritable("stderr")
     code = exit_code(list(sys.argv[1:] if argv is None else argv))
     # As the interpreter does at its end: wait for threads that are not daemons.
     threading._shutdown()  # type: ignore[attr-defined]

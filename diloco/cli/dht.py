@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from diloco.cli.interrupts import run_with_hivemind
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import HvConfig, Name, address_list
+from diloco.output import lose_unwritable
 
 DEFAULTS = HvConfig()
 
@@ -64,6 +65,7 @@ def start(
     from peers.net.identity import load
     from peers.protocol.maddrs import check_listenable
 
+    lose_unwritable("stdout")
     config = CoordinatorConfig(
         run_id=run_id,
         host_maddrs=host_maddrs,

@@ -21,6 +21,7 @@ from diloco.options.trainer import (
     flat_values,
     notes_on_unused_flags,
 )
+from diloco.output import lose_unwritable
 from diloco.train.devices import this_machine, visible_gpus
 
 _SOURCE = ValueSource()
@@ -55,6 +56,7 @@ def grpo_sweep(
     from diloco.doctor.before_start import check_choices
     from diloco.launch.sweep import PER_INSTANCE_FIELDS, Sweep, plan_instances
 
+    lose_unwritable("stdout")
     named = _SOURCE.named | {"mode"}
     train = replace(train, mode="grpo")
     for note in notes_on_unused_flags(train, named):

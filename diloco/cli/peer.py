@@ -37,6 +37,7 @@ from diloco.options.trainer import (
     notes_on_unused_flags,
     trainer_of,
 )
+from diloco.output import lose_unwritable
 from diloco.train.devices import gpus_for_ranks, num_ranks, this_machine
 from diloco.train.run_dir import run_dir_of
 
@@ -110,6 +111,7 @@ def peer(
     from diloco.launch.swarm_config import daemon_config, state_dir
     from peers.protocol.reports import Phase
 
+    lose_unwritable("stdout")
     if role == "rollout":
         from diloco.cli.rollout_peer import rollout_peer
 

@@ -14,6 +14,7 @@ from diloco.errors import UserError, print_note
 from diloco.options.flags import CkptConfig, Count, Switch, Whole
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, notes_on_unused_flags
+from diloco.output import lose_unwritable
 from diloco.train.devices import needs_two_gpus, this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, run_dir_of
@@ -60,6 +61,7 @@ def run(
     from diloco.doctor.before_start import check_choices, check_memory_and_disk
     from diloco.launch.swarm_config import state_dir
 
+    lose_unwritable("stdout")
     if lose_peer is not None and lose_peer >= peers:
         raise UserError(
             f"--lose-peer {lose_peer}: with --peers {peers} the highest world rank is {peers - 1}."

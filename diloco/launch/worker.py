@@ -20,6 +20,7 @@ from diloco.launch.swarm_config import adopt_manifest
 from diloco.options.extras import check_extras
 from diloco.options.trainer import TrainConfig, notes_on_unused_flags, trainer_of, with_fitting_batch_size
 from diloco.outer.world import World, joined, on_rank_zero
+from diloco.output import lose_unwritable
 from diloco.train.progress import Progress
 from diloco.train.run_dir import created_run_dir, run_dir_of, written_config
 from diloco.train.signals import CleanUps, cleaned_up_on_failure
@@ -33,6 +34,7 @@ _MESSAGE_GRACE_S = 3.0
 
 def exit_code(action: Callable[[], None]) -> int:
     """Run a rank. Returns 0 on success, 2 for a user's error, 1 for others; a node's first rank prints the reason."""
+    lose_unwritable("stdout", "stderr")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     is_first = World.from_environment(os.environ).local_rank == 0
     try:
@@ -114,7 +116,9 @@ def make_assignment(
         run_dir = created_run_dir(config) if link else stack.enter_context(run_dir_of(config))
         if link or not wants_swarm(config):
             own = with_fitting_batch_size(config, named, num_ranks=world.num_ranks)
-            written_config(own, run_dir)
+            # `diloco peer` has written the file already, and a full disk must not end its later workers.
+            with contextlib.suppress(OSError) if link else contextlib.nullcontext():
+                written_config(own, run_dir)
             path = Path(link) if link else None
             return Assignment(config=own, run_dir=run_dir, link_path=path, is_shown_here=not link)
         daemon = DaemonProcess(config, named, log_path=run_dir / "logs" / "daemon.log")

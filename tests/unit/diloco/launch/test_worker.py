@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from diloco.errors import UserError
-from diloco.launch.worker import make_assignment
+from diloco.launch.worker import exit_code, make_assignment
 from diloco.options.trainer import TrainConfig
 from diloco.outer.world import World
 from diloco.train.run_dir import run_dir_of
 from peers.daemon.link import LINK_ENV
+from tests.support.full_disk import full_disk
 
 # A collective that holds the last reference to its tensor; gloo's thread cannot drop it before the process ends.
 ENDS = """
@@ -77,3 +79,14 @@ def test_a_trainer_takes_no_run_directory_of_another_but_that_of_the_peer_that_s
         with contextlib.ExitStack() as stack:
             assignment, _ = make_assignment(config, frozenset(), World(), [], stack)
         assert assignment.run_dir == tmp_path.resolve()
+
+
+def test_a_full_disk_ends_no_rank_of_a_peer(tmp_path, monkeypatch):
+    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+    with full_disk(0), contextlib.ExitStack() as stack:
+        make_assignment(TrainConfig(run_dir=str(tmp_path)), frozenset(), World(), [], stack)
+    with Path("/dev/full").open("w") as full:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, full)
+            monkeypatch.setattr(sys, f"__{name}__", full)
+        assert exit_code(lambda: print("what the daemon does", flush=True)) == 0
