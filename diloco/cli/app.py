@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -95,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     exit_at_once_on_signals()
     # Stdout is for people only in commands that train, which do the same with it.
     lose_unwritable("stderr")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Help pages and tables have characters that some locales lack.
+        sys.stdout.reconfigure(errors="replace")
     code = exit_code(list(sys.argv[1:] if argv is None else argv))
     # As the interpreter does at its end: wait for threads that are not daemons.
     threading._shutdown()  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ def _environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
 
 def log_and_print(path: Path) -> None:
     """Write all messages to this file, and print those of PRINTED_LOGGERS, which describe what the daemon does."""
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(logging.INFO)

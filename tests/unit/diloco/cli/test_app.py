@@ -13,6 +13,7 @@ import pytest
 
 from diloco.cli.app import exit_code
 from diloco.cli.interrupts import run_interruptible
+from diloco.options.help import read_page
 
 
 def text_of_box(stderr: str) -> str:
@@ -51,6 +52,15 @@ def test_the_end_of_a_command_waits_for_threads_and_runs_what_is_registered_for_
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout.split("\n")[-3:]) == (2, ["thread", "at exit", ""]), ended.stderr
+
+
+def test_in_a_locale_without_all_characters_question_marks_are_printed_for_them():
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "PYTHONIOENCODING": "latin-1"}
+    page = subprocess.run(
+        [sys.executable, "-m", "diloco", "peer", "--help"], env=environment, capture_output=True, timeout=60
+    )
+    assert page.returncode == 0, page.stderr
+    assert page.stdout.decode("latin-1") == read_page(["peer"]).encode("latin-1", "replace").decode("latin-1")
 
 
 @pytest.mark.parametrize(
