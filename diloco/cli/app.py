@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from diloco.cli.interrupts import exit_at_once_on_signals
 from diloco.errors import FAILED, USER_ERROR, DilocoError, UserError, print_box
@@ -127,9 +127,7 @@ def _run_command(argv: list[str]) -> int:
     from diloco.options.parse_errors import parse_error_text
 
     try:
-        result = make_app()(
-            argv, exit_on_error=False, print_error=False, verbose=False, result_action="return_value"
-        )
+        result = _called(argv)
         # Flush while errors are still handled here, not by the interpreter at exit.
         sys.stdout.flush()
     except CycloptsError as error:
@@ -145,6 +143,24 @@ def _run_command(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001
         return _report_failure(error)
     return result if isinstance(result, int) else 0
+
+
+def _called(argv: list[str]) -> Any:
+    """Call the command. Words after `--` go to its `*` parameter, whether or not all parameters before it are given."""
+    from cyclopts import UnusedCliTokensError
+
+    end = argv.index("--") if "--" in argv else len(argv)
+    words = argv[end + 1 :]
+    command, bound, _ = make_app().parse_args(
+        argv[:end], exit_on_error=False, print_error=False, verbose=False
+    )
+    if words:
+        bound.apply_defaults()
+        name = next((p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
+        if name is None:
+            raise UnusedCliTokensError(unused_tokens=words)
+        bound.arguments[name] += tuple(words)
+    return command(*bound.args, **bound.kwargs)
 
 
 def _similar_command_with(flag: str, command: str) -> str:
