@@ -13,6 +13,7 @@ from diloco.cli.pods_flags import Inventory, StateFile
 from diloco.errors import UserError
 from diloco.options.checks import at_least, up_to, whole
 from diloco.options.flags import Count, Switch, Whole
+from diloco.output import lose_unwritable
 
 app = App(
     name="launch",
@@ -86,6 +87,9 @@ def launch(
     from provisioning.launchers import node
     from provisioning.launchers.job import LOGS, LaunchJob
 
+    # A job script is a result.
+    if not dry_run:
+        lose_unwritable("stdout")
     here = Path.cwd()
     try:
         words = shlex.split(program)

@@ -56,6 +56,7 @@ def test_a_result_that_cannot_be_written_is_a_failure():
         "peer --worker nothing-of-this-name",
         "dht start --identity-path {none}",
         "grpo-sweep --path-model nothing-of-this-name",
+        "launch nothing-of-this-name",
     ],
 )
 def test_commands_that_train_do_not_depend_on_their_output(command, monkeypatch):

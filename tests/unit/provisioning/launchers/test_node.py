@@ -60,6 +60,43 @@ def test_after_a_signal_only_the_log_has_torchruns_traceback(number, tmp_path):
     assert (tmp_path / LOGS / "latest_node0.log").read_text() == "here\nTraceback\n"
 
 
+# As torchrun, it has a rank in a session of its own, which it ends.
+_TORCHRUN_OF_A_RANK = f"""#!{sys.executable}
+import signal, subprocess, sys
+rank = subprocess.Popen(["sleep", "30"], start_new_session=True, stdout=subprocess.DEVNULL)
+
+def end(*_):
+    rank.terminate()
+    with open("ended", "w") as file:
+        file.write(str(rank.wait()))
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
+print("here", flush=True)
+signal.pause()
+"""
+
+
+def test_where_its_output_fails_a_node_lets_torchrun_end_its_ranks(tmp_path):
+    (tmp_path / "torchrun").write_text(_TORCHRUN_OF_A_RANK)
+    (tmp_path / "torchrun").chmod(0o755)
+    with subprocess.Popen(
+        [sys.executable, "-c", _RUN], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as launch:
+        launch.stdout.close()
+        assert launch.wait(timeout=20) != 0
+    assert (tmp_path / "ended").read_text() == str(-signal.SIGTERM)
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node, "log_file", lambda *_: Path("/dev/full"))
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho one\necho two\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    job = LaunchJob(config=Path("c.toml"), python=str(tmp_path / "torchrun"), backend="gloo")
+    assert node.run(job, 1, {}, tmp_path) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
 def test_a_node_says_for_which_one_it_waits_and_for_how_long(monkeypatch, capsys):
     monkeypatch.setattr(node, "_MASTER_TIMEOUT_S", 0.0)
     with socket.socket() as closed:
