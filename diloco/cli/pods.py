@@ -94,7 +94,7 @@ def logs(
 
     def write(name: str, text: str) -> None:
         for line in printable(text).rstrip("\n").split("\n"):
-            print(f"{name} | {line}", flush=True)
+            print(printable(f"{name} | {line}"), flush=True)
 
     async def work() -> int:
         where = access(inventory)

@@ -90,13 +90,16 @@ def test_a_log_does_not_command_the_terminal(tmp_path, monkeypatch, printed):
     async def follow(*_: object, write, **__: object) -> dict[str, Exception]:
         for line in EVIL.split("\n"):
             write("pod-0", line)
+        write("pod-0/\x1b]0;title\x07", "the name of a job")
         return {}
 
     monkeypatch.setattr(logs, "follow_all", follow)
     path = tmp_path / "pods.sqlite"
     Ledger(path).close()
     assert pods.logs(state_file=path) == 0
-    assert "pod-0 | a?]0;title?\npod-0 | ?b\npod-0 | c?\n" in printed()
+    text = printed()
+    assert "pod-0 | a?]0;title?\npod-0 | ?b\npod-0 | c?\n" in text
+    assert "pod-0/?]0;title? | the name of a job\n" in text
 
 
 async def test_the_output_of_a_ray_job_does_not_command_the_terminal_and_is_read_in_pieces(
