@@ -55,6 +55,7 @@ from typing import Any
 import msgspec
 
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
+from peers.net.socket_io import accept_next
 from peers.protocol.codecs import FLOAT_BYTES
 from peers.state.layout import Layout
 from peers.system import anonymous_file
@@ -292,8 +293,7 @@ async def listen(path: Path) -> AsyncIterator[Accept]:
         listener.setblocking(False)
 
         async def accept() -> DaemonConnection:
-            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-            sock.setblocking(False)
+            sock, _ = await accept_next(listener, "a worker")
             return DaemonConnection(sock)
 
         yield accept

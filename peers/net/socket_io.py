@@ -43,6 +43,12 @@ async def accept_forever(
     listener: socket.socket, accepted: Callable[[socket.socket, Any], object], what: str
 ) -> None:
     """Call `accepted` with every connection and the address that it comes from."""
+    while True:
+        accepted(*await accept_next(listener, what))
+
+
+async def accept_next(listener: socket.socket, what: str) -> tuple[socket.socket, Any]:
+    """The next connection, and the address that it comes from."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -53,7 +59,7 @@ async def accept_forever(
             await asyncio.sleep(RETRY_S)
             continue
         sock.setblocking(False)
-        accepted(sock, address)
+        return sock, address
 
 
 async def receive(sock: socket.socket, num_bytes: int) -> bytes:

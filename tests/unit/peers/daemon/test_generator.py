@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from peers.daemon.generator import Generator
 from peers.daemon.link import WorkerLink, listen
 from peers.errors import LinkLost, ProtocolError
+from peers.net import socket_io
 
 GROUPS = [[{"tokens": [1, 2], "logprobs": [-0.5, -0.1], "scores": [1.0]}]]
 Answer = Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]
@@ -130,3 +133,22 @@ async def test_a_generation_of_more_than_64_mib_goes_over_the_link(tmp_path):
             sending = asyncio.create_task(asyncio.to_thread(link.send, "generated", groups=large))
             assert (await connection.receive())["groups"] == large
             await sending
+
+
+async def test_a_worker_that_cannot_be_accepted_for_lack_of_descriptors_is_accepted_later(
+    tmp_path, monkeypatch
+):
+    loop, accepts = asyncio.get_running_loop(), asyncio.get_running_loop().sock_accept
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    async def accept_or_fail(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return await accepts(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", accept_or_fail)
+    monkeypatch.setattr(socket_io, "RETRY_S", 0.0)
+    async with serving(tmp_path / "sock") as generator:
+        generates(tmp_path / "sock", honest, 0)
+        assert await asyncio.wait_for(generator.limits(), 20) == (10, 1, 100)
+    assert not failures
