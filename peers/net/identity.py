@@ -22,24 +22,25 @@ _MAX_SLOTS = 10_000
 
 
 class _Lock:
-    """An exclusive claim to `path`, by a lock file beside it. Raises BlockingIOError while another process has it.
+    """An exclusive claim to `path`, by a lock file beside it. Raises BlockingIOError while another process has it,
+    UserError where nothing can be locked.
 
     flock, not a pid in a file: the kernel releases it however the process ends. A bare descriptor, not a file object:
     the claim must not end because somebody dropped the last reference.
     """
 
     def __init__(self, path: Path) -> None:
+        self._descriptor = -1
         try:
             self._descriptor = os.open(
                 path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
-        except OSError as error:
-            raise UserError(f"cannot lock the identity {path}: {error.strerror}") from error
-        try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             self.release()
-            raise
+            if isinstance(error, BlockingIOError):
+                raise
+            raise UserError(f"cannot lock the identity {path}: {error.strerror}") from error
 
     def release(self) -> None:
         if self._descriptor >= 0:

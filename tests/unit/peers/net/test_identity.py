@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -125,6 +126,15 @@ def test_a_slot_of_a_killed_process_is_free_at_once(tmp_path):
         finally:
             os.kill(process.pid, signal.SIGKILL)
     assert claim_slot(tmp_path, "run", 0).peer_id == peer_id
+
+
+def test_a_file_system_without_locks_is_named_in_the_error(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match=r"cannot lock the identity .*/run/0\.key: No locks available"):
+        claim_slot(tmp_path, "run", None)
 
 
 @pytest.mark.parametrize("run_id", ["", "..", ".hidden", "a/b", "a b", "x" * 65, "run\n"])
