@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import signal
@@ -11,27 +10,29 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 IS_LINUX = sys.platform.startswith("linux")
-_PR_SET_PDEATHSIG = 1
-# Loaded before a fork, after which little is safe.
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-EXEC_WITH_PARENT = f"""
+PR_SET_PDEATHSIG = 1
+# The parent may have ended before prctl is called, hence the check of getppid.
+_EXEC_WITH_PARENT = f"""
 import ctypes, os, sys
 try:
-    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
 except (OSError, AttributeError):
     pass
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
+    os.execvp(sys.argv[3], sys.argv[3:])
 """
-"""A program for `python -c`, given its parent's pid and a command: runs the command, which the kernel kills with it.
 
-The parent may have ended before prctl is called, hence the check of getppid.
-"""
+
+def with_parent(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """A command line that runs `argv` as a child of this process, and has the kernel signal it when this thread ends.
+
+    Linux only: elsewhere a child has to watch its parent. A preexec_fn would fork this process with its threads.
+    """
+    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), str(int(number)), *argv]
 
 
 def num_cores() -> int:
@@ -72,18 +73,6 @@ def private_file(content: bytes) -> Iterator[str]:
         file.write(content)
         file.flush()
         yield file.name
-
-
-def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
-    """From now on send this process the signal when the thread that started it ends. Call it in the child.
-
-    Linux only. Elsewhere it only ends a child whose parent has ended already: later the child has to watch its parent.
-    """
-    if IS_LINUX:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-    # The parent may have died before the call.
-    if os.getppid() != parent_pid:
-        os._exit(128 + number)
 
 
 def make_thread_nicer(niceness: int) -> None:

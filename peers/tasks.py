@@ -78,7 +78,7 @@ async def until_signal(main: Coroutine[Any, Any, int], timeout_s: float) -> int:
     """Run `main` and return its exit code. A signal that ends a process cancels it; the code is then 128 + its number.
 
     If it takes longer than `timeout_s` to end, the process exits regardless. The kernel then kills its child processes,
-    which were started with that setting (die_with_parent).
+    which were started with that setting (with_parent).
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(main)

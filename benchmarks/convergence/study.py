@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
@@ -16,7 +18,7 @@ from benchmarks.convergence.run import run_job
 from benchmarks.convergence.settings import Arm, Job, Optimizer, Scale
 from benchmarks.convergence.store import Outcome, Store
 from benchmarks.convergence.tuning import Rates, best, grid
-from peers.daemon.supervisor import die_with_parent
+from peers.system import PR_SET_PDEATHSIG
 
 _RUNS_AT_ONCE = 8
 """Most jobs that one process runs side by side on a GPU. One process per core shares the GPU: a core needs five times
@@ -128,6 +130,8 @@ def _workers(processes: int) -> ProcessPoolExecutor:
 
 
 def _begin(parent: int, shares: Any) -> None:
-    """Begin a process of the pool, on cores of its own."""
-    die_with_parent(parent)
+    """Begin a process of the pool, on cores of its own. The kernel kills it when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     os.sched_setaffinity(0, shares.get())

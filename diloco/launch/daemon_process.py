@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from diloco.train.run_dir import last_words
 from peers.daemon.link import WorkerLink
 from peers.errors import LinkLost
 from peers.net.socket_directory import SocketDirectory
-from peers.system import die_with_parent
+from peers.system import with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -41,15 +40,13 @@ class DaemonProcess:
         self.link_path = self._directory.path / "link.sock"
         fields = daemon_config(config, named, link_path=str(self.link_path))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        parent_pid = os.getpid()
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "peers.daemon.main"],
+                with_parent([sys.executable, "-m", "peers.daemon.main"], signal.SIGTERM),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent_pid, signal.SIGTERM),
             )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.system import die_with_parent, free_port
+from peers.system import free_port, with_parent
 
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.5
@@ -88,14 +88,12 @@ def _started(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[by
     # The variables of Ray Train's own process group must not reach the program.
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_NAMES}
     path = os.pathsep.join(filter(None, (str(directory), kept.get("PYTHONPATH"))))
-    parent_pid = os.getpid()
     return subprocess.Popen(
-        list(argv),
+        with_parent(argv),
         env={**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **env},
         cwd=directory,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: die_with_parent(parent_pid),
     )
 
 

@@ -22,7 +22,7 @@ from peers.daemon.restarts import (
     restart_delay_s,
 )
 from peers.errors import PeersError
-from peers.system import die_with_parent, free_port
+from peers.system import free_port, with_parent
 from peers.tasks import is_set_within
 from peers.timing import OFTEN_S, PROBE_S
 
@@ -161,18 +161,16 @@ def _tell_of_restart(end: WorkerEnd) -> None:
 
 
 async def _start(command: WorkerCommand, rank: int, port: int) -> asyncio.subprocess.Process:
-    parent_pid = os.getpid()
     command.log_path.parent.mkdir(parents=True, exist_ok=True)
     with command.log_of(rank).open("ab") as log:
         return await asyncio.create_subprocess_exec(
-            *command.argv,
+            *with_parent(command.argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             cwd=command.cwd,
             env={**command.env, **_rank_env(rank, command.num_ranks, port)},
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent_pid),
         )
 
 

@@ -6,14 +6,13 @@ import asyncio
 import collections
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from peers.errors import PeersError, UserError
 from peers.net.socket_directory import SocketDirectory
-from peers.system import EXEC_WITH_PARENT
+from peers.system import with_parent
 from peers.timing import START_S, STOP_S
 
 _CONTROL = "control.sock"
@@ -49,7 +48,7 @@ class P2pd:
             arguments = _arguments(control, identity_path, host_maddrs, announce_maddrs, client_mode)
             process = await asyncio.create_subprocess_exec(
                 # Otherwise p2pd would run on for half a minute after this process was killed by SIGKILL.
-                *(sys.executable, "-I", "-S", "-c", EXEC_WITH_PARENT, str(os.getpid()), *arguments),
+                *with_parent(arguments),
                 # By default p2pd dials from the port that it listens on. Two peers that dial each other at once then
                 # get a single connection that both believe they have opened: the handshake fails, and is not tried
                 # again for seconds.
