@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,8 +101,12 @@ class Rollouts:
     def _complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, seed: int
     ) -> list[Written]:
+        # vLLM counts on from a request's seed, one for each completion; two completions with the same seed may be copies
+        # of each other. So every prompt has a range of seeds of its own, and so has every seed that is given here.
+        first = random.Random(seed).getrandbits(31)
+
         def completed(number: int) -> Written:
-            return self._client.complete(prompts[number], count, sampling, seed=seed + number)
+            return self._client.complete(prompts[number], count, sampling, seed=first + number * count)
 
         with ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts))) as pool:
             written = list(pool.map(completed, range(len(prompts))))

@@ -23,6 +23,7 @@ class FakeServer:
     def __init__(self, log_path: Path, fails_at: str, failures: int) -> None:
         self.command = SimpleNamespace(log_path=log_path)
         self.fails_at, self.failures, self.num_pushes = fails_at, failures, 0
+        self.seeds: list[int] = []
         self._start()
 
     def _start(self) -> None:
@@ -52,8 +53,9 @@ class FakeServer:
                 return {"data": [{"id": "m"}]}
             case "/v1/completions":
                 assert not self.is_paused
-                choice = {"index": 0, "finish_reason": "stop", "token_ids": [1]}
-                return {"choices": [{**choice, "logprobs": {"token_logprobs": [-1.0]}}]}
+                self.seeds.append(body["seed"])
+                choice = {"finish_reason": "stop", "token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
+                return {"choices": [{**choice, "index": index} for index in range(body["n"])]}
 
 
 @pytest.fixture
@@ -83,6 +85,16 @@ def test_a_server_that_fails_again_and_again_is_given_up_with_the_end_of_its_log
     with pytest.raises(DilocoError, match=r"failed 5 times in a row: connection reset[^$]*out of memory"):
         opened(server).push()
     assert server.num_restarts == MAX_ATTEMPTS - 1
+
+
+def test_no_two_completions_have_the_same_seed(opened, tmp_path):
+    """vLLM adds a completion's number in its request to the request's seed."""
+    server = FakeServer(tmp_path / "log", "", failures=0)
+    found = opened(server)
+    for seed in range(3):
+        found.complete([[1]] * 4, 8, Sampling(max_tokens=1), seed=seed)
+    used = [seed + number for seed in server.seeds for number in range(8)]
+    assert len(set(used)) == len(used) == 3 * 4 * 8
 
 
 def test_a_disk_that_is_full_is_named(opened, tmp_path, monkeypatch):
