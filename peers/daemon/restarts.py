@@ -2,7 +2,8 @@
 
 A worker is given up on after MAX_DEATHS ends in a row without progress, and after _MAX_SAME ends in a row for the same
 reason. For the latter, steps do not count as progress, since they can be trained on the way to weights that are not
-finite; but _COMMITS_PER_DEATH commits with this peer's work make up for one end. An end by a signal has no reason.
+finite; but _COMMITS_PER_DEATH commits with this peer's work make up for one end, and so do rollouts that learners take.
+An end by a signal has no reason.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Restarts:
         self._num_deaths = 0
 
     def committed(self) -> None:
-        """A commit contains the worker's work."""
+        """A commit contains the worker's work, or a learner has taken a rollout of it."""
         self._num_deaths, self._num_commits = 0, self._num_commits + 1
 
     def ended(self, code: int, said: str) -> WorkerEnd:

@@ -100,6 +100,8 @@ class RolloutPeer:
         self._policy = asyncio.Event()
         self._step = 0
         self._num_generated = self._num_dropped = 0
+        self._on_taken: Callable[[], None] = lambda: None
+        """Called for each rollout that a learner takes."""
         self._told_at = float("-inf")
         self._said = ""
 
@@ -109,8 +111,9 @@ class RolloutPeer:
         async def generate() -> int:
             await self._agreed.wait()
             # In a thread: `worker` may read all of a model's weights.
-            command = await asyncio.to_thread(worker, self._manifest, link_path)
-            return await Supervisor(command).run_to_its_end()
+            supervisor = Supervisor(await asyncio.to_thread(worker, self._manifest, link_path))
+            self._on_taken = supervisor.restarts.committed
+            return await supervisor.run_to_its_end()
 
         with contextlib.closing(self._generator) as generator:
             parts = (self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())
@@ -345,6 +348,8 @@ class RolloutPeer:
             self._refusals.pop(learner, None)
             self._num_generated += 1
             self._num_dropped += bool(dropped)
+            if not dropped:
+                self._on_taken()
         if time.monotonic() - self._told_at > TOLD_S:
             self._told_at = time.monotonic()
             log.info(

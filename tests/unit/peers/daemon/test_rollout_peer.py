@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from peers.daemon import rollout_peer
+from peers.daemon.restarts import MAX_DEATHS, Restarts
 from peers.daemon.rollout_peer import RolloutPeer
 from peers.errors import NotWanted, UserError
 from peers.protocol.refusal import Refused, Why
-from peers.protocol.rollouts import MAX_BLOBS, BlobName, Policy, learner_for
+from peers.protocol.rollouts import MAX_BLOBS, STALE, BlobName, Policy, learner_for
 from tests.support.in_process import until
 
 RUN, ME = "run", "me"
@@ -150,6 +151,48 @@ async def test_a_peer_that_has_had_no_work_yet_asks_all_learners_in_turn_and_giv
         await peer._work()
     assert set(asked[:8]) == set(asked[8:16]) == set(learners.there)
     assert now < 33
+
+
+class Supervised:
+    """Replaces the Supervisor of a generator: each life hands over two rollouts and ends with the same error."""
+
+    def __init__(self, peer: RolloutPeer, answers: str) -> None:
+        self._peer, self._answers, self.num_lives = peer, answers, 0
+
+    def __call__(self, _command: object) -> Supervised:
+        self.restarts = Restarts()
+        return self
+
+    async def run_to_its_end(self) -> int:
+        restarts = True
+        while restarts and self.num_lives < 3 * MAX_DEATHS:
+            await self._peer._hand_over(self, "a", "policy", 0, [(), ()])
+            self.num_lives += 1
+            restarts = self.restarts.ended(1, "out of memory").restarts
+        return 0
+
+    async def hand_over(self, _signed: object) -> str:
+        return self._answers
+
+
+@pytest.mark.parametrize(("answer", "num_lives"), [("", 3 * MAX_DEATHS), (STALE, 3)])
+async def test_a_generator_is_not_given_up_on_as_long_as_learners_take_its_rollouts(
+    peer, learners, monkeypatch, answer, num_lives
+):
+    supervised = Supervised(peer, answer)
+    monkeypatch.setattr(rollout_peer, "Supervisor", supervised)
+    peer._identity.sign = lambda _payload: b""
+    peer._agreed.set()
+    for owner, part in (
+        (peer, "_work"),
+        (peer._admission, "run"),
+        (peer._dht, "fail_with_p2pd"),
+        (peer._generator, "serve"),
+    ):
+        setattr(owner, part, lambda *_: asyncio.Event().wait())
+    peer._generator.close = lambda: None
+    assert await peer.live(lambda: None, Path(), lambda *_: None) == 0
+    assert supervised.num_lives == num_lives
 
 
 class Announcing:
