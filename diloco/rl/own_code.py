@@ -76,8 +76,15 @@ def _spec_of(module: str) -> object:
 
 
 def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # The prefix keeps it from replacing a module that is imported under the name of the file.
+    spec = importlib.util.spec_from_file_location(f"diloco_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # As in any import: dataclasses and typing look up the module of a class there.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module

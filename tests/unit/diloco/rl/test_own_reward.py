@@ -43,6 +43,15 @@ def test_a_module_of_the_users_directory_is_found(tmp_path, monkeypatch):
     assert reward_of(task, "anything", task.example(0)) == 1.0
 
 
+def test_the_file_of_a_reward_may_have_dataclasses(tmp_path):
+    """dataclasses looks up the module of a class whose annotations are strings."""
+    code = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    code += "@dataclass\nclass Length:\n    tokens: int\n"
+    (tmp_path / "lengths.py").write_text(code + "def one(completion, example): return Length(2).tokens\n")
+    task = with_own(f"{tmp_path}/lengths.py:one")
+    assert reward_of(task, "anything", task.example(0)) == 2.0
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
