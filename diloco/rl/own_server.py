@@ -72,7 +72,7 @@ class OwnServer:
 
     def restart(self, *, delay_s: float) -> None:
         """Stop the server, and start it after a delay. Raises ServerLost if it does not serve."""
-        self._end()
+        self.end()
         time.sleep(delay_s)
         self._spawn()
         self.num_restarts += 1
@@ -80,10 +80,11 @@ class OwnServer:
 
     def stop(self) -> None:
         """Stop the server for good, by SIGKILL after a deadline. Repeating it is safe."""
-        self._end()
+        self.end()
         self._directory.remove()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Stop the server until it is restarted. Requests to it then fail. Repeating it is safe."""
         process, self._process = self._process, None
         if process is None:
             return

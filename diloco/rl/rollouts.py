@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
 _MAX_CONCURRENT = 64
+_LOOK_S = 30.0
+"""While completions are awaited, the server is asked so often whether it lives."""
 
 
 class Rollouts:
@@ -108,12 +110,30 @@ class Rollouts:
         def completed(number: int) -> Written:
             return self._client.complete(prompts[number], count, sampling, seed=first + number * count)
 
-        with ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts))) as pool:
-            written = list(pool.map(completed, range(len(prompts))))
+        pool = ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts)))
+        try:
+            asked = [pool.submit(completed, number) for number in range(len(prompts))]
+            self._await(asked)
+        except BaseException:
+            # The requests that are left have no deadline, and end with the server.
+            self._server.end()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         # What is written for training must come from these weights, whoever else has used the server meanwhile.
         if self._client.served() != (self.publisher.name, self.publisher.version):
             raise ServerLost("another trainer has changed the weights meanwhile")
-        return written
+        return [one.result() for one in asked]
+
+    def _await(self, asked: Sequence[Future[Written]]) -> None:
+        """Wait until all are done, however long that takes. Raises ServerLost if one fails or the server is dead."""
+        while True:
+            done, waiting = wait(asked, _LOOK_S, FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+            if not waiting:
+                return
+            self._client.served()
 
     def _until_done(self, action: Callable[[], Any]) -> Any:
         for attempt in range(1, MAX_ATTEMPTS + 1):

@@ -1,4 +1,4 @@
-"""Client of the vLLM server: HTTP on a Unix socket. Every request has a deadline."""
+"""Client of the vLLM server: HTTP on a Unix socket. Every request has a deadline, except those for completions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ MAX_QUOTED = 500
 _REFUSALS = (400, 422)
 _CONTROL_TIMEOUT_S = 60.0
 _TRANSFER_TIMEOUT_S = 600.0
+_STEP_TIMEOUT_S = 600.0
+"""Of one step of a generation: vLLM answers between steps, and on a CPU one with long prompts takes minutes."""
 
 
 class ServerLost(Exception):
@@ -60,8 +62,8 @@ class ServerClient:
         self._request("/health", timeout_s=timeout_s)
 
     def served(self) -> tuple[str, int]:
-        """The publisher and the version of the server's weights."""
-        state = self.call("diloco_state")
+        """The publisher and the version of the server's weights. Answered during a generation as well."""
+        state = self.call("diloco_state", timeout_s=_STEP_TIMEOUT_S)
         with _expected_format(state):
             return str(state["publisher"]), int(state["version"])
 
@@ -77,6 +79,8 @@ class ServerClient:
         return answer
 
     def complete(self, prompt: Sequence[int], count: int, sampling: Sampling, *, seed: int) -> Written:
+        """Has no deadline, since nobody knows how long completions take. The caller must watch the server by `served`,
+        and end it if it does not answer."""
         body = {
             "model": self._name_of_model(),
             "prompt": list(prompt),
@@ -87,7 +91,7 @@ class ServerClient:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        answer = self._request("/v1/completions", body, timeout_s=_TRANSFER_TIMEOUT_S)
+        answer = self._request("/v1/completions", body, timeout_s=None)
         with _expected_format(answer):
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             reasons = [choice["finish_reason"] for choice in choices]
@@ -127,7 +131,7 @@ class ServerClient:
                 self._model = str(answer["data"][0]["id"])
         return self._model
 
-    def _request(self, path: str, body: Any = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
+    def _request(self, path: str, body: Any = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S) -> Any:
         """The JSON answer to a GET, or to a POST if there is a body; None if it is empty."""
         try:
             method = "GET" if body is None else "POST"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from diloco.errors import DilocoError
+from diloco.rl import rollouts
 from diloco.rl.push import Publisher
 from diloco.rl.rollouts import MAX_ATTEMPTS, Rollouts
 from diloco.rl.server_client import Sampling, ServerClient, ServerLost
@@ -28,13 +30,18 @@ class FakeServer:
 
     def _start(self) -> None:
         self.is_paused, self.held = False, {"publisher": "", "version": 0}
+        self.has_ended = threading.Event()
 
     def restart(self, *, delay_s: float) -> None:
         self.num_restarts += 1
         self._start()
 
-    def request(self, path, body=None, **_):
+    def end(self) -> None:
+        self.has_ended.set()
+
+    def request(self, path, body=None, *, timeout_s=60.0):
         path = path.partition("?")[0]
+        assert (timeout_s is None) == (path == "/v1/completions")
         if path == self.fails_at and self.failures:
             self.failures -= 1
             raise ServerLost("connection reset")
@@ -95,6 +102,45 @@ def test_no_two_completions_have_the_same_seed(opened, tmp_path):
         found.complete([[1]] * 4, 8, Sampling(max_tokens=1), seed=seed)
     used = [seed + number for seed in server.seeds for number in range(8)]
     assert len(set(used)) == len(used) == 3 * 4 * 8
+
+
+def test_a_generation_may_take_long_as_long_as_the_server_answers(opened, tmp_path, monkeypatch):
+    server, asked = FakeServer(tmp_path / "log", "", failures=0), threading.Semaphore(0)
+    monkeypatch.setattr(rollouts, "_LOOK_S", 0.0)
+    found = opened(server)
+    found.push()
+
+    def request(path, body=None, **more):
+        if path == "/collective_rpc":
+            asked.release()
+        if path == "/v1/completions":
+            for _ in range(3):
+                assert asked.acquire(timeout=60)
+        return server.request(path, body, **more)
+
+    monkeypatch.setattr(ServerClient, "_request", lambda _, *words, **more: request(*words, **more))
+    assert len(found.complete([[1], [2]], 1, Sampling(max_tokens=1), seed=0)) == 2
+    assert server.num_restarts == 0 and not server.has_ended.is_set()
+
+
+def test_a_server_that_hangs_in_a_generation_is_ended_and_restarted(opened, tmp_path, monkeypatch):
+    server, is_generating = FakeServer(tmp_path / "log", "", failures=0), threading.Event()
+    monkeypatch.setattr(rollouts, "_LOOK_S", 0.0)
+    found = opened(server)
+
+    def request(path, body=None, **more):
+        """The first server answers nothing once it generates."""
+        if server.num_restarts == 0 and path == "/v1/completions":
+            is_generating.set()
+            assert server.has_ended.wait(60)
+            raise ServerLost("connection reset")
+        if server.num_restarts == 0 and is_generating.is_set():
+            raise ServerLost("timed out")
+        return server.request(path, body, **more)
+
+    monkeypatch.setattr(ServerClient, "_request", lambda _, *words, **more: request(*words, **more))
+    assert len(found.complete([[1], [2]], 1, Sampling(max_tokens=1), seed=0)) == 2
+    assert server.num_restarts == 1
 
 
 def test_a_disk_that_is_full_is_named(opened, tmp_path, monkeypatch):
