@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig
 from diloco.rl.own_server import OwnServer, vllm_command
 from diloco.rl.push import Publisher
+from diloco.rl.sampling import BadPolicy
 from diloco.rl.server_client import RequestRefused, Sampling, ServerClient, ServerLost, Written
 from diloco.rl.weights import own_copies
 from diloco.train.run_dir import last_words
@@ -53,13 +54,17 @@ class Rollouts:
         self._on_event = on_event
 
     def push(self) -> None:
-        """Push the newest weights. Raises DilocoError if the server is lost for good or rejects them."""
+        """Push the newest weights. Raises DilocoError if the server is lost for good, BadPolicy if it works without
+        these weights only."""
         self._until_done(self._push_newest)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *, seed: int
     ) -> list[Written]:
-        """`count` completions of each prompt by the newest weights. Completions of a failed attempt are discarded."""
+        """`count` completions of each prompt by the newest weights. Completions of a failed attempt are discarded.
+
+        Raises DilocoError and BadPolicy as `push` does, and UserError if a prompt is too long.
+        """
 
         def attempt() -> list[Written]:
             # A restarted server has its initial weights. If no weights have to be sent, this is quick.
@@ -85,7 +90,7 @@ class Rollouts:
         if answer.get("is_lost"):
             raise ServerLost(f"the weights were not loaded: {answer['error']}")
         if not answer["ok"]:
-            raise DilocoError(f"the vLLM server refused version {label.version}: {answer['error']}")
+            raise BadPolicy(f"the vLLM server refused version {label.version}: {answer['error']}")
         self.last_push = {
             **answer,
             "is_patch": label.base is not None,
@@ -103,6 +108,12 @@ class Rollouts:
     def _complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, seed: int
     ) -> list[Written]:
+        longest, context = max(map(len, prompts)), self._client.model.context
+        if longest + sampling.max_tokens > context:
+            raise UserError(
+                f"a prompt of {longest} tokens and {sampling.max_tokens} more do not fit into the model's context of "
+                f"{context}; lower --grpo.max-completion-length"
+            )
         # vLLM counts on from a request's seed, one for each completion; two completions with the same seed may be copies
         # of each other. So every prompt has a range of seeds of its own, and so has every seed that is given here.
         first = random.Random(seed).getrandbits(31)
@@ -111,48 +122,41 @@ class Rollouts:
             return self._client.complete(prompts[number], count, sampling, seed=first + number * count)
 
         pool = ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts)))
-        try:
-            asked = [pool.submit(completed, number) for number in range(len(prompts))]
-            self._await(asked)
-        except BaseException:
-            # The requests that are left have no deadline, and end with the server.
-            self._server.end()
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        asked = [pool.submit(completed, number) for number in range(len(prompts))]
+        pool.shutdown(wait=False)
+        while wait(asked, _LOOK_S).not_done:
+            try:
+                self._client.served()
+            except ServerLost:
+                # The requests have no deadline, and end with the server.
+                self._server.end()
+                raise
+        written = [one.result() for one in asked]
         # What is written for training must come from these weights, whoever else has used the server meanwhile.
         if self._client.served() != (self.publisher.name, self.publisher.version):
             raise ServerLost("another trainer has changed the weights meanwhile")
-        return [one.result() for one in asked]
-
-    def _await(self, asked: Sequence[Future[Written]]) -> None:
-        """Wait until all are done, however long that takes. Raises ServerLost if one fails or the server is dead."""
-        while True:
-            done, waiting = wait(asked, _LOOK_S, FIRST_EXCEPTION)
-            for one in done:
-                one.result()
-            if not waiting:
-                return
-            self._client.served()
+        return written
 
     def _until_done(self, action: Callable[[], Any]) -> Any:
         for attempt in range(1, MAX_ATTEMPTS + 1):
+            at_fault: type[DilocoError] = DilocoError
             try:
                 if attempt > 1:
                     self._server.restart(delay_s=restart_delay_s(attempt - 1))
                     self._on_event(event="server_restarted", restarts=self._server.num_restarts)
+                    # With its initial weights the server has just completed a prompt.
+                    at_fault = BadPolicy
                 return action()
             except RequestRefused as error:
-                raise UserError(
-                    f"the vLLM server refused the request: {error}. The prompt plus "
-                    "--grpo.max-completion-length have to fit into the model's context"
-                ) from error
+                # NaNs stay in the server's caches, where they would spoil the completions by the next weights.
+                self._server.end()
+                raise BadPolicy(f"the vLLM server does not work with these weights: {error}") from error
             except ServerLost as error:
                 log.warning("the vLLM server was lost: %s", error)
                 self._on_event(event="server_lost", reason=str(error), attempt=attempt)
                 if attempt == MAX_ATTEMPTS:
                     path = self._server.command.log_path
-                    raise DilocoError(
+                    raise at_fault(
                         f"the vLLM server failed {attempt} times in a row: {error}; the end of {path}:\n"
                         f"{last_words(path)}"
                     ) from error

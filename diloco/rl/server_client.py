@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class ServerLost(Exception):
 
 
 class RequestRefused(ServerLost):
-    """The server works but rejects the request; repeating it is useless."""
+    """The server works but rejects the request; repeating it is useless. vLLM rejects what leads to NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +48,31 @@ class Written:
     logprobs: list[list[float | None]]
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of a server."""
+
+    name: str
+    context: int
+    """The most tokens of a prompt and its completion together."""
+
+
 class ServerClient:
     """A vLLM server with our worker extension. Every method raises ServerLost if the answer is not as expected."""
 
     def __init__(self, socket: Path) -> None:
-        self._model = ""
         # No keep-alive: the server might close an idle connection just as a request is sent on it.
         limits = httpx.Limits(max_keepalive_connections=0)
         transport = httpx.HTTPTransport(uds=str(socket), limits=limits)
         # Of a URL's host and port, a Unix socket needs none.
         self._http = httpx.Client(transport=transport, trust_env=False, base_url="http://vllm")
+
+    @cached_property
+    def model(self) -> ServedModel:
+        answer = self._request("/v1/models")
+        with _expected_format(answer):
+            card = answer["data"][0]
+            return ServedModel(str(card["id"]), int(card["max_model_len"]))
 
     def check_health(self, *, timeout_s: float) -> None:
         self._request("/health", timeout_s=timeout_s)
@@ -82,7 +98,7 @@ class ServerClient:
         """Has no deadline, since nobody knows how long completions take. The caller must watch the server by `served`,
         and end it if it does not answer."""
         body = {
-            "model": self._name_of_model(),
+            "model": self.model.name,
             "prompt": list(prompt),
             "n": count,
             "seed": seed % 2**31,
@@ -105,7 +121,7 @@ class ServerClient:
 
     def try_out(self, *, timeout_s: float) -> None:
         """Make the server generate one token."""
-        body = {"model": self._name_of_model(), "prompt": [1, 2, 3], "max_tokens": 1}
+        body = {"model": self.model.name, "prompt": [1, 2, 3], "max_tokens": 1}
         answer = self._request("/v1/completions", body, timeout_s=timeout_s)
         with _expected_format(answer):
             if not answer["choices"]:
@@ -123,13 +139,6 @@ class ServerClient:
         refused = [result for result in results if not result["ok"]]
         chosen: dict[str, Any] = (refused or results)[0]
         return chosen
-
-    def _name_of_model(self) -> str:
-        if not self._model:
-            answer = self._request("/v1/models")
-            with _expected_format(answer):
-                self._model = str(answer["data"][0]["id"])
-        return self._model
 
     def _request(self, path: str, body: Any = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S) -> Any:
         """The JSON answer to a GET, or to a POST if there is a body; None if it is empty."""

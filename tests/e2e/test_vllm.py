@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.format_model import TASK, bare_model
 from diloco.rl.own_server import OwnServer, vllm_command
+from diloco.rl.sampling import BadPolicy
 from diloco.rl.server_client import Sampling
 from diloco.train.model import load_model
 from tests.e2e.test_rollout_peers import REWARD
@@ -106,6 +108,20 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     assert [len(one.token_ids) for one in written] == [2] * 16
     assert difference(trainer.model, written[:2]) <= CLOSE
     check_none_lives(before)
+
+
+def test_weights_that_give_no_probabilities_are_refused_and_the_next_ones_are_served(served):
+    server, directory = served
+    trainer = Trainer(directory, server)
+    finite = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict({name: tensor * 1e12 for name, tensor in finite.items()})
+    trainer.publisher.take(trainer.model.named_parameters())
+    with pytest.raises(BadPolicy, match="does not work with these weights"):
+        trainer.rollouts.complete(PROMPTS, 2, Sampling(max_tokens=5), seed=1)
+    assert trainer.events == []
+    trainer.model.load_state_dict(finite)
+    trainer.push(1)
+    assert trainer.is_close(1) and trainer.events == ["server_lost", "server_restarted"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -77,7 +77,8 @@ def handler_of(
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            self.answer({"data": [{"id": arguments.model}]} if path == "/v1/models" else None)
+            card = {"id": arguments.model, "max_model_len": worker.model.config.max_position_embeddings}
+            self.answer({"data": [card]} if path == "/v1/models" else None)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -93,16 +94,13 @@ def handler_of(
                     left[0] -= 1
                     if left[0] == 0 and not died_before(arguments.marks):
                         os.kill(os.getpid(), signal.SIGKILL)
-                if len(asked["prompt"]) + asked["max_tokens"] > worker.model.config.max_position_embeddings:
-                    self.answer({"error": {"message": "this model's context is shorter"}}, status=400)
-                    return
                 self.answer({"choices": [worker.completed(asked, n) for n in range(asked.get("n", 1))]})
             else:
                 self.answer(None)
 
-        def answer(self, content: Any, *, status: int = 200) -> None:
+        def answer(self, content: Any) -> None:
             data = b"" if content is None else json.dumps(content).encode()
-            self.send_response(status)
+            self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

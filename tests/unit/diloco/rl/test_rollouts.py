@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UserError
 from diloco.rl import rollouts
 from diloco.rl.push import Publisher
 from diloco.rl.rollouts import MAX_ATTEMPTS, Rollouts
-from diloco.rl.server_client import Sampling, ServerClient, ServerLost
+from diloco.rl.sampling import BadPolicy
+from diloco.rl.server_client import RequestRefused, Sampling, ServerClient, ServerLost
 from diloco.rl.weights import unpacked
 
 
@@ -22,10 +23,14 @@ class FakeServer:
 
     socket, num_restarts = Path("missing"), 0
 
-    def __init__(self, log_path: Path, fails_at: str, failures: int) -> None:
+    def __init__(
+        self, log_path: Path, fails_at: str, failures: int, kind: type[Exception] = ServerLost
+    ) -> None:
+        self.kind = kind
         self.command = SimpleNamespace(log_path=log_path)
         self.fails_at, self.failures, self.num_pushes = fails_at, failures, 0
         self.seeds: list[int] = []
+        self.refuses = ""
         self._start()
 
     def _start(self) -> None:
@@ -40,24 +45,28 @@ class FakeServer:
         self.has_ended.set()
 
     def request(self, path, body=None, *, timeout_s=60.0):
+        if self.has_ended.is_set():
+            raise ServerLost("connection refused")
         path = path.partition("?")[0]
         assert (timeout_s is None) == (path == "/v1/completions")
         if path == self.fails_at and self.failures:
             self.failures -= 1
-            raise ServerLost("connection reset")
+            raise self.kind("connection reset")
         match path:
             case "/pause" | "/resume":
                 self.is_paused = path == "/pause"
             case "/collective_rpc" if body["method"] == "diloco_state":
                 return {"results": [{"ok": True, **self.held}]}
             case "/collective_rpc":
+                if self.refuses:
+                    return {"results": [{"ok": False, "error": self.refuses}]}
                 blob = Path(body["kwargs"]["path"]).read_bytes()
                 label, _ = unpacked(blob)
                 self.num_pushes += 1
                 self.held = {"publisher": label.publisher, "version": label.version}
                 return {"results": [{"ok": True, "version": label.version, "bytes": len(blob)}]}
             case "/v1/models":
-                return {"data": [{"id": "m"}]}
+                return {"data": [{"id": "m", "max_model_len": 10}]}
             case "/v1/completions":
                 assert not self.is_paused
                 self.seeds.append(body["seed"])
@@ -92,6 +101,52 @@ def test_a_server_that_fails_again_and_again_is_given_up_with_the_end_of_its_log
     with pytest.raises(DilocoError, match=r"failed 5 times in a row: connection reset[^$]*out of memory"):
         opened(server).push()
     assert server.num_restarts == MAX_ATTEMPTS - 1
+
+
+def test_weights_with_which_the_server_completes_nothing_are_at_fault_at_once(opened, tmp_path):
+    """vLLM answers 400 where log-probabilities are not finite, and may do so for the next weights until it restarts."""
+    server = FakeServer(tmp_path / "log", "/v1/completions", failures=1, kind=RequestRefused)
+    found = opened(server)
+    with pytest.raises(BadPolicy, match="does not work with these weights: connection reset"):
+        found.complete([[1]], 1, Sampling(max_tokens=1), seed=0)
+    assert server.num_restarts == 0 and server.has_ended.is_set()
+    found.publisher.take([("w", torch.ones(2))])
+    assert len(found.complete([[1]], 1, Sampling(max_tokens=1), seed=0)) == 1
+    assert server.num_restarts == 1
+
+
+def test_weights_that_a_restarted_server_does_not_work_with_are_at_fault(opened, tmp_path):
+    with pytest.raises(BadPolicy, match="failed 5 times in a row"):
+        opened(FakeServer(tmp_path / "log", "/v1/completions", failures=99)).complete(
+            [[1]], 1, Sampling(max_tokens=1), seed=0
+        )
+
+
+def test_a_server_that_does_not_come_back_is_not_the_fault_of_the_weights(opened, tmp_path, monkeypatch):
+    server = FakeServer(tmp_path / "log", "/v1/completions", failures=1)
+
+    def restart(**_: object) -> None:
+        raise ServerLost("it ended with 1")
+
+    monkeypatch.setattr(server, "restart", restart)
+    with pytest.raises(DilocoError, match="failed 5 times in a row: it ended with 1") as failed:
+        opened(server).complete([[1]], 1, Sampling(max_tokens=1), seed=0)
+    assert not isinstance(failed.value, BadPolicy)
+
+
+def test_weights_that_a_server_refuses_are_at_fault(opened, tmp_path):
+    server = FakeServer(tmp_path / "log", "", failures=0)
+    server.refuses = "w holds values that are not finite"
+    with pytest.raises(BadPolicy, match="w holds values that are not finite"):
+        opened(server).push()
+    assert server.num_restarts == 0
+
+
+def test_a_prompt_that_is_too_long_is_for_the_user_and_restarts_nothing(opened, tmp_path):
+    server = FakeServer(tmp_path / "log", "", failures=0)
+    with pytest.raises(UserError, match=r"3 tokens and 8 more .* context of 10; lower --grpo\.max-compl"):
+        opened(server).complete([[1], [1, 2, 3]], 1, Sampling(max_tokens=8), seed=0)
+    assert server.num_restarts == 0 and server.seeds == []
 
 
 def test_no_two_completions_have_the_same_seed(opened, tmp_path):
