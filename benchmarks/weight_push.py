@@ -81,16 +81,17 @@ def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) 
     seconds: list[float] = []
     arrivals: list[float] = []
     for parameters in trained(path_model, lr=lr, num_steps=num_steps):
+        held = publisher.digest
         publisher.take(parameters)
         if not served:
             served = dict(publisher.state)
             continue
         began = time.perf_counter()
-        _, blob = publisher.blob_for(publisher.name, publisher.version - 1)
+        _, blob = publisher.blob_for(held)
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
         label, tensors = unpacked(blob)
-        served = patched(served, tensors) if label.base is not None else tensors
+        served = patched(served, tensors) if label.base else tensors
         exact += digest_of(served) == label.digest
         arrivals.append(time.perf_counter() - began)
         sizes.append(float(len(blob)))

@@ -444,7 +444,6 @@ class Training:
             return {}
         last = self.server.last_push
         return {
-            "weights_version": last["version"],
             "push_bytes": last["bytes"],
             "push_s": last["push_s"],
             "server_restarts": last["server_restarts"],

@@ -49,6 +49,7 @@ class DeltaWriter:
         steps = steps_in(directory)
         self._last = steps[-1] if steps else None
         self._state: State = rebuilt(directory, steps[-1]) if steps else {}
+        self._digest = digest_of(self._state) if steps else ""
 
     def write(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write the delta of this step, unless there is one of this or a later step. Returns its path.
@@ -63,8 +64,8 @@ class DeltaWriter:
             raise UserError(
                 f"{self._directory} holds the deltas of another model; name another --ckpt.delta-path"
             )
-        label = Label(version=step, base=self._last, digest=digest_of(state))
-        blob = packed(state, label) if self._last is None else packed_smaller(self._state, state, label)[1]
+        label = Label(digest=digest_of(state), base=self._digest)
+        blob = packed_smaller(self._state, state, label)[1] if label.base else packed(state, label)
         partial = path.with_suffix(".partial")
         try:
             partial.write_bytes(blob)
@@ -72,7 +73,7 @@ class DeltaWriter:
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        self._last, self._state = step, state
+        self._last, self._state, self._digest = step, state, label.digest
         return path
 
 
@@ -99,14 +100,14 @@ def rebuilt(directory: Path, step: int) -> State:
 def _states(directory: Path, steps: list[int]) -> Iterator[tuple[int, Label, State]]:
     """Yields (step, label, weights) of each step. Raises UserError, which names the first file that cannot be used."""
     state: State = {}
-    label = Label(version=-1)
+    digest = ""
     for number in steps:
         path = _path(directory, number)
         try:
-            before, (label, tensors) = label, unpacked(path.read_bytes())
-            if label.base is not None and label.base != before.version:
-                raise BadBlob(f"it holds the changes since step {label.base}, which is not there")
-            state = tensors if label.base is None else patched(state, tensors)
+            label, tensors = unpacked(path.read_bytes())
+            if label.base not in ("", digest):
+                raise BadBlob("it holds the changes since a step whose file is not there")
+            state, digest = patched(state, tensors) if label.base else tensors, label.digest
         except (BadBlob, OSError) as error:
             raise UserError(f"{path} cannot be used: {error}") from error
         yield number, label, state

@@ -47,7 +47,7 @@ class Generator:
 
     @property
     def digest(self) -> str:
-        return self._held.label.digest
+        return self._held.digest
 
     @property
     def most_bytes(self) -> int:
@@ -57,9 +57,9 @@ class Generator:
 
     def load(self, blob: bytes) -> None:
         """Use the weights after this blob. Raises BadBlob; the weights in use then stay the same."""
-        label, state = self._held.after(blob, self._expected)
+        digest, state = self._held.after(blob, self._expected)
         self._use(state)
-        self._held.state, self._held.label = state, label
+        self._held.state, self._held.digest = state, digest
 
     def forget(self) -> None:
         self._held = Held()

@@ -1,10 +1,9 @@
-"""A trainer's newest weights: numbered versions, and the files by which rollout peers get them."""
+"""A trainer's newest weights, and the files by which rollout peers get them."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,43 +15,33 @@ from diloco.rl.weights import Label, State, digest_of, own_copies, packed, packe
 
 
 class Publisher:
-    """Numbers the versions of one trainer's weights, and keeps the last two in the dtype that generators compute in."""
+    """Keeps the last two of one trainer's weights that differ, in the dtype that generators compute in."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.name = uuid.uuid4().hex
-        """Identifies this process of this trainer; version numbers are unique only together with it."""
-        self.version = 0
         self.state: State = {}
         self.digest = ""
         self._dtype = dtype
         self._before: State = {}
+        self._digest_before = ""
 
     @property
     def whole_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights to the CPU in that dtype, as a new version unless they equal the last one."""
+        """Copy the weights to the CPU in that dtype."""
         state = own_copies(parameters, self._dtype)
         digest = digest_of(state)
         if digest != self.digest:
-            self._before, self.state, self.digest = self.state, state, digest
-            self.version += 1
+            self._before, self._digest_before = self.state, self.digest
+            self.state, self.digest = state, digest
 
-    def blob_for(self, publisher: str, version: int) -> tuple[Label, bytes]:
-        """The blob for a holder of this version of this publisher: a patch if possible, else all weights."""
-        has_last = publisher == self.name and version == self.version - 1 and bool(self._before)
-        label = Label(
-            version=self.version,
-            publisher=self.name,
-            base=version if has_last else None,
-            digest=self.digest,
-        )
-        return (
-            packed_smaller(self._before, self.state, label)
-            if has_last
-            else (label, packed(self.state, label))
-        )
+    def blob_for(self, held: str) -> tuple[Label, bytes]:
+        """The blob for who holds the weights of this digest: a patch if they are the last but one, else all weights."""
+        if held and held == self._digest_before:
+            return packed_smaller(self._before, self.state, Label(digest=self.digest, base=held))
+        label = Label(digest=self.digest)
+        return label, packed(self.state, label)
 
 
 MAX_PATCHES = 16
@@ -75,15 +64,13 @@ class PolicyFiles:
         self._digest = ""
 
     def write(self, publisher: Publisher) -> list[dict[str, Any]]:
-        """Write the publisher's newest version, unless that was done. Returns all files, the oldest first."""
+        """Write the publisher's newest weights, unless that was done. Returns all files, the oldest first."""
         if publisher.digest == self._digest:
             return list(self._files)
-        label, blob = publisher.blob_for(publisher.name, publisher.version - 1)
-        base = "" if label.base is None else self._digest
-        self._files.append(self._written(blob, label.digest, base))
-        if base and self._needs_whole(publisher.whole_bytes):
-            label, blob = publisher.blob_for("", 0)
-            self._files.append(self._written(blob, label.digest, ""))
+        label, blob = publisher.blob_for(self._digest)
+        self._files.append(self._written(label, blob))
+        if label.base and self._needs_whole(publisher.whole_bytes):
+            self._files.append(self._written(*publisher.blob_for("")))
         self._digest = label.digest
         self._forget()
         return list(self._files)
@@ -91,7 +78,7 @@ class PolicyFiles:
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _written(self, blob: bytes, leads_to: str, base: str) -> dict[str, Any]:
+    def _written(self, label: Label, blob: bytes) -> dict[str, Any]:
         sha256 = hashlib.sha256(blob).hexdigest()
         path = self._directory / f"{sha256}.safetensors"
         partial = path.with_suffix(".partial")
@@ -101,8 +88,8 @@ class PolicyFiles:
             "path": str(path),
             "sha256": sha256,
             "num_bytes": len(blob),
-            "leads_to": leads_to,
-            "base": base,
+            "leads_to": label.digest,
+            "base": label.base,
         }
 
     def _needs_whole(self, whole_bytes: int) -> bool:

@@ -77,11 +77,11 @@ class Rollouts:
         self._server.stop()
 
     def _push_newest(self) -> None:
-        publisher, version = self._client.served()
-        if (publisher, version) == (self.publisher.name, self.publisher.version):
+        held = self._client.served()
+        if held == self.publisher.digest:
             return
         began = time.monotonic()
-        label, blob = self.publisher.blob_for(publisher, version)
+        label, blob = self.publisher.blob_for(held)
         try:
             self._write(blob)
             answer = self._client.pull(self._blob, hashlib.sha256(blob).hexdigest())
@@ -90,10 +90,10 @@ class Rollouts:
         if answer.get("is_lost"):
             raise ServerLost(f"the weights were not loaded: {answer['error']}")
         if not answer["ok"]:
-            raise BadPolicy(f"the vLLM server refused version {label.version}: {answer['error']}")
+            raise BadPolicy(f"the vLLM server refused the weights: {answer['error']}")
         self.last_push = {
             **answer,
-            "is_patch": label.base is not None,
+            "is_patch": bool(label.base),
             "whole_bytes": self.publisher.whole_bytes,
             "push_s": time.monotonic() - began,
             "server_restarts": self._server.num_restarts,
@@ -111,11 +111,11 @@ class Rollouts:
         longest, context = max(map(len, prompts)), self._client.model.context
         if longest + sampling.max_tokens > context:
             raise UserError(
-                f"a prompt of {longest} tokens and {sampling.max_tokens} more do not fit into the model's context of "
-                f"{context}; lower --grpo.max-completion-length"
+                f"a prompt of {longest} tokens and {sampling.max_tokens} more do not fit into the model's "
+                f"context of {context}; lower --grpo.max-completion-length"
             )
-        # vLLM counts on from a request's seed, one for each completion; two completions with the same seed may be copies
-        # of each other. So every prompt has a range of seeds of its own, and so has every seed that is given here.
+        # vLLM counts on from a request's seed, one for each completion; completions with the same seed may be copies of
+        # each other. So every prompt has a range of seeds of its own, and so has every `seed`.
         first = random.Random(seed).getrandbits(31)
 
         def completed(number: int) -> Written:
@@ -133,7 +133,7 @@ class Rollouts:
                 raise
         written = [one.result() for one in asked]
         # What is written for training must come from these weights, whoever else has used the server meanwhile.
-        if self._client.served() != (self.publisher.name, self.publisher.version):
+        if self._client.served() != self.publisher.digest:
             raise ServerLost("another trainer has changed the weights meanwhile")
         return written
 

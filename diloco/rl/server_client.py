@@ -77,11 +77,11 @@ class ServerClient:
     def check_health(self, *, timeout_s: float) -> None:
         self._request("/health", timeout_s=timeout_s)
 
-    def served(self) -> tuple[str, int]:
-        """The publisher and the version of the server's weights. Answered during a generation as well."""
+    def served(self) -> str:
+        """The digest of the weights that were pushed last; empty if none were. Answered during a generation as well."""
         state = self.call("diloco_state", timeout_s=_STEP_TIMEOUT_S)
         with _expected_format(state):
-            return str(state["publisher"]), int(state["version"])
+            return str(state["digest"])
 
     def pull(self, blob: Path, sha256: str) -> dict[str, Any]:
         """Make the server load the weights of this file. Returns the server's answer, whose `ok` may be false."""

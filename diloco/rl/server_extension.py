@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.rl.weights import BadBlob, Expected, Held, Label, State
+from diloco.rl.weights import BadBlob, Expected, Held, State
 
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
@@ -25,14 +25,8 @@ class WeightsExtension:
     """Methods added to vLLM's worker. Answers are plain dicts: {"ok": bool, "error": str, ...}."""
 
     def diloco_state(self) -> dict[str, Any]:
-        """The publisher, version and digest of the weights that are served."""
-        held = _held(self)
-        return {
-            "ok": True,
-            "version": held.label.version,
-            "publisher": held.label.publisher,
-            "digest": held.label.digest,
-        }
+        """The digest of the weights that were pushed last."""
+        return {"ok": True, "digest": _held(self).digest}
 
     def diloco_pull(self, path: str, sha256: str) -> dict[str, Any]:
         """Read a blob, check it completely, and load it. If a check fails, the old weights stay in use.
@@ -44,7 +38,7 @@ class WeightsExtension:
             blob = Path(path).read_bytes()
             if hashlib.sha256(blob).hexdigest() != sha256:
                 raise BadBlob("its sha256 is not the one announced")
-            label, state = held.after(blob, _expected(self))
+            digest, state = held.after(blob, _expected(self))
         except OSError as error:
             return {"ok": False, "is_lost": True, "error": str(error)}
         except BadBlob as error:
@@ -52,11 +46,11 @@ class WeightsExtension:
         try:
             _load(self, state)
         except Exception as error:  # noqa: BLE001 - vLLM would stop the engine without a reason
-            # The weights may be loaded in part, so they count as no version.
-            held.label = Label(version=0)
+            # The weights may be loaded in part.
+            held.digest = ""
             return {"ok": False, "is_lost": True, "error": f"{type(error).__name__}: {error}"}
-        held.state, held.label = state, label
-        return {"ok": True, "version": label.version, "bytes": len(blob)}
+        held.state, held.digest = state, digest
+        return {"ok": True, "bytes": len(blob)}
 
 
 def _held(worker: Any) -> Held:

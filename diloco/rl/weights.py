@@ -16,14 +16,13 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from types import NoneType
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-FORMAT = "diloco-weights-4"
+FORMAT = "diloco-weights-5"
 _AT, _BY = "::at", "::by"
 _WORTH_PACKING = 4
 """A patch that changes more than one in this many values is no shorter than a whole blob."""
@@ -44,13 +43,10 @@ class BadBlob(ValueError):
 class Label:
     """A blob's metadata."""
 
-    version: int
-    publisher: str = ""
-    """The trainer process that numbers the versions."""
-    base: int | None = None
-    """The version that a patch applies to; None for a whole blob."""
-    digest: str = ""
-    """Digest of all weights of the version (see digest_of); for a patch, of the weights after patching."""
+    digest: str
+    """Digest of all weights (see digest_of); for a patch, of the weights after patching."""
+    base: str = ""
+    """Digest of the weights that a patch applies to; empty for a whole blob."""
 
 
 def digest_of(state: Mapping[str, Tensor]) -> str:
@@ -82,12 +78,12 @@ def packed(state: Mapping[str, Tensor], label: Label) -> bytes:
 
 
 def packed_smaller(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> tuple[Label, bytes]:
-    """A patch from version `label.base`, or a whole blob if that is not larger; returns the matching label, too."""
+    """A patch of the weights `label.base`, or a whole blob if that is not larger; returns the matching label, too."""
     changes = _changes(old, new)
     num_changed = sum(tensor.numel() for name, tensor in changes.items() if name.endswith(_AT))
     if num_changed * _WORTH_PACKING <= num_values(new):
         return label, _saved(changes, label)
-    whole = Label(version=label.version, publisher=label.publisher, digest=label.digest)
+    whole = Label(digest=label.digest)
     return whole, packed(new, whole)
 
 
@@ -104,9 +100,9 @@ def unpacked(blob: bytes, most_values: int = 1 << 40) -> tuple[Label, State]:
         if metadata["format"] != FORMAT:
             raise BadBlob(f"its format is not {FORMAT}")
         label = Label(**json.loads(metadata["label"]))
-        if type(label.version) is not int or type(label.base) not in (int, NoneType):
-            raise BadBlob("its versions are no numbers")
-        if label.base is None:
+        if type(label.digest) is not str or type(label.base) is not str:
+            raise BadBlob("its digests are no texts")
+        if not label.base:
             return label, tensors
         shapes = json.loads(metadata["shapes"])
         if not isinstance(shapes, dict) or shapes.keys() != tensors.keys():
@@ -152,27 +148,25 @@ def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
 
 
 class Held:
-    """The weights of a version, with its label. Patches apply to them."""
+    """Weights, with their digest. Patches apply to them."""
 
     def __init__(self) -> None:
         self.state: State = {}
-        self.label = Label(version=0)
+        self.digest = ""
+        """Empty if there are no weights."""
 
-    def after(self, blob: bytes, expected: Expected) -> tuple[Label, State]:
-        """The complete weights after a blob, verified. Raises BadBlob; changes nothing."""
+    def after(self, blob: bytes, expected: Expected) -> tuple[str, State]:
+        """The complete weights after a blob, verified, with their digest. Raises BadBlob; changes nothing."""
         values = sum(torch.Size(shape).numel() for _, shape in expected.values())
         label, state = unpacked(blob, values)
-        is_same_publisher = label.publisher == self.label.publisher
-        if is_same_publisher and label.version <= self.label.version:
-            raise BadBlob(f"version {label.version} is stale: {self.label.version} is served")
-        if label.base is not None:
-            if not is_same_publisher or label.base != self.label.version:
-                raise BadBlob(f"the patch is for version {label.base}, and {self.label.version} is served")
+        if label.base:
+            if label.base != self.digest:
+                raise BadBlob("the patch is for other weights than these")
             state = patched(self.state, state)
         check_state(state, expected)
         if digest_of(state) != label.digest:
             raise BadBlob("the weights are not those that were sent: their digest differs")
-        return label, state
+        return label.digest, state
 
 
 def check_state(state: Mapping[str, Tensor], expected: Expected) -> None:
@@ -214,7 +208,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _saved(tensors: State, label: Label) -> bytes:
     metadata = {"format": FORMAT, "label": json.dumps(asdict(label))}
-    if label.base is not None:
+    if label.base:
         shapes = {name: (tensor.numel(), tensor.element_size()) for name, tensor in tensors.items()}
         metadata["shapes"] = json.dumps(shapes)
         tensors = {name: _packed_planes(name, tensor) for name, tensor in tensors.items()}

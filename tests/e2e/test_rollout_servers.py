@@ -129,7 +129,9 @@ def test_a_proxy_in_the_environment_stands_between_no_trainer_and_its_server(
 def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory, tmp_path):
     with training(directory, tmp_path) as trainer:
         trainer.publisher.take(trainer.model.named_parameters())
-        with pytest.raises(UserError, match=r"do not fit into the model's context.*--grpo\.max-completion-length"):
+        with pytest.raises(
+            UserError, match=r"do not fit into the model's context.*--grpo\.max-completion-length"
+        ):
             trainer.rollouts.complete(PROMPTS, 1, Sampling(max_tokens=1_000_000), seed=1)
         assert trainer.events == []
 
@@ -186,7 +188,7 @@ def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
         {"results": [{}]},
         {"results": [{"ok": False}]},
         {"results": [{"ok": True}]},
-        {"results": [{"ok": True, "publisher": "p", "version": "new"}]},
+        {"results": [{"ok": True, "version": 1}]},
     ],
 )
 def test_an_answer_that_nobody_understands_is_a_lost_server(answer, tmp_path, monkeypatch):

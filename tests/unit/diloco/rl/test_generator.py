@@ -43,7 +43,7 @@ def test_rollouts_are_by_the_newest_policy_and_of_the_form_that_learners_take(ge
     for seed in (1, 2):
         train_a_little(learner, seed)
         publisher.take(learner.named_parameters())
-        generator.load(publisher.blob_for(publisher.name, publisher.version - 1)[1])
+        generator.load(publisher.blob_for(generator.digest)[1])
     assert generator.digest == publisher.digest
     groups = msgspec.convert(generator.generate([4, 9]), list[list[Completion]])
     assert [len(group) for group in groups] == [3, 3]
@@ -63,7 +63,7 @@ def test_a_policy_that_gives_no_probabilities_does_not_end_the_process(generator
         (name, torch.full(shape, 3e38 if name == "model.norm.weight" else 1.0))
         for name, (_, shape) in generator._expected.items()
     )
-    generator.load(publisher.blob_for("", 0)[1])
+    generator.load(publisher.blob_for("")[1])
     asked, told = [{"kind": "generate", "examples": [1]}], []
 
     def receive(*_kinds):
@@ -82,7 +82,7 @@ def test_a_blob_that_is_not_a_policy_of_this_model_changes_nothing(generator):
     publisher = Publisher(torch.float32)
     publisher.take({"other": torch.ones(3)}.items())
     with pytest.raises(BadBlob):
-        generator.load(publisher.blob_for("", 0)[1])
+        generator.load(publisher.blob_for("")[1])
     assert generator.digest == ""
 
 

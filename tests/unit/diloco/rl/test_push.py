@@ -33,7 +33,7 @@ def written(files: PolicyFiles, publisher: Publisher, step: int, num_changed: in
 
 def read(held: Held, entries: list[dict]) -> None:
     for entry in entries:
-        held.label, held.state = held.after(Path(entry["path"]).read_bytes(), EXPECTED)
+        held.digest, held.state = held.after(Path(entry["path"]).read_bytes(), EXPECTED)
 
 
 def test_the_first_file_holds_all_weights_and_later_ones_what_has_changed(tmp_path, publisher):
@@ -47,10 +47,10 @@ def test_the_first_file_holds_all_weights_and_later_ones_what_has_changed(tmp_pa
     assert torch.equal(held.state["a"], weights(2)["a"].to(torch.bfloat16))
 
 
-def test_weights_that_did_not_change_are_no_new_version(tmp_path, publisher):
+def test_weights_that_did_not_change_are_not_written_again(tmp_path, publisher):
     files, held = PolicyFiles(tmp_path / "policies"), Held()
     first = written(files, publisher, 1)
-    assert written(files, publisher, 1) == first and publisher.version == 1
+    assert written(files, publisher, 1) == first
     read(held, written(files, publisher, 2))
     assert digest_of(held.state) == publisher.digest
 
@@ -80,8 +80,28 @@ def test_a_patch_of_other_weights_is_refused(tmp_path, publisher):
     files = PolicyFiles(tmp_path / "policies")
     written(files, publisher, 1)
     entries = written(files, publisher, 2)
-    with pytest.raises(BadBlob, match="the patch is for version 1"):
+    with pytest.raises(BadBlob, match="the patch is for other weights"):
         read(Held(), entries[1:])
+
+
+def test_a_patch_of_another_trainer_from_the_same_weights_is_taken(tmp_path, publisher):
+    """After a commit, all learners have the same weights, and rollout peers go from one to another."""
+    held, other = Held(), Publisher(torch.bfloat16)
+    files = [PolicyFiles(tmp_path / name) for name in "ab"]
+    written(files[1], other, 5)
+    read(held, written(files[0], publisher, 1))
+    written(files[1], other, 1)
+    read(held, written(files[1], other, 2)[-1:])
+    assert held.digest == digest_of(held.state) == other.digest
+
+
+def test_a_patch_is_from_the_weights_that_were_written_last(tmp_path, publisher):
+    files, held = PolicyFiles(tmp_path / "policies"), Held()
+    written(files, publisher, 1)
+    publisher.take(weights(2).items())
+    publisher.take(weights(3).items())
+    read(held, files.write(publisher)[-1:])
+    assert held.digest == publisher.digest
 
 
 def test_the_directory_goes_with_them(tmp_path, publisher):

@@ -34,7 +34,7 @@ class FakeServer:
         self._start()
 
     def _start(self) -> None:
-        self.is_paused, self.held = False, {"publisher": "", "version": 0}
+        self.is_paused, self.held = False, {"digest": ""}
         self.has_ended = threading.Event()
 
     def restart(self, *, delay_s: float) -> None:
@@ -63,8 +63,8 @@ class FakeServer:
                 blob = Path(body["kwargs"]["path"]).read_bytes()
                 label, _ = unpacked(blob)
                 self.num_pushes += 1
-                self.held = {"publisher": label.publisher, "version": label.version}
-                return {"results": [{"ok": True, "version": label.version, "bytes": len(blob)}]}
+                self.held = {"digest": label.digest}
+                return {"results": [{"ok": True, "bytes": len(blob)}]}
             case "/v1/models":
                 return {"data": [{"id": "m", "max_model_len": 10}]}
             case "/v1/completions":

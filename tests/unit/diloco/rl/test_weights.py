@@ -25,7 +25,7 @@ from diloco.rl.weights import (
 )
 from tests.support.rollouts import packed_changes
 
-LABEL = Label(version=2, base=1)
+LABEL = Label(digest="b" * 64, base="a" * 64)
 
 
 def state(dtype=torch.bfloat16, seed=0):
@@ -87,16 +87,16 @@ def test_bytes_that_are_no_blob_are_refused(damage):
 @pytest.mark.parametrize(
     ("label", "shapes"),
     [
-        ({"version": "x"}, "{}"),
-        ({"version": True}, "{}"),
-        ({"version": 1, "base": "x"}, "{}"),
-        ({"version": 1, "base": 0}, "[]"),
-        ({"version": 1, "base": 0}, '{"b::at": [1e400, 4]}'),
-        ({"version": 1, "base": 0}, '{"b::at": [-1, -3]}'),
-        ({"version": 1, "base": 0}, '{"b::at": [1, 3]}'),
-        ({"version": 1, "base": 0}, '{"b::at": ["3", 1]}'),
-        ({"version": 1, "base": 0}, "{}"),
-        ({"version": 1, "base": 0}, '{"b::at": 3}'),
+        ({"digest": 1}, "{}"),
+        ({}, "{}"),
+        ({"digest": "x", "base": 1}, "{}"),
+        ({"digest": "x", "base": "y"}, "[]"),
+        ({"digest": "x", "base": "y"}, '{"b::at": [1e400, 4]}'),
+        ({"digest": "x", "base": "y"}, '{"b::at": [-1, -3]}'),
+        ({"digest": "x", "base": "y"}, '{"b::at": [1, 3]}'),
+        ({"digest": "x", "base": "y"}, '{"b::at": ["3", 1]}'),
+        ({"digest": "x", "base": "y"}, "{}"),
+        ({"digest": "x", "base": "y"}, '{"b::at": 3}'),
     ],
 )
 def test_a_blob_whose_metadata_has_other_types_is_refused(label, shapes):
@@ -110,7 +110,7 @@ def test_a_blob_whose_metadata_has_other_types_is_refused(label, shapes):
 def test_nothing_is_inflated_that_is_larger_than_the_model(monkeypatch, more):
     monkeypatch.setattr(weights, "_expanded", lambda *_: pytest.fail("inflated"))
     planes = torch.frombuffer(bytearray(zlib.compress(bytes(8000))), dtype=torch.uint8)
-    label, shapes = {"version": 1, "base": 0}, {"b::at": [1000, 8], **more}
+    label, shapes = {"digest": "x", "base": "y"}, {"b::at": [1000, 8], **more}
     blob = save(
         {"b::at": planes}, {"format": FORMAT, "label": json.dumps(label), "shapes": json.dumps(shapes)}
     )
@@ -163,21 +163,21 @@ def test_weights_that_are_not_the_models_are_refused_by_name(change, says):
         check_state(weights, EXPECTED)
 
 
-def test_a_publisher_sends_changes_to_who_has_the_version_before_and_all_to_others():
+def test_a_publisher_sends_changes_to_who_has_the_weights_before_and_all_to_others():
     weights = {"w": torch.randn(1000)}
     publisher = Publisher(torch.bfloat16)
     publisher.take(weights.items())
-    assert publisher.blob_for("", 0)[0].base is None
+    assert publisher.blob_for("")[0].base == ""
+    before = publisher.digest
     weights["w"][5] += 1
     publisher.take(weights.items())
-    label, patch = publisher.blob_for(publisher.name, 1)
-    assert (label.base, label.version) == (1, 2) and len(patch) < publisher.whole_bytes
-    whole_label, whole = publisher.blob_for(publisher.name, 0)
-    assert whole_label.base is None and publisher.blob_for("somebody else", 1)[0].base is None
+    label, patch = publisher.blob_for(before)
+    assert label == Label(digest=publisher.digest, base=before) and len(patch) < publisher.whole_bytes
+    whole_label, whole = publisher.blob_for("")
+    assert whole_label.base == "" == publisher.blob_for("0" * 64)[0].base
     assert digest_of(unpacked(whole)[1]) == label.digest == whole_label.digest
     weights["w"] += 1
+    before = publisher.digest
     publisher.take(weights.items())
-    label, blob = publisher.blob_for(publisher.name, 2)
-    assert label.base is None and unpacked(blob)[0] == label, (
-        "a patch of everything is longer than everything"
-    )
+    label, blob = publisher.blob_for(before)
+    assert label.base == "" and unpacked(blob)[0] == label, "a patch of everything is longer than everything"
