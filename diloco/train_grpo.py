@@ -41,7 +41,7 @@ from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
 from diloco.rl.evaluation import evaluated
 from diloco.rl.generator import generated
-from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of, terms_of
+from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of, terms_of
 from diloco.rl.recorder import EvaluateWhenDue, Recorder
 from diloco.rl.rollouts import Rollouts, opened_server
 from diloco.rl.sampling import AT_ONCE, sampled
@@ -354,7 +354,9 @@ class Training:
         """Completions of these examples by this rank's model, or the server."""
         seed = self.rollout_seed()
         groups = generated(self.task, self.tokenizer, numbers, self.config.grpo, self.written, seed)
-        return [own_group(number, group) for number, group in zip(numbers, groups, strict=True)]
+        return [
+            Group(example=number, completions=group) for number, group in zip(numbers, groups, strict=True)
+        ]
 
     def example_numbers(self) -> list[int]:
         """The numbers of the next generation's examples."""

@@ -160,8 +160,7 @@ class OldPolicies:
 
     def _rollout(self, generated: tuple[int, list[dict[str, Any]]], age: int) -> dict[str, Any]:
         number, completions = generated
-        parts = {name: [one[name] for one in completions] for name in ("tokens", "logprobs", "scores")}
-        return {"peer_id": "", "example": number, "staleness": age, **parts}
+        return {"peer_id": "", "example": number, "staleness": age, "completions": completions}
 
 
 if __name__ == "__main__":

@@ -38,11 +38,8 @@ class Group:
     """All completions of one prompt, by a rollout peer or the learner itself."""
 
     example: int
-    tokens: Sequence[list[int]]
-    logprobs: Sequence[list[float]]
-    scores: Sequence[Sequence[float]]
-    turns: Sequence[Sequence[int]] = ()
-    """The turns of each completion, if they are dialogues (rl/dialogues.py)."""
+    completions: Sequence[Mapping[str, Any]]
+    """With the fields of peers.protocol.rollouts.Completion."""
     staleness: int = 0
     peer_id: str = ""
     """Empty if the learner generated the group itself."""
@@ -119,7 +116,7 @@ class PeerRollouts:
             self._differences.setdefault(number, difference)
 
     def _leave_out_cheats(self) -> None:
-        senders = [group.peer_id for group in self._last for _ in group.tokens]
+        senders = [group.peer_id for group in self._last for _ in group.completions]
         for number, difference in self._differences.items():
             if peer_id := senders[number]:
                 self._checks.generated(peer_id, difference)
@@ -132,15 +129,15 @@ class PeerRollouts:
 
     def _check(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            for tokens, logprobs in zip(group.tokens, group.logprobs, strict=True):
-                self._checks.came(group.peer_id, tokens, logprobs)
-            one = self._random.randrange(len(group.tokens))
+            for one in group.completions:
+                self._checks.came(group.peer_id, one["tokens"], one["logprobs"])
+            one = self._random.choice(group.completions)
             try:
-                found = self._judge(group.example, group.tokens[one], group.turns[one] if group.turns else ())
+                found = self._judge(group.example, one["tokens"], one["turns"])
             except Exception as error:  # noqa: BLE001 - no rollout peer may end a learner
                 log.warning("a completion of rollout peer %s cannot be judged: %s", group.peer_id, error)
                 found = [math.inf]
-            self._checks.judged_again(group.peer_id, group.scores[one], found)
+            self._checks.judged_again(group.peer_id, one["scores"], found)
 
     def figures(self) -> dict[str, Any]:
         """Figures of the last generation, for the step's record."""
@@ -159,9 +156,9 @@ class PeerRollouts:
         """The mean reward before groups of uniform reward were left out."""
         weights = self._terms["reward_weights"]
         rewards = [
-            sum(map(operator.mul, weights, scores))
+            sum(map(operator.mul, weights, one["scores"]))
             for group in (*self._last, *self._uniform)
-            for scores in group.scores
+            for one in group.completions
         ]
         return sum(rewards) / max(len(rewards), 1)
 
@@ -184,27 +181,17 @@ def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_genera
     }
 
 
-def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
-    """A group of the learner's own judged completions (rl/dialogues.py)."""
-    tokens, logprobs, scores, turns = (
-        [one.get(name, ()) for one in completions] for name in ("tokens", "logprobs", "scores", "turns")
-    )
-    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores, turns=turns)
-
-
 def rows_of(task: Task, groups: Sequence[Group]) -> list[Row]:
     """The rows that PeerTrainer trains on, with the completions of a prompt one after the other."""
     return [
         {
             "prompt": prompt,
-            "tokens": tokens,
-            "logprobs": logprobs,
-            "mask": own_mask(turns, len(tokens)),
-            "scores": scores,
+            "tokens": one["tokens"],
+            "logprobs": one["logprobs"],
+            "mask": own_mask(one["turns"], len(one["tokens"])),
+            "scores": one["scores"],
         }
         for group in groups
         for prompt in [task.example(group.example).prompt]
-        for tokens, logprobs, scores, turns in zip(
-            group.tokens, group.logprobs, group.scores, group.turns or [()] * len(group.tokens), strict=True
-        )
+        for one in group.completions
     ]

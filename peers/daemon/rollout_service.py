@@ -269,13 +269,9 @@ def way_to(newest: str, held: str, files: Sequence[WeightsFile]) -> list[Weights
 
 
 def _told(one: Waiting) -> dict[str, Any]:
-    completions: Sequence[Any] = one.rollout.completions
     return {
         "peer_id": one.peer_id,
         "example": one.example,
         "staleness": one.staleness,
-        "tokens": [completion.tokens for completion in completions],
-        "logprobs": [completion.logprobs for completion in completions],
-        "turns": [completion.turns for completion in completions],
-        "scores": [completion.scores for completion in completions],
+        "completions": one.rollout.completions,
     }

@@ -293,12 +293,15 @@ class Sender:
     def close(self) -> None: ...
 
     def receive(self, _: str) -> dict[str, object]:
-        tokens = [[letter] * 8 for letter in b"abAB"]
-        scores = [[1.0], [1.0], [0.0], [0.0]]
         rollouts = [
             {
-                **{"peer_id": "peer", "example": example, "staleness": 8},
-                **{"tokens": tokens, "logprobs": [[logprob] * 8] * 4, "scores": scores},
+                "peer_id": "peer",
+                "example": example,
+                "staleness": 8,
+                "completions": [
+                    {"tokens": [letter] * 8, "logprobs": [logprob] * 8, "scores": [score], "turns": []}
+                    for letter, score in zip(b"abAB", (1.0, 1.0, 0.0, 0.0), strict=True)
+                ],
             }
             for example, logprob in enumerate(self._logprobs)
         ]

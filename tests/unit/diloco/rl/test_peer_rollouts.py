@@ -11,7 +11,16 @@ from diloco.options.flags import GrpoConfig
 from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of
 from diloco.rl.task_choice import open_task
 
-OWN = Group(example=5, tokens=[[1], [2]], logprobs=[[-1.0], [-2.0]], scores=[[0.0, 1.0], [1.0, 1.0]])
+
+def completions(*scores: list[float], tokens: list[list[int]], logprobs: list[list[float]]) -> list[dict]:
+    fields = zip(tokens, logprobs, scores, strict=True)
+    return [{"tokens": ids, "logprobs": values, "scores": of, "turns": []} for ids, values, of in fields]
+
+
+OWN = Group(
+    example=5,
+    completions=completions([0.0, 1.0], [1.0, 1.0], tokens=[[1], [2]], logprobs=[[-1.0], [-2.0]]),
+)
 TERMS = {"vocab_size": 9, "reward_weights": [0.9, 0.1]}
 SENDER = {"dropped": 3, "rollouts_per_s": 2.0}
 
@@ -38,15 +47,10 @@ class Daemon:
     def close(self) -> None: ...
 
 
-def sent(staleness: int) -> dict[str, Any]:
-    return {
-        "peer_id": "peer",
-        "example": 7,
-        "staleness": staleness,
-        "tokens": [[3, 4], [5]],
-        "logprobs": [[-0.5, -0.5], [-1.5]],
-        "scores": [[1.0, 1.0], [0.0, 0.0]],
-    }
+def sent(staleness: int, *scores: list[float], by: str = "peer") -> dict[str, Any]:
+    scores = scores or ([1.0, 1.0], [0.0, 0.0])
+    told = completions(*scores, tokens=[[3, 4], [5]], logprobs=[[-0.5, -0.5], [-1.5]])
+    return {"peer_id": by, "example": 7, "staleness": staleness, "completions": told}
 
 
 @pytest.fixture
@@ -108,7 +112,7 @@ def test_the_daemon_is_told_of_each_policy_and_of_the_step_that_it_is_of(daemon,
 def test_groups_of_uniform_reward_are_counted_and_checked_but_not_trained_on(daemon, source):
     for _ in range(10):
         daemon.queue = [sent(0)]
-        daemon.uniform = [{**sent(0), "peer_id": "forger", "scores": [[1.0, 1.0], [1.0, 1.0]]}] * 3
+        daemon.uniform = [sent(0, [1.0, 1.0], [1.0, 1.0], by="forger")] * 3
         assert [group.peer_id for group in source.take(1)] == ["peer"]
         source.compared([(0, 0.01), (1, 0.02)])
     assert source.figures()["uniform_groups"] == 3
@@ -131,7 +135,7 @@ def left_out(daemon: Daemon) -> list[str]:
 )
 def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differences, scores, reason):
     for _ in range(10):
-        daemon.queue = [{**sent(0), "scores": scores}]
+        daemon.queue = [sent(0, *scores)]
         source.take(1)
         source.compared(enumerate(differences))
     assert set(left_out(daemon)) == ({"peer"} if reason else set())
