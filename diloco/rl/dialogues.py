@@ -31,6 +31,8 @@ class _Dialogue:
     prompt: list[int]
     room: int
     """Number of tokens that may still be added."""
+    messages: list[Message]
+    """The conversation before the model's last turn."""
     said: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -58,7 +60,7 @@ def judged(
     """
     prompts = token_ids(tokenizer, [example.prompt for example in examples])
     every = [
-        _Dialogue(example, prompt, sampling.max_tokens)
+        _Dialogue(example, prompt, sampling.max_tokens, list(example.prompt))
         for example, prompt in zip(examples, prompts, strict=True)
         for _ in range(count)
     ]
@@ -97,12 +99,14 @@ def judged_again(
     """The scores that the generator of a completion should have found; infinite if the completion is impossible,
     because the environment would not have given the replies in it."""
     example = task.example(number)
-    said: list[str] = []
+    messages, said = list(example.prompt), list[str]()
     for spoken, told in _turns_of(tokens, turns):
         said.append(_text(tokenizer, spoken))
-        reply = task.reply(example, said) if told else None
-        if told and (reply is None or told != _told(tokenizer, example, said, task, spoken, reply)):
-            return [math.inf]
+        if told:
+            reply = task.reply(example, said)
+            if reply is None or told != _told(tokenizer, messages, spoken, reply):
+                return [math.inf]
+            messages += _exchange(said[-1], reply)
     return task.scores(example, said)
 
 
@@ -148,27 +152,23 @@ def _goes_on(
     dialogue.said.append(_text(tokenizer, spoken))
     if is_cut_off or is_last or (reply := task.reply(dialogue.example, dialogue.said)) is None:
         return False
-    told = _told(tokenizer, dialogue.example, dialogue.said, task, spoken, reply)
+    told = _told(tokenizer, dialogue.messages, spoken, reply)
     if not told or len(told) >= dialogue.room:
         return False
     dialogue.append(told, [0.0] * len(told))
+    dialogue.messages += _exchange(dialogue.said[-1], reply)
     return True
 
 
+def _exchange(said: str, reply: str) -> list[Message]:
+    return [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
+
+
 def _told(
-    tokenizer: PreTrainedTokenizerBase,
-    example: Example,
-    said: Sequence[str],
-    task: Task,
-    spoken: Sequence[int],
-    reply: str,
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], spoken: Sequence[int], reply: str
 ) -> list[int]:
     """The tokens between the model's last turn and its next one, by the chat template."""
-    messages: list[Message] = list(example.prompt)
-    for index, text in enumerate(said[:-1], 1):
-        messages.append({"role": "assistant", "content": text})
-        messages.append({"role": "user", "content": task.reply(example, said[:index]) or ""})
-    messages += [{"role": "assistant", "content": _SAID}, {"role": "user", "content": reply}]
+    messages = [*before, *_exchange(_SAID, reply)]
     rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = list(tokenizer(rendered.rpartition(_SAID)[2], add_special_tokens=False)["input_ids"])
     # The model and the template may both end the model's turn with eos.

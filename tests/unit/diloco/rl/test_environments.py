@@ -108,6 +108,18 @@ def test_a_dialogue_ends_after_its_turns_and_where_its_tokens_are_used_up(guess,
         assert len(got) == turns and sum(got) == len(one["tokens"]) <= room
 
 
+def test_an_environment_is_asked_once_a_turn(guess, tokenizer, monkeypatch):
+    asked = []
+    reply = guess.reply
+    monkeypatch.setattr(guess, "reply", lambda example, said: asked.append(len(said)) or reply(example, said))
+    model = Model(tokenizer, ["3", "7", "5"]).goes_on(0, 0)
+    example = guess.example(SECRET_5)
+    [[one]] = judged(guess, tokenizer, [example], 1, model.complete, Sampling(max_tokens=200), seed=1)
+    assert asked == [1, 2, 3]
+    judged_again(guess, tokenizer, SECRET_5, one["tokens"], one["turns"])
+    assert asked == [1, 2, 3, 1, 2]
+
+
 def test_a_learner_finds_the_scores_again_and_words_that_the_environment_would_not_have_said(
     guess, tokenizer
 ):
