@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from provisioning.errors import Busy, ProvisioningError, UserError
-from provisioning.ledger.keys import UNSET, UNWATCHED, WANTED
+from provisioning.ledger.keys import UNSET, WANTED, WATCHED
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.lock import holder
 from provisioning.pods.pod import Row, State
@@ -51,7 +51,7 @@ def _is_open(row: Row) -> bool:
 
 def lacks(ledger: Ledger, access: Access) -> bool:
     """Whether `access` has an API key, or a secret of the requested swarm, that the watcher's environment lacks."""
-    for name in ledger.recall(UNWATCHED).split():
+    for name in {row.provider for row in ledger.rows()}.difference(ledger.recall(WATCHED).split()):
         with contextlib.suppress(ProvisioningError):
             open_provider(name, access)
             return True
@@ -149,7 +149,7 @@ async def watch(
 
     with contextlib.suppress(UserError):
         async with renters(ledger, access, quietly) as found:
-            ledger.remember(UNWATCHED, " ".join(found.failures))
+            ledger.remember(WATCHED, " ".join(found))
     async with asyncio.TaskGroup() as tasks:
         while not stop() and (is_keeping() or _is_needed(ledger)):
             wait_s = interval_s

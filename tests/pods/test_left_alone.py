@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.ledger.keys import WANTED
+from provisioning.ledger.keys import WANTED, WATCHED
 from provisioning.ledger.ledger import Ledger
 from provisioning.pods.pod import PodSpec, State
 from provisioning.providers.lambda_cloud import LambdaProvider
@@ -179,10 +179,9 @@ def test_what_watches_without_a_key_makes_way_once_a_command_has_one(api, state_
         return watcher.running_pid(state_file) or 0
 
     blind = status("")
-    wait_until(lambda: ledger.recall("unwatched") == "lambda", "that it knows what it lacks")
     assert status("") == blind
     seeing = status(KEY)
     assert seeing != blind
-    wait_until(lambda: ledger.recall("unwatched") == "", "that it lacks nothing")
+    wait_until(lambda: ledger.recall(WATCHED) == "lambda", "that it has opened the provider")
     assert status("") == seeing
     ledger.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from provisioning.errors import Busy, MachineError, ProviderError
+from provisioning.errors import Busy, MachineError, ProviderError, UserError
 from provisioning.ledger.keys import RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
@@ -333,6 +333,30 @@ def test_no_answer_of_a_provider_ends_the_watcher_or_keeps_a_pod_whose_time_is_o
     assert any(f"unknown form ({type(error).__name__}: {error})" in text for text in told)
     # The row of the other pod is deleted: its provider says that it is gone.
     assert [one.name for one in ledger.rows()] == ["odd"]
+    ledger.close()
+
+
+def test_a_watcher_makes_way_for_one_that_can_open_the_provider_of_a_new_pod(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    old, new = (Access(state_dir=tmp_path, environment=keys) for keys in ({"lium": "x"}, {"lambda": "x"}))
+
+    def opened(name: str, access: Access) -> Odd:
+        if name not in access.environment:
+            raise UserError(f"there is no key for {name}")
+        return Odd(name, None, [])
+
+    for module in ("provisioning.renting.renters", "provisioning.swarm.watcher"):
+        monkeypatch.setattr(f"{module}.open_provider", opened)
+
+    def order(provider: str) -> None:
+        spec = PodSpec(name=provider, provider=provider, ttl_hours=1)
+        ledger.add(spec, replace(OFFER, provider=provider), now=0.0)
+
+    order("lium")
+    asyncio.run(watcher.watch(ledger, old, lambda name, text: None, stop=lambda: True))
+    assert not watcher.lacks(ledger, old) and not watcher.lacks(ledger, new)
+    order("lambda")
+    assert not watcher.lacks(ledger, old) and watcher.lacks(ledger, new)
     ledger.close()
 
 
