@@ -345,15 +345,19 @@ def down(
     words = fetched(fetch)
     was_empty = not ledger.rows()
 
+    async def stop_watcher() -> int:
+        await asyncio.to_thread(watcher.stop, ledger.path)
+        return 0
+
     async def work() -> int:
         no_longer_wanted(ledger, names)
+        # This command may wait for an answer, or be killed, while the rentals of pods end.
+        ensure_watcher(ledger)
         return await given_back(ledger, access(inventory), names, words, yes=yes)
 
-    if not names:
-        # The watcher may be replacing a pod; what it leaves behind is given back like the other pods.
-        watcher.stop(ledger.path)
     try:
-        code = locked(ledger, work)
+        # The watcher may be replacing a pod; what it leaves behind is given back like the other pods.
+        code = (0 if names else run_interruptible(stop_watcher())) or locked(ledger, work)
     finally:
         # Also if another command held the lock, or after an interruption: the pods that are left have a rental end.
         ensure_watcher(ledger)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from diloco.cli.app import exit_code
 from diloco.errors import USER_ERROR
+from provisioning.ledger.keys import WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from provisioning.pods.pod import Offer, PodSpec, Row, State
@@ -83,6 +86,40 @@ def test_a_pod_without_an_end_does_not_keep_others_from_being_extended(tmp_path,
     assert {row.name: row.ends_at for row in ledger.rows()} == {"endless": None, "ending": 3.6e9 + 3600}
     assert "no end time to extend: endless" in capsys.readouterr().err
     assert exit_code(["pods", "extend", "ending", "endless", *words]) == USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("is_interrupted", "code", "events"),
+    [
+        (False, 0, ["stopped", "runs, replaces nothing", "pods given back", "runs, replaces nothing"]),
+        (True, 130, ["stopped", "runs, replaces pods"]),
+    ],
+)
+def test_while_pods_are_given_back_and_after_an_interruption_a_watcher_runs(
+    is_interrupted, code, events, tmp_path, monkeypatch
+):
+    done = list[str]()
+    ledger, _ = planned(tmp_path / "pods.sqlite", "pod-0", ttl_hours=1e6)
+    ledger.remember(WANTED, json.dumps({"specs": [{"name": "pod-0"}]}))
+
+    def stop(_: Path) -> None:
+        done.append("stopped")
+        if is_interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def give_back(*_: object, **__: object) -> int:
+        done.append("pods given back")
+        return 0
+
+    monkeypatch.setattr("provisioning.swarm.watcher.stop", stop)
+    monkeypatch.setattr("diloco.cli.provision.given_back", give_back)
+    monkeypatch.setattr(
+        "diloco.cli.provision.ensure_watcher",
+        lambda one: done.append(f"runs, replaces {'pods' if one.recall(WANTED) else 'nothing'}"),
+    )
+    assert exit_code(["pods", "down", "--state-file", str(ledger.path)]) == code
+    assert done == events
+    ledger.close()
 
 
 @pytest.mark.parametrize(
