@@ -126,7 +126,7 @@ class Results:
 
 
 def results_of(ledger: Ledger, given: Given, name: str) -> Results:
-    """As the flags say, else as the previous command for this ledger did; `name` is part of a new directory's name.
+    """As the flags say, else as the previous command for these pods did; `name` is part of a new directory's name.
 
     Raises UserError if nothing can be written there, so that the command fails before it rents anything.
     """
@@ -134,9 +134,10 @@ def results_of(ledger: Ledger, given: Given, name: str) -> Results:
     from provisioning.ledger.keys import FETCH, RUN_DIR
     from provisioning.machines.results import DEFAULT, check_place, is_url, patterns_of
 
-    words = fetched(given.fetch) or ledger.recall(FETCH).split() or DEFAULT
-    place = ledger.recall(RUN_DIR)
-    if given.run_dir is not None or not ledger.rows() or not place:
+    goes_on = bool(ledger.rows())
+    words = fetched(given.fetch) or (ledger.recall(FETCH).split() if goes_on else []) or DEFAULT
+    place = ledger.recall(RUN_DIR) if goes_on else ""
+    if given.run_dir is not None or not place:
         place = given.run_dir or str(default_run_dir(name))
         place = place if is_url(place) else str(Path(place).absolute())
     if patterns_of(words):
