@@ -61,15 +61,26 @@ class Renters(dict[str, Renter]):
         )
 
     async def plan(self, specs: Sequence[PodSpec]) -> Plan:
-        """The plan for these pods, after `settle`. Raises ProvisioningError."""
+        """The plan for these pods, after `settle`. Raises ProvisioningError.
+
+        A provider whose check fails is left out where each spec that allows it also allows another one.
+        """
         names = providers_of(specs)
         asked = [self[name] for name in names]
         for spec in specs:
             for wish in (field for field in ("image", "volume_id") if getattr(spec, field) is not None):
                 if lacking := [name for name in spec.providers if wish not in self[name].provider.takes]:
                     raise UserError(f"{lacking[0]} takes no --{wish.replace('_', '-')}; leave it out.")
-        for renter in asked:
-            await repeated(renter.provider.check, tell=renter.tell)
+        unfit = await each(
+            asked,
+            lambda renter: repeated(renter.provider.check, tell=renter.tell),
+            name=lambda renter: renter.provider.name,
+        )
+        for spec in specs:
+            if unfit.keys() >= set(spec.providers):
+                raise unfit[spec.providers[0]]
+        for name, error in unfit.items():
+            self.say(name, f"offers nothing now: {error}")
         settled = await self.settle()
         # An order that is not repeatable must not be sent again before its pod has been looked for everywhere.
         repeat = {name for name, renter in self.items() if renter.provider.repeatable}
@@ -77,10 +88,12 @@ class Renters(dict[str, Renter]):
         for provider, failures in settled.items():
             for name, error in failures.items():
                 # In all other cases a pod or machine that does not answer does not hold up the others.
-                if provider in names and (provider == name or provider in in_doubt):
+                is_unsafe = provider in in_doubt or (provider == name and provider not in unfit)
+                if provider in names and is_unsafe:
                     raise ProviderError(f"{name}: {error}. Nothing was rented.")
                 self.say(provider, f"cannot be searched for pods that the state file lacks: {name}: {error}")
-        return plan(specs, self.rows, await offers_of([renter.provider for renter in asked], self.say))
+        fit = [renter.provider for renter in asked if renter.provider.name not in unfit]
+        return plan(specs, self.rows, await offers_of(fit, self.say))
 
     async def apply(self, agreed: Plan, watch: Callable[[], None] = lambda: None) -> Failures:
         """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
@@ -200,7 +213,7 @@ class Renters(dict[str, Renter]):
         """Try offers until a pod answers. `taken` counts the uses of each offer. Raises the last failure."""
         spec = row.spec
         limit = spec.price_limit(row.offer.price_per_hour)
-        tried: set[str] = set()
+        tried, refusing = set[str](), set[str]()
         while True:
             tried.add(row.offer.key)
             # A concurrent `settle` may have found the pod, or that there is none.
@@ -210,37 +223,46 @@ class Renters(dict[str, Renter]):
             try:
                 await self[current.provider].until_reachable(current)
                 return
-            except NoCapacity as error:
-                reason = str(error)
+            except ProvisioningError as error:
+                if not isinstance(error, NoCapacity):
+                    if self.ledger.current(row) is not None:
+                        raise
+                    # The order was refused, and the provider would refuse its other offers, too.
+                    refusing.add(current.provider)
+                failure = error
             current = self.ledger.current(row)
             if current and not current.is_in_doubt:
                 await self[current.provider].give_back(current)
             if len(tried) == _MAX_OFFERS:
-                raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one: {reason}")
+                raise NoCapacity(f"{_MAX_OFFERS} offers failed in turn, the last one: {failure}")
             left = [
                 offer
                 for offer in candidates(spec, offers, without=tried)
-                if offer.price_per_hour <= limit and taken[offer.key] < offer.num_available
+                if offer.provider not in refusing
+                and offer.price_per_hour <= limit
+                and taken[offer.key] < offer.num_available
             ]
             if not left:
-                raise NoCapacity(f"{reason}; no other offer fits")
+                if refusing.issuperset(spec.providers):
+                    raise failure
+                raise NoCapacity(f"{failure}; no other offer fits")
             self.say(
-                row.name, f"{reason}; the next offer is {left[0].key} for {left[0].price_per_hour:.2f} $/h"
+                row.name, f"{failure}; the next offer is {left[0].key} for {left[0].price_per_hour:.2f} $/h"
             )
             taken[left[0].key] += 1
             row = self.ledger.add(spec, left[0], now=self[left[0].provider].clock())
 
 
 async def offers_of(providers: Sequence[Provider], say: Say) -> list[Offer]:
-    """All offers of these providers. Raises ProviderError only if all of them fail."""
+    """All offers of these providers. Raises ProvisioningError only if all of them fail."""
     found: list[Offer] = []
-    failures: list[ProviderError] = []
+    failures: list[ProvisioningError] = []
 
     async def ask(provider: Provider) -> None:
         tell = functools.partial(say, provider.name)
         try:
             found.extend(await repeated(provider.offers, tell=tell))
-        except ProviderError as error:
+        except ProvisioningError as error:
             failures.append(error)
             tell(f"offers nothing now: {error}")
 

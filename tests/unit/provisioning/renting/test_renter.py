@@ -14,7 +14,7 @@ from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.renting.plan import plan
 from provisioning.renting.reconcile import settle
 from provisioning.renting.renter import Patience, Renter
-from provisioning.renting.renters import Renters
+from provisioning.renting.renters import Renters, offers_of
 from tests.support.hostile_provider import DENIED_AND_DONE, ORDER_LOST, TAKEN, HostileProvider
 from tests.support.virtual_time import run_virtually
 
@@ -260,6 +260,88 @@ async def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_anot
     assert (len(cheap.pods_made), len(dear.pods_made)) == (0, 1)
     assert [(found.provider, found.state) for found in both.rows] == [("dear", State.REACHABLE)]
     assert one.ledger.providers() == ["cheap", "dear"]
+
+
+@dataclass
+class RefusingProvider(ListProvider):
+    """An account without money, at which nothing else may work either."""
+
+    is_checked: bool = False
+    is_listed: bool = True
+    name = "cheap"
+
+    async def check(self) -> None:
+        if self.is_checked:
+            raise UserError("no money")
+
+    async def pods(self) -> Listing:
+        if not self.is_listed:
+            raise UserError("no access")
+        return await super().pods()
+
+    async def offers(self) -> list[Offer]:
+        return [replace(OFFERS[0], provider="cheap", id=name) for name in ("a", "b")]
+
+    async def create(self, order: Row) -> str:
+        self.orders.append(order)
+        raise UserError("no money")
+
+
+@pytest.fixture
+def rich(tmp_path: Path, one: Renter) -> Renter:
+    """The renter of a provider that rents."""
+    provider = HostileProvider(repeatable=True)
+    provider.name = "dear"
+    provider.begin({}, lambda: None)
+    return replace(one, provider=provider)
+
+
+async def test_a_provider_that_refuses_an_order_gets_no_other_one_and_keeps_no_pod_from_being_rented(
+    one, rich
+):
+    one.provider = poor = RefusingProvider()
+    both = Renters(one.ledger, one.say, [one, rich])
+
+    async def applied(providers: str) -> dict[str, str]:
+        agreed = await both.plan([PodSpec(name="pod-0", provider=providers)])
+        assert agreed.create[0].offer.key == "cheap/a"
+        return {name: str(error) for name, error in (await both.apply(agreed)).items()}
+
+    assert await applied("cheap") == {"pod-0": "no money"} and both.rows == []
+    assert await applied("cheap,dear") == {}
+    assert len(poor.orders) == 2 and [row.provider for row in both.rows] == ["dear"]
+
+
+async def test_a_provider_that_refuses_to_list_its_offers_hides_no_others(rich):
+    class Closed(RefusingProvider):
+        async def offers(self) -> list[Offer]:
+            raise UserError("no access")
+
+    said = list[str]()
+    found = await offers_of([Closed(), rich.provider], lambda name, text: said.append(f"{name} {text}"))
+    assert {offer.provider for offer in found} == {"dear"}
+    assert said == ["cheap offers nothing now: no access"]
+    with pytest.raises(UserError, match="no access"):
+        await offers_of([Closed()], rich.say)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_a_provider_whose_check_fails_is_left_out_of_the_plan_unless_a_pod_may_be_nowhere_else(
+    is_listed, one, rich
+):
+    said = list[str]()
+    one.provider = RefusingProvider(is_checked=True, is_listed=is_listed)
+    both = Renters(one.ledger, lambda name, text: said.append(f"{name} {text}"), [one, rich])
+    anywhere, here = (PodSpec(name=f"in {names}", provider=names) for names in ("cheap,dear", "cheap"))
+    assert [one.offer.provider for one in (await both.plan([anywhere])).create] == ["dear"]
+    assert said[0] == "cheap offers nothing now: no money"
+    with pytest.raises(UserError, match="no money"):
+        await both.plan([anywhere, here])
+    order = one.ledger.add(anywhere, replace(OFFERS[0], provider="cheap"), now=one.clock())
+    one.ledger.advance(order, State.CREATING, asked_at=one.clock())
+    if not is_listed:
+        with pytest.raises(ProviderError, match="cheap: no access"):
+            await both.plan([anywhere])
 
 
 async def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):
