@@ -33,7 +33,8 @@ Say = Callable[[str, str], None]
 """Prints a message to the user; arguments: the pod's name, and the text."""
 # For rounded cents. A pod that costs more than the user agreed to is given back.
 _PRICE_SLACK = 1.02
-_END_SLACK_S = 600.0
+# An extension of the shortest allowed length, 36 s, has to be seen.
+_EARLY_S, _LATE_S = 30.0, 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +353,7 @@ class Renter:
 
 
 def _ends_at(pod: Pod | None, ends_at: float) -> bool:
-    return pod is not None and pod.ends_at is not None and abs(pod.ends_at - ends_at) <= _END_SLACK_S
+    return pod is not None and pod.ends_at is not None and -_EARLY_S <= pod.ends_at - ends_at <= _LATE_S
 
 
 def _wrong(row: Row, pod: Pod, price: float) -> str:

@@ -36,6 +36,9 @@ _PATIENCE = Patience(destroy_s=15.0)
 # The command that holds the lock may be extending the rental.
 _OVERDUE_S = 60.0
 
+Rental = tuple[str, float | None]
+"""A pod's label and its rental end, which may be postponed."""
+
 
 def needs_watcher(ledger: Ledger) -> bool:
     """Whether pods need care without a command: a requested swarm, a rental end, an order in doubt, or a deletion."""
@@ -112,7 +115,7 @@ async def watch(
         with contextlib.suppress(OSError):
             say(name, text)
 
-    keeper, fetched = Keeper(ledger, access, quietly), set[str]()
+    keeper, fetched = Keeper(ledger, access, quietly), set[Rental]()
     keeping: asyncio.Task[None] | None = None
     nothing_left = asyncio.Event()
     wait_s = interval_s
@@ -161,18 +164,25 @@ async def watch(
 
 
 async def keep_time(
-    ledger: Ledger, access: Access, say: Say, fetched: set[str], interval_s: float, clock: Callable[[], float]
+    ledger: Ledger,
+    access: Access,
+    say: Say,
+    fetched: set[Rental],
+    interval_s: float,
+    clock: Callable[[], float],
 ) -> float:
     """Give back pods after their rental end, and settle open orders and deletions. Returns the seconds to wait.
 
     Results are fetched once, some minutes before the end, since some providers end rentals exactly on time; `fetched`
-    contains the labels of these pods. Rentals may be extended, so the wait is at most `interval_s`.
+    contains these rentals. Rentals may be extended, so the wait is at most `interval_s`.
     """
     rows, now = ledger.rows(), clock()
     left_s = {row.label: row.ends_at - now for row in rows if row.ends_at is not None}
     ahead = {label: seconds for label, seconds in left_s.items() if seconds > 0}
     ending = [
-        row for row in rows if ahead.get(row.label, math.inf) <= _FETCH_AHEAD_S and row.label not in fetched
+        row
+        for row in rows
+        if ahead.get(row.label, math.inf) <= _FETCH_AHEAD_S and (row.label, row.ends_at) not in fetched
     ]
 
     async def fetch() -> None:
@@ -180,7 +190,7 @@ async def keep_time(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(ahead.values())), renters(ledger, access, say) as found:
                 failed = await found.fetch_results(ending)
-                fetched.update(row.label for row in ending if row.name not in failed)
+                fetched.update((row.label, row.ends_at) for row in ending if row.name not in failed)
 
     is_settling = any(map(_is_open, rows)) or len(ahead) < len(left_s)
     # Concurrently, so that a slow fetch delays no rental end.

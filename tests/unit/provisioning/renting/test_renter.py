@@ -214,6 +214,23 @@ async def test_what_a_provider_does_not_take_is_refused_before_anything_is_rente
     assert provider.orders == []
 
 
+@pytest.mark.parametrize("hours", [0.01, 0.1, 2.0])
+async def test_a_rental_that_is_extended_ends_no_earlier_at_a_provider_that_keeps_time(hours, one, provider):
+    async def set_end(pod_id: str, ends_at: float) -> None:
+        (pod,) = provider.there
+        provider.there = [replace(pod, ends_at=ends_at)]
+
+    provider.keeps_time, provider.set_end = True, set_end
+    row = rented(one, at=one.clock(), ttl_hours=1)
+    # Rounded up by the provider.
+    await set_end("id", row.ends_at + 5.0)
+    await one.read_back(row, provider.there[0])
+    assert provider.there[0].ends_at == row.ends_at + 5.0
+    assert await Renters(one.ledger, one.say, [one]).extend(one.rows, hours) == {}
+    assert one.rows[0].ends_at == row.ends_at + hours * 3600
+    assert provider.there[0].ends_at == one.rows[0].ends_at
+
+
 async def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(one, provider, monkeypatch):
     monkeypatch.setattr("provisioning.renting.reconcile._LAST_FETCH_S", 0.05)
     monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(3600.0))

@@ -416,7 +416,7 @@ async def test_the_watcher_ends_at_once_when_the_keeper_leaves_nothing_to_watch(
 def test_results_are_fetched_before_the_end_until_they_are_there_whatever_else_is_to_be_done(
     tmp_path, monkeypatch
 ):
-    ledger, attempts, fetched = Ledger(tmp_path / "pods.sqlite"), list[str](), set[str]()
+    ledger, attempts, fetched = Ledger(tmp_path / "pods.sqlite"), list[str](), set[Any]()
     for name, ends_at in (("ending", 1100.0), ("in-doubt", None)):
         added = ledger.add(PodSpec(name=name, provider="lium"), OFFER, now=0.0)
         ledger.advance(added, State.CREATING, ends_at=ends_at)
@@ -444,6 +444,12 @@ def test_results_are_fetched_before_the_end_until_they_are_there_whatever_else_i
     fetched.clear()
     assert looked_at(1099.99) == pytest.approx(0.01)
     assert attempts == ["ending"] * 3 and fetched == set()
+    # A rental that is extended after they were fetched has a new end.
+    looked_at(1000.0)
+    ledger.advance(ledger.rows()[0], State.BOOTING, ends_at=5000.0)
+    for now in (1000.0, 4700.0, 4800.0):
+        looked_at(now)
+    assert attempts == ["ending"] * 5
     ledger.close()
 
 
