@@ -214,7 +214,7 @@ _NEXT = {
     State.BOOTING: {State.REACHABLE, *_END},
     State.REACHABLE: {State.SYNCED, *_END},
     State.SYNCED: {State.RUNNING, *_END},
-    State.RUNNING: {State.SYNCED, *_END},
+    State.RUNNING: _END,
     State.DELETING: {State.GONE},
     State.GONE: set(),
 }
