@@ -117,7 +117,6 @@ async def watch(
 
     keeper, fetched = Keeper(ledger, access, quietly), set[Rental]()
     keeping: asyncio.Task[None] | None = None
-    nothing_left = asyncio.Event()
     wait_s = interval_s
 
     async def once() -> None:
@@ -127,12 +126,7 @@ async def watch(
             wait_s = min(wait_s, _KEEP_INTERVAL_S)
             if not is_keeping():
                 # Replacing a pod may take an hour, in which the rentals of other pods end.
-                keeping = tasks.create_task(keep())
-
-    async def keep() -> None:
-        await careful(keeper.tick())
-        if not _is_needed(ledger):
-            nothing_left.set()
+                keeping = tasks.create_task(careful(keeper.tick()))
 
     def is_keeping() -> bool:
         return keeping is not None and not keeping.done()
@@ -158,9 +152,7 @@ async def watch(
             wait_s = interval_s
             await careful(once())
             if is_keeping() or _is_needed(ledger):
-                nothing_left.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(nothing_left.wait(), wait_s)
+                await asyncio.sleep(wait_s)
 
 
 async def keep_time(

@@ -399,20 +399,6 @@ def test_a_rental_ends_on_time_while_the_keeper_works(tmp_path, monkeypatch):
     ledger.close()
 
 
-async def test_the_watcher_ends_at_once_when_the_keeper_leaves_nothing_to_watch(tmp_path, monkeypatch):
-    ledger = Ledger(tmp_path / "pods.sqlite")
-    wanted().write(ledger)
-
-    async def tick(self: keeper.Keeper) -> None:
-        await asyncio.sleep(0.01)
-        ledger.remember(WANTED, "")
-
-    monkeypatch.setattr(keeper.Keeper, "tick", tick)
-    access = Access(state_dir=tmp_path, environment={})
-    await asyncio.wait_for(watcher.watch(ledger, access, lambda name, text: None, interval_s=60.0), 30.0)
-    ledger.close()
-
-
 def test_results_are_fetched_before_the_end_until_they_are_there_whatever_else_is_to_be_done(
     tmp_path, monkeypatch
 ):
