@@ -111,6 +111,8 @@ def test_while_pods_are_given_back_and_after_an_interruption_a_watcher_runs(
         done.append("pods given back")
         return 0
 
+    # An interrupted command that has not ended seconds later is ended by a timer, here in the tests' process.
+    monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr("provisioning.swarm.watcher.stop", stop)
     monkeypatch.setattr("diloco.cli.provision.given_back", give_back)
     monkeypatch.setattr(
