@@ -18,7 +18,7 @@ AT_ONCE = 64
 
 
 class BadPolicy(DilocoError):
-    """With these weights the model gives no probabilities."""
+    """The model does not generate with these weights, as where it gives no probabilities."""
 
 
 def sampled(
