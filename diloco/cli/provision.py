@@ -192,7 +192,6 @@ def provision(
     from diloco.cli.peer_flags import check_peer_flags
     from provisioning.errors import NoCapacity, NoOffer
     from provisioning.renting.renters import Patience, renters
-    from provisioning.swarm.commands import DHT_JOB
     from provisioning.swarm.keeper import begin_run, keep
     from provisioning.swarm.swarm import Swarm, SwarmOptions
 
@@ -222,10 +221,9 @@ def provision(
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:
                 raise NoCapacity(f"no capacity for {', '.join(lacking)} at the moment")
-            # Also on pods whose peer has ended: the code or a mount may have been the reason.
-            failures = await found.set_up(setup, failures, again=True, beside=DHT_JOB)
+            failures = await found.set_up(setup, failures, again=True)
             if not deploy_only and not failures:
-                failures = await Swarm(found, options, setup.pod_python).start()
+                failures = await Swarm(found, options, setup).start()
                 if not failures:
                     keep(
                         ledger, agreed, setup, options, replaces=care.replace, stops=stops, budget=care.budget

@@ -100,13 +100,12 @@ async def finished(
         await asyncio.sleep(_POLL_S)
 
 
-async def any_runs(machine: Machine, label: str, *, beside: str = "") -> bool:
-    """Whether any job runs on the pod, the one named `beside` left out. Raises MachineError."""
+async def any_runs(machine: Machine, label: str) -> bool:
+    """Whether any job runs on the pod. Raises MachineError."""
     script = f"""
 cd {shlex.quote(pod_directory(label))} || exit 9
-for job in {JOBS}/*; do
-  [ "$job" = {JOBS}/{shlex.quote(beside)} ] || [ ! -f "$job/pid" ] && continue
-  grep -qzxF -e {shlex.quote(f"{MARK}={label}")} "/proc/$(cat "$job/pid")/environ" 2>/dev/null && echo runs
+for pid in $(cat {JOBS}/*/pid 2>/dev/null); do
+  grep -qzxF -e {shlex.quote(f"{MARK}={label}")} "/proc/$pid/environ" 2>/dev/null && echo runs
 done
 exit 0
 """

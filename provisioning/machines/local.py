@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -37,7 +38,9 @@ class LocalMachine:
         assert process.returncode is not None
         return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
-    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, mirrors: bool = True
+    ) -> None:
         # Copy compiled kernels, too: without them, each pod would compile for a quarter of a minute.
         excluded = [pattern for pattern in excluded if pattern != _COMPILED]
         target = self.home / into
@@ -49,7 +52,17 @@ class LocalMachine:
             with contextlib.suppress(*lost):
                 shutil.copy2(from_path, to_path)
 
+        def copied_if_newer(from_path: str, to_path: str) -> None:
+            if not os.path.exists(to_path) or os.path.getmtime(to_path) < os.path.getmtime(from_path):
+                shutil.copy2(from_path, to_path)
+
         def copy() -> None:
+            if target.exists() and not mirrors:
+                if source.is_dir():
+                    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=copied_if_newer)
+                else:
+                    copied_if_newer(str(source), str(target))
+                return
             shutil.rmtree(fresh, ignore_errors=True)
             if source.is_dir():
                 shutil.copytree(source, fresh, ignore=shutil.ignore_patterns(*excluded), copy_function=copied)

@@ -138,10 +138,13 @@ class Machine(Protocol):
         """
         ...
 
-    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, mirrors: bool = True
+    ) -> None:
         """Make `into` equal to `source`, a directory or a file, modes included.
 
-        May be repeated. Raises MachineError or UserError.
+        If not `mirrors`, files that are in `into` alone, or newer there, are kept. May be repeated. Raises MachineError
+        or UserError.
         """
         ...
 

@@ -117,7 +117,8 @@ async def set_up(
     if setup.secrets:
         await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
     for mount in setup.mounts:
-        await machine.sync(mount.source, f"{directory}/{mount.place}", excluded=())
+        # Keep what a peer has written there.
+        await machine.sync(mount.source, f"{directory}/{mount.place}", excluded=(), mirrors=False)
     if not with_environment:
         return
     if setup.python is not None:

@@ -100,10 +100,12 @@ class SshMachine:
             raise MachineError(f"a script was killed on {self.address}: {process.exit_signal}")
         return Answer(process.exit_status, out.decode(errors="replace"), err.decode(errors="replace"))
 
-    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, mirrors: bool = True
+    ) -> None:
         directory = into if source.is_dir() else str(PurePosixPath(into).parent)
         (await self.run(f"mkdir -p {shlex.quote(directory)}")).checked(f"making {directory}")
-        argv = _mirror_argv(source, self._rsync_path(into), excluded, self._rsync_shell())
+        argv = _sending_argv(source, self._rsync_path(into), excluded, self._rsync_shell(), mirrors=mirrors)
         await _run_rsync(argv, f"sending {source} to {self.address}", str(self.address))
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
@@ -224,12 +226,14 @@ def ssh_argv(address: Address, known_hosts: Path) -> list[str]:
     return ["ssh", "-F", "none", "-p", str(address.port), "-i", str(address.key_path.expanduser()), *words]
 
 
-def _mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
-    """Makes the remote `target` equal to `source`, a directory or a file. `shell`: the ssh command line."""
+def _sending_argv(
+    source: Path, target: str, excluded: Sequence[str], shell: str, *, mirrors: bool
+) -> list[str]:
+    """Sends a directory or a file to the remote `target`; `mirrors` as in `sync`. `shell`: the ssh command line."""
     excludes = [f"--exclude={pattern}" for pattern in excluded]
     # A slash at the end means the contents of the directory. A link to a file is sent as that file.
     paths = [f"{source}/", f"{target}/"] if source.is_dir() else [str(source.resolve()), target]
-    return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", *paths]
+    return ["rsync", "-az", "--delete" if mirrors else "--update", *excludes, "-e", shell, "--", *paths]
 
 
 def _fetch_argv(source: str, into: Path, partial: Path, shell: str) -> list[str]:

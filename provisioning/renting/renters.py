@@ -120,33 +120,30 @@ class Renters(dict[str, Renter]):
             watch()
 
     async def set_up(
-        self,
-        setup: Setup,
-        failures: Failures,
-        *,
-        again: bool = False,
-        beside: str = "",
-        with_environment: bool = True,
+        self, setup: Setup, failures: Failures, *, again: bool = False, with_environment: bool = True
     ) -> Failures:
-        """Send code and make the environment on pods that lack them; `again`: on all where no job runs but `beside`.
+        """Send code and make the environment on pods that lack them; `again`: on all where no job runs.
 
         Skips the pods in `failures`. Returns these and the new errors by pod.
         """
 
         async def one(row: Row) -> None:
             machine = await self[row.provider].machine(row)
-            is_new = row.state == State.REACHABLE
-            if not is_new and await jobs.any_runs(machine, row.label, beside=beside):
+            if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
                 return
-            self.say(row.name, "sending code, making its environment")
-            num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
-            await set_up(machine, row.label, setup, num_gpus=num_gpus, with_environment=with_environment)
-            if is_new:
-                self.ledger.advance(row, State.SYNCED)
+            await self.set_up_one(row, setup, with_environment=with_environment)
+            self.ledger.advance(row, State.SYNCED)
 
-        states = {State.REACHABLE, *((State.SYNCED, State.RUNNING) if again else ())}
+        states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
         rows = [row for row in self.rows if row.state in states and row.name not in failures]
         return failures | await each(rows, one, self.say)
+
+    async def set_up_one(self, row: Row, setup: Setup, *, with_environment: bool = True) -> None:
+        """Send code and make the environment on this pod. May be repeated. Raises MachineError or UserError."""
+        machine = await self[row.provider].machine(row)
+        self.say(row.name, "sending code, making its environment")
+        num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
+        await set_up(machine, row.label, setup, num_gpus=num_gpus, with_environment=with_environment)
 
     def completed(self, setup: Setup, specs: Sequence[PodSpec]) -> Setup:
         """The set-up for these pods: with their providers' Python, and with the extras that all peers need."""

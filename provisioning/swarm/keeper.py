@@ -292,7 +292,7 @@ class Keeper:
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError("this would give back living pods; run `diloco provision`, which asks first")
         failures = await found.set_up(wanted.setup, await found.apply(agreed))
-        return failures or await Swarm(found, wanted.options, wanted.setup.pod_python).start()
+        return failures or await Swarm(found, wanted.options, wanted.setup).start()
 
     def tell(self, text: str) -> None:
         """Log this, and remember it for `pods status`, unless the last `tick` or this one has told it already."""

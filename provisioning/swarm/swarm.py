@@ -17,7 +17,7 @@ from provisioning.machines import jobs
 from provisioning.machines.keys import write_private
 from provisioning.machines.machine import MAX_LOG_BYTES, Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
-from provisioning.machines.setup import put_private
+from provisioning.machines.setup import Setup, put_private
 from provisioning.pods.pod import Row, State
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Say
@@ -52,8 +52,8 @@ class SwarmOptions:
 class Swarm:
     """Starts processes that do not run yet. Starting again leaves running ones alone."""
 
-    def __init__(self, renters: Renters, options: SwarmOptions, python: str) -> None:
-        self._renters, self._options, self._python = renters, options, python
+    def __init__(self, renters: Renters, options: SwarmOptions, setup: Setup) -> None:
+        self._renters, self._options, self._setup = renters, options, setup
         self._ledger: Ledger = renters.ledger
         self._say: Say = renters.say
         self._dht_address, self._secret = "", b""
@@ -109,7 +109,7 @@ class Swarm:
             # With the same key, a coordinator on another pod admits the same peers.
             await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
             await put_private(machine, remote_key, key_path.read_bytes())
-        argv = dht_argv(self._python, pod, run_id=run_id, listens_on=renter.provider.listens_on)
+        argv = dht_argv(self._setup.pod_python, pod, run_id=run_id, listens_on=renter.provider.listens_on)
         others = [other for other in running if other.name != row.name]
         if others and not (await jobs.state(machine, row.label, DHT_JOB)).is_running:
             argv += await self._member_address(others[0])
@@ -151,12 +151,15 @@ class Swarm:
         return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
 
     async def _start_peer(self, row: Row, num_peers: int) -> None:
+        if row.state == State.RUNNING:
+            # Its peer has failed. The code, a mount or a secret may have been the reason, and have been changed.
+            await self._renters.set_up_one(row, self._setup)
         renter = self._renters[row.provider]
         machine, pod = await renter.reached(row)
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
         provider = renter.provider
         argv = peer_argv(
-            self._python,
+            self._setup.pod_python,
             pod,
             run_id=self._options.run_id,
             listens_on=provider.listens_on,

@@ -58,6 +58,7 @@ async def test_files_and_directories_arrive_with_their_modes_and_again_as_they_a
     try:
         assert await said() == "first\nfirst\n"
         (pod / "bin/of-the-pod").write_text("stays")
+        (pod / "tools/checkpoint").write_text("stays")
         script.write_text("#!/bin/sh\necho second\n")
         assert await said() == "second\nsecond\n"
     finally:
@@ -66,4 +67,4 @@ async def test_files_and_directories_arrive_with_their_modes_and_again_as_they_a
     assert not (pod / "bin/link.sh").is_symlink()
     assert (pod / "tools/tool").stat().st_mode & 0o777 == 0o640
     assert (pod / "tools/tool").stat().st_size == 3 << 20
-    assert (pod / "bin/of-the-pod").read_text() == "stays"
+    assert (pod / "bin/of-the-pod").read_text() == (pod / "tools/checkpoint").read_text() == "stays"

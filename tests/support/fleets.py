@@ -64,7 +64,7 @@ class TestFleet:
             failures = await found.set_up(setup, await found.apply(await found.plan(specs)))
             if trains and not failures:
                 told = options or SwarmOptions(epoch_timeout_s=60.0)
-                failures = await Swarm(found, told, setup.pod_python).start()
+                failures = await Swarm(found, told, setup).start()
             return Outcome(failures)
 
         return self.run(work)

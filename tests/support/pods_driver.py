@@ -105,7 +105,7 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
             failures = await found.give_back(found.rows)
         else:
             failures = await found.set_up(setup, await found.apply(await found.plan(SPECS)))
-            swarm = Swarm(found, SwarmOptions(epoch_timeout_s=30.0), setup.pod_python)
+            swarm = Swarm(found, SwarmOptions(epoch_timeout_s=30.0), setup)
             failures = failures or await swarm.start()
     for name, error in failures.items():
         print(f"{name} failed: {error}", file=sys.stderr, flush=True)
