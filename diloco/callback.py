@@ -94,7 +94,7 @@ class DilocoCallback(TrainerCallback):
         )
         self._tokens_seen = state.num_input_tokens_seen
         if self.outer.active:
-            if state.global_step > 0 and self.outer.nominal_step == 0:
+            if state.global_step > 0 and self.outer.began_run and self.outer.nominal_step == 0:
                 self._refuse_to_begin_anew(args, state)
             check_divides(args, steps_per_epoch=self.outer.steps_per_epoch)
             self._follow_nominal_step(state, lr_scheduler)
@@ -159,18 +159,19 @@ class DilocoCallback(TrainerCallback):
 
         Without averaging where the trainer has loaded its best model: that is older than the steps, and is to be kept.
         """
-        outer = self._joined
-        if outer.active and not control.should_training_stop and state.global_step < state.max_steps:
-            # transformers limits the passes over the data to those of a run without forks.
-            raise DilocoError(
-                f"the trainer's data ended at step {state.global_step} of {state.max_steps}, as they do if a peer has "
-                "given up a fork and trains steps again; a new trainer continues from the swarm's weights"
-            )
+        outer, was_stopped = self._joined, control.should_training_stop
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             outer.leave()
-            return
-        outer.finish()
-        self._call_on_commit(outer)
+        else:
+            outer.finish()
+            self._call_on_commit(outer)
+        if outer.active and not was_stopped and outer.nominal_step < state.max_steps:
+            # transformers limits the passes over the data to those of a run in which no step is trained twice.
+            raise DilocoError(
+                f"the trainer's data ended at step {outer.nominal_step} of {state.max_steps}, as they do if a peer "
+                "trains steps again after a lost fork or a restart; the next start goes on from there, if it does not "
+                "resume from a checkpoint that is ahead of the swarm"
+            )
 
     @property
     def _joined(self) -> Diloco:

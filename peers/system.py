@@ -17,11 +17,14 @@ IS_LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG = 1
 # The parent may have ended before prctl is called, hence the check of getppid.
 _EXEC_WITH_PARENT = f"""
-import ctypes, os, sys
+import ctypes, os, signal, sys
 try:
     ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
 except (OSError, AttributeError):
     pass
+# Python ignores these, which `argv` would inherit.
+for ignored in signal.SIGPIPE, signal.SIGXFSZ:
+    signal.signal(ignored, signal.SIG_DFL)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[3], sys.argv[3:])
 """

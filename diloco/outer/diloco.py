@@ -279,6 +279,7 @@ class Diloco:
             raise UserError(
                 f"{restored.directory} was saved at step {local_step} of an epoch{then}, this run's epochs have "
                 f"{self.steps_per_epoch} steps; resume it with --hv.local-steps {saved * num_fragments or 'as before'}"
+                ", or leave out --ckpt.resume where the swarm is alive"
             )
 
     def _start(self, exchange: Exchange, restored: Restored | None) -> None:
@@ -292,7 +293,7 @@ class Diloco:
             epoch=self.epoch,
             local_step=self.local_step,
         )
-        self.world_rank = int(start["world_rank"])
+        self.world_rank, self.began_run = int(start["world_rank"]), bool(start["began_run"])
         if not start["keep_local"]:
             exchange.weights.take()
             self.tokens = [0] * len(self.tokens)

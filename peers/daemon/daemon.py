@@ -233,7 +233,7 @@ class Daemon:
         )
         supervisor = Supervisor(command)
         self._monitor.on_progress = supervisor.restarts.progressed
-        self._monitor.on_commit = supervisor.restarts.committed
+        self._monitor.on_commit = lambda is_last: supervisor.restarts.committed(is_last=is_last)
         code = await supervisor.run_to_its_end()
         if code == FINISHED and not self._host.has_met_worker:
             raise UserError(

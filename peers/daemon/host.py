@@ -181,8 +181,9 @@ class WorkerHost:
         if runtime.state is None:
             self._monitor.show("waiting")
         start = await runtime.begin_worker(memories.inn, offered, residuals)
+        start = replace(start, began_run=offered is not None and runtime.state is offered)
         own = resume if offer.get("is_own", True) else None
-        if own and runtime.state is offered and is_workers_base(Path(own)):
+        if own and start.began_run and is_workers_base(Path(own)):
             # The run began from this very checkpoint, so the worker's weights are on top of the right anchor.
             start = replace(start, keep_local=True, local_step=int(offer["local_step"]))
         self._monitor.started(start)

@@ -75,9 +75,10 @@ class Restarts:
         """The worker trains: its earlier deaths no longer count, except those for one reason."""
         self._num_deaths = 0
 
-    def committed(self) -> None:
-        """A commit contains the worker's work, or a learner has taken a rollout of it."""
-        self._num_deaths, self._num_commits = 0, self._num_commits + 1
+    def committed(self, *, is_last: bool = False) -> None:
+        """A commit contains the worker's work, or a learner has taken a rollout of it. `is_last`: what fails from now
+        on fails after the training, and will do so after each training anew."""
+        self._num_deaths, self._num_commits = 0, 0 if is_last else self._num_commits + 1
 
     def ended(self, code: int, said: str) -> WorkerEnd:
         reason = said if FINISHED < code < _FIRST_SIGNAL else ""

@@ -54,7 +54,7 @@ class WorkerMonitor:
         """While a state is being downloaded: the bytes that are here, and those of the whole state."""
         self._clock = PhaseClock()
         self.on_progress: Callable[[], None] = lambda: None
-        self.on_commit: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[bool], None] = lambda _is_last: None
         """Called after a commit that contains this worker's work."""
 
     # What others ask
@@ -143,7 +143,7 @@ class WorkerMonitor:
         if self._agreement.manifest.get(WORKER) == OWN_WORKER:
             log.info("%s", self._epoch_in_words(outcome))
         if outcome.world_rank in outcome.contributors:
-            self.on_commit()
+            self.on_commit(outcome.last)
         self.show("joining" if not self.has_worker else "leaving" if outcome.last else "training")
 
     def progressed(self, progress: Mapping[str, Any]) -> int:

@@ -23,6 +23,8 @@ class Start:
     head: str
     num_peers: int
     keep_local: bool
+    began_run: bool = False
+    """Whether the run begins with the state that this worker has offered."""
 
 
 @dataclass(frozen=True, kw_only=True)

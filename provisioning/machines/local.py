@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -53,7 +52,8 @@ class LocalMachine:
                 shutil.copy2(from_path, to_path)
 
         def copied_if_newer(from_path: str, to_path: str) -> None:
-            if not os.path.exists(to_path) or os.path.getmtime(to_path) < os.path.getmtime(from_path):
+            there = Path(to_path)
+            if not there.exists() or there.stat().st_mtime_ns < Path(from_path).stat().st_mtime_ns:
                 shutil.copy2(from_path, to_path)
 
         def copy() -> None:

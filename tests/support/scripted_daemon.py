@@ -53,7 +53,8 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
             inn[:] = out
             keep = bool(message["resume"]) and message["is_own"]
             fields = {"epoch": message["epoch"], "local_step": message["local_step"], "epoch_s": 0.0}
-            return "start", {**fields, "data_base": 3 * message["epoch"], "num_peers": 1, "keep_local": keep}
+            fields |= {"data_base": 3 * message["epoch"], "num_peers": 1}
+            return "start", {**fields, "keep_local": keep, "began_run": True}
         case "ready":
             inn[:] = out / 2
             epoch = message["epoch"] + 1
@@ -89,7 +90,7 @@ def joining(epoch: int, weights: float, **place: Any) -> Rule:
             return halving(message, out, inn)
         inn[:] = weights
         where = {"epoch": epoch, "local_step": 0, "epoch_s": 0.0, "data_base": epoch, "num_peers": 2}
-        return "start", {**where, "keep_local": False, **place}
+        return "start", {**where, "keep_local": False, "began_run": False, **place}
 
     return rule
 

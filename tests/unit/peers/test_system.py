@@ -81,8 +81,14 @@ def test_no_other_process_is_made_nicer_in_a_threads_stead(elsewhere, monkeypatc
     system.make_thread_nicer(5)
 
 
-def test_a_child_whose_parent_has_gone_before_it_could_ask_ends_at_once():
+def test_a_child_starts_as_without_it_and_ends_at_once_if_its_parent_has_gone():
     argv = system.with_parent(["echo", "lives"])
     assert subprocess.run(argv, capture_output=True, timeout=30, check=True).stdout == b"lives\n"
+    ignored = "grep SigIgn /proc/self/status"
+    with_python_between, alone = (
+        subprocess.run(command, capture_output=True, timeout=30, check=True).stdout
+        for command in (system.with_parent(["sh", "-c", ignored]), ["sh", "-c", ignored])
+    )
+    assert with_python_between == alone
     of_another = [word if word != str(os.getpid()) else "1" for word in argv]
     assert subprocess.run(of_another, capture_output=True, timeout=30, check=True).stdout == b""

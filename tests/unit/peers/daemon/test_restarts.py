@@ -37,6 +37,14 @@ def test_who_commits_several_times_between_its_ends_is_started_again_for_ever():
         restarts.committed()
 
 
+def test_a_program_that_fails_after_each_training_is_given_up_however_much_it_commits_before():
+    restarts = Restarts()
+    for is_third in (False, False, True):
+        for is_last in (False, False, True):
+            restarts.committed(is_last=is_last)
+        assert restarts.ended(1, "cannot save").restarts is not is_third
+
+
 @pytest.mark.parametrize(("code", "said"), [(1, "too cold"), (137, "")])
 def test_an_end_of_another_kind_makes_the_same_reason_count_anew(code, said):
     restarts = Restarts()

@@ -72,7 +72,7 @@ async def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_wor
 @pytest.mark.parametrize(("contributors", "num_commits"), [([0, 1], 1), ([1], 0)])
 async def test_only_a_commit_that_contains_its_work_counts_for_the_worker(contributors, num_commits):
     monitor, commits = a_monitor(), []
-    monitor.on_commit = lambda: commits.append(1)
+    monitor.on_commit = lambda _is_last: commits.append(1)
     monitor.averaged(an_outcome(contributors=contributors))
     assert len(commits) == num_commits
 
