@@ -23,7 +23,7 @@ from benchmarks.chaos.run import Outcome, run
 from benchmarks.record import Result, parser, report
 
 STEP_S = 0.1
-NUMEL = 1000
+NUMEL = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from benchmarks.chaos.coordinator import Coordinator
 from benchmarks.chaos.links import Doors, free_port
 from benchmarks.chaos.processes import Processes, is_running
 from benchmarks.light_swarm import LightPeer, LightSwarm, children_of, wait_until
+from peers.daemon import pledges
 
 RUN_ID = "chaos"
 COORDINATOR = -1
@@ -146,10 +147,11 @@ class ChaosSwarm(LightSwarm):
             life.frozen[-1] = (life.frozen[-1][0], time.time())
 
     def fill_disk(self, rank: int, is_full: bool) -> None:
-        """Set a limit under which no file of the daemon can grow, as with a full disk, or lift it."""
+        """Limit all files of the daemon to the size of its pledges', or lift that. As with a full disk, checkpoints
+        cannot be written, but what is overwritten in place can."""
         if (life := self.life_of(rank)) is not None:
             with contextlib.suppress(ProcessLookupError):
-                most = 0 if is_full else resource.RLIM_INFINITY
+                most = pledges.FILE_BYTES if is_full else resource.RLIM_INFINITY
                 resource.prlimit(life.pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
     def tell(self, rank: int, **what: float) -> None:

@@ -15,7 +15,7 @@ def test_two_minutes_of_faults_break_no_guarantee(tmp_path):
     faults = draw(3, seconds=SECONDS, num_peers=6, mean_s=6.0)
     assert {fault.kind for fault in faults} == set(KINDS)
     outcome = run(
-        tmp_path, num_peers=6, seconds=SECONDS, faults=faults, numel=1000, local_steps=50, step_s=0.1
+        tmp_path, num_peers=6, seconds=SECONDS, faults=faults, numel=20_000, local_steps=50, step_s=0.1
     )
     assert outcome.history.faults_found() == []
     assert outcome.unplanned == []
