@@ -13,6 +13,8 @@ from importlib import metadata
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from diloco.cli.app import exit_code
 from diloco.options.extras import MODULES
@@ -59,6 +61,43 @@ def test_wheel_and_source_hold_every_file_of_the_packages_and_nothing_else(built
     assert {f"{name}/py.typed" for name in PACKAGES} <= files
     assert any(name.endswith("/licenses/LICENSE") for name in wheel)
     assert any(name.endswith("/entry_points.txt") for name in wheel)
+
+
+# What vLLM asks of packages that constraints.txt pins, and numba of llvmlite; copied from their metadata.
+_VLLM = "vllm==0.30.0"
+_WITH_VLLM = (
+    "numba==0.65.0",
+    "llvmlite>=0.47.0dev0,<0.48",
+    "torch==2.13.0",
+    "transformers>=5.10.4",
+    "huggingface-hub>=1.31.0",
+    "tokenizers>=0.21.1",
+    "safetensors>=0.6.2",
+    "protobuf>=5.29.6,!=6.30.*,!=6.31.*,!=6.32.*,!=6.33.0.*,!=6.33.1.*,!=6.33.2.*,!=6.33.3.*,!=6.33.4.*",
+    "starlette>=1.0.1",
+    "aiohttp>=3.13.3",
+    "pydantic>=2.12.0",
+    "prometheus-client>=0.18.0",
+    "filelock>=3.16.1",
+    "jsonschema>=4.23.0",
+    "opentelemetry-sdk>=1.27.0",
+    "requests>=2.26.0",
+)
+
+
+def test_the_pinned_versions_can_be_installed_with_vllm():
+    """The environments of pods for GRPO have the extra `vllm`, and obey constraints.txt."""
+    assert PROJECT["project"]["optional-dependencies"]["vllm"][0].startswith(f"{_VLLM} ;"), (
+        "another vLLM: copy the requirements in its metadata into this test"
+    )
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    assert not [
+        f"{one} is pinned to {pins[one.name]}"
+        for one in map(Requirement, _WITH_VLLM)
+        if not one.specifier.contains(pins[one.name], prereleases=True)
+    ]
 
 
 def test_the_entry_point_is_a_function():
