@@ -17,6 +17,7 @@ from provisioning.machines import jobs
 from provisioning.machines.setup import Setup, set_up
 from provisioning.pods.pod import Offer, PodSpec, Row, State, providers_of
 from provisioning.providers.backoff import repeated
+from provisioning.providers.cloud import Cloud
 from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each, gathered
@@ -63,7 +64,7 @@ class Renters(dict[str, Renter]):
     async def plan(self, specs: Sequence[PodSpec]) -> Plan:
         """The plan for these pods, after `settle`. Raises ProvisioningError.
 
-        A provider whose check fails is left out where each spec that allows it also allows another one.
+        A cloud whose check fails is left out where each spec that allows it also allows another provider.
         """
         names = providers_of(specs)
         asked = [self[name] for name in names]
@@ -76,6 +77,10 @@ class Renters(dict[str, Renter]):
             lambda renter: repeated(renter.provider.check, tell=renter.tell),
             name=lambda renter: renter.provider.name,
         )
+        for name, error in unfit.items():
+            # Only the user can correct own machines; renting others in their place would cost money.
+            if not isinstance(self[name].provider, Cloud):
+                raise error
         for spec in specs:
             if unfit.keys() >= set(spec.providers):
                 raise unfit[spec.providers[0]]

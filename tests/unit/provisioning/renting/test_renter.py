@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.errors import MachineError, NoCapacity, ProviderError, UserError
+from provisioning.errors import HostKeyChanged, MachineError, NoCapacity, ProviderError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
+from provisioning.providers.cloud import Cloud
 from provisioning.renting.plan import plan
 from provisioning.renting.reconcile import settle
 from provisioning.renting.renter import Patience, Renter
@@ -280,7 +281,7 @@ async def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_anot
 
 
 @dataclass
-class RefusingProvider(ListProvider):
+class RefusingProvider(ListProvider, Cloud):
     """An account without money, at which nothing else may work either."""
 
     is_checked: bool = False
@@ -359,6 +360,19 @@ async def test_a_provider_whose_check_fails_is_left_out_of_the_plan_unless_a_pod
     if not is_listed:
         with pytest.raises(ProviderError, match="cheap: no access"):
             await both.plan([anywhere])
+
+
+async def test_own_machines_whose_check_fails_are_not_replaced_by_rented_ones(one, rich):
+    class OwnMachines(ListProvider):
+        name = "cheap"
+
+        async def check(self) -> None:
+            raise HostKeyChanged("its host key is not known")
+
+    one.provider = OwnMachines()
+    both = Renters(one.ledger, one.say, [one, rich])
+    with pytest.raises(HostKeyChanged):
+        await both.plan([PodSpec(name="pod-0", provider="cheap,dear")])
 
 
 async def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):
