@@ -167,7 +167,7 @@ class HttpCloud(Cloud):
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
         if kind is UserError:
             return UserError(
-                f"{said} Nothing was rented; check the key in {self.key_env}, and the account's balance and quotas."
+                f"{said.rstrip('.')}; check the key in {self.key_env}, and the account's balance and quotas"
             )
         if kind is NotFound and is_order:
             return NoCapacity(said)

@@ -60,7 +60,7 @@ class LiumProvider(Cloud):
         self.check_tools()
         balance = await self._call(self._client.balance)
         if balance <= 0:
-            raise UserError(f"The balance at Lium is {balance:.2f} $; top it up. Nothing was rented.")
+            raise UserError(f"The balance at Lium is {balance:.2f} $; top it up.")
 
     async def offers(self) -> list[Offer]:
         return await self._call(
@@ -168,8 +168,7 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
 
 def _refused(error: Exception) -> UserError:
     return UserError(
-        f"Lium: {error}. Nothing was rented; check the key in {LiumProvider.key_env}, its budget, and the "
-        "account's balance."
+        f"Lium: {error}; check the key in {LiumProvider.key_env}, its budget, and the account's balance"
     )
 
 

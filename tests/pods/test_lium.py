@@ -98,7 +98,7 @@ def test_a_wrong_key_and_no_key_are_said_before_anything_is_rented(fleet, api, t
     wrong = TestFleet(
         tmp_path, lambda: LiumProvider({**api.environment, "LIUM_API_KEY": "no"}, tmp_path / "ssh/id_ed25519")
     )
-    with pytest.raises(UserError, match=r"Nothing was rented; check the key in LIUM_API_KEY"):
+    with pytest.raises(UserError, match=r"; check the key in LIUM_API_KEY"):
         wrong.up([one()])
     with pytest.raises(UserError, match=r"LIUM_API_KEY is not set"):
         LiumProvider({}, tmp_path / "ssh/id_ed25519")
@@ -112,9 +112,9 @@ def test_no_money_ends_it_and_leaves_nothing(fleet, api):
     error = {"error": {"code": "API_KEY_BUDGET_EXCEEDED", "message": "budget reached"}}
     api.faults.append(Fault(RENT, 402, error=error))
     outcome = fleet.up([one()])
-    assert isinstance(outcome.failures["pod-0"], UserError) and "Nothing was rented" in str(
-        outcome.failures["pod-0"]
-    )
+    failure = outcome.failures["pod-0"]
+    # Other pods may be rented meanwhile.
+    assert isinstance(failure, UserError) and "check the key" in str(failure) and "rented" not in str(failure)
     assert (api.rented, fleet.states) == ({}, {})
 
 
