@@ -51,7 +51,7 @@ async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, direc
     """Generate rollouts until no learner has been there for `timeout_waiting_for_peers`. Returns 0, or USER_ERROR.
 
     `directory` holds policies on their way to the generator. Raises UserError for what the user can correct, PeersError
-    where it gave up on the generator.
+    where it gave up on the generator, or no policy has worked here for that long.
     """
     async with contextlib.AsyncExitStack() as stack:
         link_path = stack.enter_context(SocketDirectory()).path / "link.sock"
@@ -88,7 +88,10 @@ class RolloutPeer:
         self._agreed = asyncio.Event()
         """Set once there is a manifest."""
         self._seen_at = time.monotonic()
-        """When a learner that wants this peer's rollouts was last there."""
+        """When a learner that wants this peer's rollouts was last there. One whose policy does not work here does not
+        count, unless this is the first such failure since a rollout was taken."""
+        self._complaint = ""
+        """The last such failure since then."""
         self._refusals: dict[str, str] = {}
         """By a learner's peer id: why it does not want this peer's rollouts, and what to do about it."""
         self._failed_at: dict[str, float] = {}
@@ -123,6 +126,7 @@ class RolloutPeer:
         """Work for one learner after the other, until none has been there for long.
 
         Raises UserError if there was no learner, or if all refuse this peer: at once if it has generated nothing yet.
+        Raises PeersError if learners are there, but their policies do not work here.
         """
         patience_s = self._config.timeout_waiting_for_peers
         while True:
@@ -133,7 +137,7 @@ class RolloutPeer:
             if is_refused and (is_over or not self._num_generated):
                 raise UserError(list(self._refusals.values())[-1])
             learner = self._chosen(there)
-            if is_over and (learner is None or learner.peer_id in self._failed_at):
+            if is_over and (learner is None or self._has_failed(learner)):
                 break
             if learner is None:
                 await asyncio.sleep(OFTEN_S)
@@ -147,8 +151,16 @@ class RolloutPeer:
                 f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started with "
                 "--mode grpo --rollout peers, and is this the run's --run-id?"
             )
+        if there and self._complaint:
+            raise PeersError(
+                f"no rollout was taken within {patience_s:g} s; the last failure: {self._complaint}"
+            )
         log.info("no learner is left")
         return 0
+
+    def _has_failed(self, learner: Announcement) -> bool:
+        """Since a learner that wants this peer's rollouts was last there."""
+        return self._failed_at.get(learner.peer_id, -math.inf) >= self._seen_at
 
     def _note_failure(self, learner: Announcement, error: PeersError) -> None:
         self._failed_at[learner.peer_id] = time.monotonic()
@@ -159,6 +171,8 @@ class RolloutPeer:
             self._refusals[learner.peer_id] = (
                 f"{text}. Has this peer the learners' model and --grpo.reward, and their version of diloco?"
             )
+        elif isinstance(error, ProtocolError):
+            self._complaint = text
         log.log(logging.DEBUG if text == self._said else logging.INFO, "%s", text)
         self._said = text
 
@@ -199,10 +213,11 @@ class RolloutPeer:
                 )
             except NotWanted:
                 raise
-            except PeersError:
-                self._seen_at = time.monotonic()
+            except PeersError as error:
+                # Perhaps this peer cannot use any policy: only the first failure shows that a learner is there.
+                if not (self._complaint and isinstance(error, ProtocolError)):
+                    self._seen_at = time.monotonic()
                 raise
-            self._seen_at = time.monotonic()
 
     def _agree(self, manifest: Mapping[str, Scalar]) -> None:
         """Take over the run's settings. Raises UserError if they contradict the user, ProtocolError if they are invalid
@@ -223,8 +238,9 @@ class RolloutPeer:
         while True:
             await asyncio.sleep(LOOK_S)
             learner = self._chosen(await self._learners())
-            # The DHT may know of nobody for a moment; a learner that is gone breaks its streams.
-            if learner is None or learner.peer_id == peer_id:
+            # The DHT may know of nobody for a moment; a learner that is gone breaks its streams. One that has failed
+            # waits for a success with the present one: otherwise it could cut short each batch of rollouts.
+            if learner is None or learner.peer_id == peer_id or self._has_failed(learner):
                 continue
             try:
                 # Check first: the other learner may take no rollouts, while the present one does.
@@ -345,6 +361,7 @@ class RolloutPeer:
             )
             dropped = await stream.hand_over(signed(rollout, self._identity))
             self._seen_at = time.monotonic()
+            self._complaint = ""
             self._refusals.pop(learner, None)
             self._num_generated += 1
             self._num_dropped += bool(dropped)

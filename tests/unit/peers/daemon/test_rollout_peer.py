@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from peers.daemon import rollout_peer
 from peers.daemon.restarts import MAX_DEATHS, Restarts
 from peers.daemon.rollout_peer import RolloutPeer
-from peers.errors import NotWanted, UserError
+from peers.errors import NotWanted, PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.rollouts import MAX_BLOBS, STALE, BlobName, Policy, learner_for
 from tests.support.in_process import until
@@ -105,6 +106,8 @@ async def test_a_peer_that_no_learner_wants_says_why_at_once(peer, learners, mon
 @pytest.mark.parametrize("error", [NotWanted("it takes no rollouts"), Refused(Why.NO_TOKEN)])
 async def test_a_learner_is_not_left_for_one_that_takes_no_rollouts(peer, learners, error):
     learners.fails = [error]
+    # Rollouts are taken all the time.
+    peer._seen_at = math.inf
     await peer._until_reassigned(OTHER)
     assert learners.opened == [THEIRS, THEIRS]
     assert peer._failed_at.keys() == {THEIRS}
@@ -151,6 +154,60 @@ async def test_a_peer_that_has_had_no_work_yet_asks_all_learners_in_turn_and_giv
         await peer._work()
     assert set(asked[:8]) == set(asked[8:16]) == set(learners.there)
     assert now < 33
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Each look at the clock takes a second, and there are only so many."""
+    clock = iter(range(3000))
+    monkeypatch.setattr(rollout_peer, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(rollout_peer, "AGAIN_S", 10.0)
+    return clock
+
+
+def works(peer: RolloutPeer, generate: Any) -> None:
+    """Replace the parts of the peer that follow a learner's policies and generate by them."""
+    peer._manifest, peer._seen_at, peer._config.timeout_waiting_for_peers = {"mode": "grpo"}, 0, 100.0
+    peer._identity.sign = lambda _payload: b""
+    for name, part in (("_follow", lambda _: asyncio.Event().wait()), ("_generate", generate)):
+        setattr(peer, name, part)
+
+
+async def test_a_peer_that_can_use_no_policy_gives_up_in_time_and_says_why(peer, learners, clock):
+    """The time in which the first generation fails, which may be long, does not count."""
+    tried = []
+
+    async def generate(learner: str, _stream: object) -> None:
+        while not tried and next(clock) < 200:
+            pass
+        tried.append(learner)
+        raise ProtocolError("out of memory")
+
+    works(peer, generate)
+    with pytest.raises(PeersError, match=r"taken within 100 s; .* learner \d: out of memory"):
+        await peer._work()
+    assert tried[:4] == [THEIRS, OTHER, THEIRS, OTHER]
+
+
+async def test_a_learner_whose_policies_never_work_does_not_keep_a_peer_from_another(peer, learners, clock):
+    """Here a batch takes longer than the time after which the learner with bad policies is asked again."""
+
+    async def generate(learner: str, _stream: object) -> None:
+        if learner == THEIRS:
+            raise ProtocolError("its weights are not finite")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await peer._hand_over(SimpleNamespace(hand_over=taken), learner, "policy", 0, [()])
+
+    async def taken(_signed: object) -> str:
+        if peer._num_generated == 20:
+            learners.there.clear()
+            raise PeerUnreachable("it has ended")
+        return ""
+
+    works(peer, generate)
+    assert await peer._work() == 0
+    assert peer._num_generated == 20 and learners.opened.count(THEIRS) > 2
 
 
 class Supervised:
