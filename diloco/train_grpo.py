@@ -378,7 +378,6 @@ class Training:
                 f"{why}, but one generation of rollouts serves {self.period} of them; leave it out, or leave "
                 "out --grpo.steps-per-generation and --grpo.num-iterations"
             )
-        self.trainer.continue_at(self.trainer.state.global_step)
         for problem in self.skipped:
             self.metrics.write("event", **skipped_event(problem))
         if self.resume is None:

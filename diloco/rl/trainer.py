@@ -83,10 +83,13 @@ class PeerTrainer(GRPOTrainer):
         _, *others = super().set_initial_training_values(*arguments, **named)
         return (sys.maxsize, *others)
 
-    def continue_at(self, step: int) -> None:
-        """Generate at the same steps as a trainer that began at step 0. TRL counts batches from 0 after a resume too:
-        after one within a generation, all later generations would begin at other steps."""
-        self._step = step * self.args.gradient_accumulation_steps
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        # Generate at the same steps as a trainer that began at step 0. TRL counts batches, from 0 after a resume too:
+        # after one within a generation, or a jump to the step of the others, later generations would begin elsewhere.
+        first = self.state.global_step * self.args.gradient_accumulation_steps
+        if self.batch_of_step == 0 and self._step != first:
+            self._step, self._buffered_inputs = first, None
+        return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
         # Choose the prompts here rather than in the data loader, which reads ahead past an outer step.

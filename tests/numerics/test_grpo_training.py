@@ -24,7 +24,7 @@ from diloco.rl.tasks import Example, Reward, Task
 from diloco.rl.trainer import PeerTrainer
 from diloco.train.model import load_model
 from diloco.train_grpo import Training
-from tests.support.scripted_daemon import ScriptedDaemon, leaving_a_fork
+from tests.support.scripted_daemon import ScriptedDaemon, halving, leaving_a_fork
 from tests.support.tiny_model import small_bare_model
 
 FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
@@ -244,6 +244,23 @@ def test_after_a_resume_within_a_generation_the_next_one_begins_where_it_would_h
     trained(replace(own, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
     assert [step for step, _ in asked] == [0, 1, 2]
     assert asked[0][1] == asked[1][1] != asked[2][1]
+
+
+def test_after_a_jump_into_a_generation_the_next_one_begins_where_it_would_have(
+    config, tmp_path, link, asked
+):
+    """The answer to the first epoch, whose round was late, is the place of the others: within the second epoch."""
+
+    def late(message, out, inn):
+        answer = halving(message, out, inn)
+        if answer and message["kind"] == "ready" and message["epoch"] == 0:
+            answer[1]["local_step"] = 1
+        return answer
+
+    grpo = replace(config.grpo, steps_per_generation=4, eval_prompts=0)
+    with ScriptedDaemon(link, late, local_steps=2):
+        trained(replace(config, grpo=grpo, total_steps=6), tmp_path / "run")
+    assert [step for step, _ in asked] == [0, 3, 4]
 
 
 def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):
