@@ -101,6 +101,19 @@ class DilocoCallback(TrainerCallback):
             if train_dataloader is not None:
                 shuffle_by_world_rank(train_dataloader, args, self.outer.world_rank or 0)
 
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the run's final weights where training begins at its end: transformers makes one step all the same."""
+        if self._joined.active and self._joined.done:
+            # Optimizers skip parameters without a gradient.
+            optimizer.zero_grad()
+
     def on_step_end(
         self,
         args: TrainingArguments,

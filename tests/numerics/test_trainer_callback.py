@@ -67,6 +67,16 @@ def test_every_epoch_the_weights_become_what_the_daemon_says(tmp_path, link):
     assert daemon.kinds()[-1] == "finished"
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_trainer_that_begins_at_the_end_keeps_the_swarms_weights(tmp_path, link, optim):
+    more = {"save_strategy": "no", "lr_scheduler_type": "constant", "weight_decay": 0.1}
+    with ScriptedDaemon(link, joining(3, 0.5), local_steps=2) as daemon:
+        trainer = trainer_of(tmp_path, DilocoCallback(), optim=optim, **more)
+        trainer.train()
+    assert trainer.state.global_step == 6 and daemon.kinds() == ["offer", "finished"]
+    assert all((parameter == 0.5).all() for parameter in trainer.model.parameters())
+
+
 class Read(Samples):
     """Records which samples a trainer reads, in order."""
 
