@@ -163,8 +163,8 @@ class Training:
         clean_ups.append(self.discard_partial)
         self.server: Rollouts | None = None
         self.peer_rollouts: PeerRollouts | None = None
-        self.pushed_at = -1
-        """The step whose weights were pushed last."""
+        self.pushed: tuple[int, str] | None = None
+        """What `weights_of` was when weights were pushed last."""
         if config.grpo.rollout == "vllm":
             with progress.phase("starting", "the inference server"):
                 self.open_server(clean_ups, server_gpu)
@@ -301,7 +301,7 @@ class Training:
 
     def rows(self) -> list[dict[str, Any]]:
         """The next generation: prompts, each `num_generations` times in a row, with completions. A collective."""
-        if self.pushed_at != self.trainer.state.global_step:
+        if self.pushed != self.weights_of:
             # Before waiting for rollout peers, whose next rollouts have to be sampled by these weights.
             self.push()
         numbers = self.example_numbers()
@@ -326,7 +326,13 @@ class Training:
                 takers.push()
 
         on_rank_zero(pushed)
-        self.pushed_at = self.trainer.state.global_step
+        self.pushed = self.weights_of
+
+    @property
+    def weights_of(self) -> tuple[int, str]:
+        """The step of the weights and the last commit's head: giving up a fork may change the head alone."""
+        last = self.outer.last_commit
+        return self.trainer.state.global_step, last.head if last else ""
 
     def taken_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights to push: rollout peers need only what is trained, the server whole weights without adapters."""

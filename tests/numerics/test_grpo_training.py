@@ -412,6 +412,31 @@ def test_tokens_are_weighted_by_the_trainers_probability_over_the_servers_but_no
     assert differences == ([off_by] * 2 if rollout == "vllm" else [])
 
 
+def test_weights_that_replace_a_forks_at_the_same_step_are_pushed(config, tmp_path, link, monkeypatch):
+    """The first commit returns the peer to step 0, at which the fork's weights have been pushed."""
+    pushed, answer = [], leaving_a_fork()
+
+    class Noted(Server):
+        def push(self) -> None:
+            super().push()
+            pushed.append(self.publisher.digest)
+
+    def opened(self, *_):
+        self.server = Noted(self)
+
+    def rule(message, out, inn):
+        found = answer(message, out, inn)
+        if found and message["kind"] == "ready":
+            found[1]["head"] = f"{message['epoch']} {found[1]['epoch']}"
+        return found
+
+    monkeypatch.setattr(Training, "open_server", opened)
+    grpo = replace(config.grpo, rollout="vllm", steps_per_generation=4, eval_prompts=0)
+    with ScriptedDaemon(link, rule, local_steps=2):
+        trained(replace(config, grpo=grpo), tmp_path / "run")
+    assert len(set(pushed)) == 3
+
+
 def test_generations_of_one_step_have_completions_of_their_own(config, tmp_path, made):
     own = replace(config.grpo, steps_per_generation=1, eval_prompts=0)
     trained(replace(config, grpo=own, total_steps=1), tmp_path / "run")
