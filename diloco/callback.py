@@ -111,8 +111,10 @@ class DilocoCallback(TrainerCallback):
     ) -> None:
         """Keep the run's final weights where training begins at its end: transformers makes one step all the same."""
         if self._joined.active and self._joined.done:
-            # Optimizers skip parameters without a gradient.
-            optimizer.zero_grad()
+            # Neither of them is enough: weights decay without a gradient, and a gradient may be NaN.
+            optimizer.zero_grad(set_to_none=False)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
 
     def on_step_end(
         self,
@@ -178,7 +180,7 @@ class DilocoCallback(TrainerCallback):
         else:
             outer.finish()
             self._call_on_commit(outer)
-        if outer.active and not was_stopped and outer.nominal_step < state.max_steps:
+        if outer.active and not was_stopped and not outer.is_at_end:
             # transformers limits the passes over the data to those of a run in which no step is trained twice.
             raise DilocoError(
                 f"the trainer's data ended at step {outer.nominal_step} of {state.max_steps}, as they do if a peer "

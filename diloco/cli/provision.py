@@ -221,7 +221,7 @@ def provision(
             lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
             if lacking and care.retry_until_up:
                 raise NoCapacity(f"no capacity for {', '.join(lacking)} at the moment")
-            failures = await found.set_up(setup, failures, again=True)
+            failures = await found.set_up(setup, failures)
             if not deploy_only and not failures:
                 failures = await Swarm(found, options, setup).start()
                 if not failures:

@@ -116,6 +116,8 @@ class Diloco:
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
         self._exchange = Exchange(model, Path(path), on_waiting=on_waiting) if path else None
         self._in_swarm = self._exchange is not None
+        self.began_run = False
+        """Whether the run began while this worker waited for it."""
         if self._exchange is not None:
             self.world_rank = self._exchange.world_rank
             agreed = self._exchange.schedule
@@ -216,7 +218,7 @@ class Diloco:
                 self._leave(exchange, last=False)
             commit = self._collect(exchange, may_go_ahead=may_go_ahead) or commit
         # After a round that it was too late for, this peer may be at the run's end with work that no commit contains.
-        if self.done and not self._is_over and not self._is_late:
+        if self.done and not self._is_over and not self.is_at_end:
             return self._average_all(exchange)
         if commit is None:
             self._report(exchange, num_tokens)
@@ -247,7 +249,7 @@ class Diloco:
         if self._flight is not None:
             self._collect(self._exchange)
         # Of all ranks: they have to take the same branch.
-        if not self._is_over and not self._is_late and summed(sum(self.tokens)):
+        if not self._is_over and not self.is_at_end and summed(sum(self.tokens)):
             self._average_all(self._exchange)
         self.leave()
 
@@ -308,8 +310,8 @@ class Diloco:
         return self._schedule
 
     @property
-    def _is_late(self) -> bool:
-        """Whether the run's last commit has been made: one more epoch, by this peer alone, would be a fork."""
+    def is_at_end(self) -> bool:
+        """Whether the run's last commit has been made. One more epoch, by this peer alone, would be a fork."""
         return self.max_steps is not None and self.epoch >= self._scheduled.final_epoch(self.max_steps)
 
     def _average_all(self, exchange: Exchange) -> Commit | None:

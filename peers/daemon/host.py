@@ -178,12 +178,13 @@ class WorkerHost:
         if runtime.needs_offer:
             codec = codec_of(self._agreement.manifest)
             offered, residuals = await asyncio.to_thread(offered_state, memories.out, resume, codec=codec)
-        if runtime.state is None:
+        was_waiting = runtime.state is None
+        if was_waiting:
             self._monitor.show("waiting")
         start = await runtime.begin_worker(memories.inn, offered, residuals)
-        start = replace(start, began_run=offered is not None and runtime.state is offered)
+        start = replace(start, began_run=was_waiting and start.epoch == 0)
         own = resume if offer.get("is_own", True) else None
-        if own and start.began_run and is_workers_base(Path(own)):
+        if own and runtime.state is offered and is_workers_base(Path(own)):
             # The run began from this very checkpoint, so the worker's weights are on top of the right anchor.
             start = replace(start, keep_local=True, local_step=int(offer["local_step"]))
         self._monitor.started(start)

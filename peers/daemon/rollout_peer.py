@@ -211,6 +211,7 @@ class RolloutPeer:
                     self._generate(learner.peer_id, rollouts),
                     self._until_reassigned(learner.peer_id),
                 )
+                self._failed_at.pop(learner.peer_id, None)
             except NotWanted:
                 raise
             except PeersError as error:

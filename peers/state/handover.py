@@ -24,7 +24,7 @@ class Start:
     num_peers: int
     keep_local: bool
     began_run: bool = False
-    """Whether the run begins with the state that this worker has offered."""
+    """Whether the run has begun while this worker waited for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,17 +51,13 @@ class LocalMachine:
             with contextlib.suppress(*lost):
                 shutil.copy2(from_path, to_path)
 
-        def copied_if_newer(from_path: str, to_path: str) -> None:
-            there = Path(to_path)
-            if not there.exists() or there.stat().st_mtime_ns < Path(from_path).stat().st_mtime_ns:
-                shutil.copy2(from_path, to_path)
+        def replaced(from_path: str, to_path: str) -> None:
+            shutil.copy2(from_path, f"{to_path}.new")
+            Path(f"{to_path}.new").replace(to_path)
 
         def copy() -> None:
-            if target.exists() and not mirrors:
-                if source.is_dir():
-                    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=copied_if_newer)
-                else:
-                    copied_if_newer(str(source), str(target))
+            if target.is_dir() and not mirrors:
+                shutil.copytree(source, target, dirs_exist_ok=True, copy_function=replaced)
                 return
             shutil.rmtree(fresh, ignore_errors=True)
             if source.is_dir():

@@ -143,8 +143,7 @@ class Machine(Protocol):
     ) -> None:
         """Make `into` equal to `source`, a directory or a file, modes included.
 
-        If not `mirrors`, files that are in `into` alone, or newer there, are kept. May be repeated. Raises MachineError
-        or UserError.
+        If not `mirrors`, files that are in `into` alone are kept. May be repeated. Raises MachineError or UserError.
         """
         ...
 

@@ -233,7 +233,7 @@ def _sending_argv(
     excludes = [f"--exclude={pattern}" for pattern in excluded]
     # A slash at the end means the contents of the directory. A link to a file is sent as that file.
     paths = [f"{source}/", f"{target}/"] if source.is_dir() else [str(source.resolve()), target]
-    return ["rsync", "-az", "--delete" if mirrors else "--update", *excludes, "-e", shell, "--", *paths]
+    return ["rsync", "-az", *(["--delete"] if mirrors else []), *excludes, "-e", shell, "--", *paths]
 
 
 def _fetch_argv(source: str, into: Path, partial: Path, shell: str) -> list[str]:

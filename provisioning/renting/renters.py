@@ -35,6 +35,8 @@ class Renters(dict[str, Renter]):
         super().__init__((renter.provider.name, renter) for renter in opened)
         self.ledger, self.say = ledger, say
         self.failures: Failures = {}
+        self.set_up_here: set[str] = set()
+        """Labels of the pods that were set up through this object."""
 
     def __missing__(self, name: str) -> Renter:
         raise self.failures.get(name) or UserError(f"No provider {name} is open.")
@@ -149,6 +151,7 @@ class Renters(dict[str, Renter]):
         self.say(row.name, "sending code, making its environment")
         num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
         await set_up(machine, row.label, setup, num_gpus=num_gpus, with_environment=with_environment)
+        self.set_up_here.add(row.label)
 
     def completed(self, setup: Setup, specs: Sequence[PodSpec]) -> Setup:
         """The set-up for these pods: with their providers' Python, and with the extras that all peers need."""

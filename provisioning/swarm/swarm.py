@@ -73,6 +73,10 @@ class Swarm:
         rows = [row for row in set_up if row.name in progress_of]
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
+        # The code, a mount or a secret may have been the reason why a peer or the DHT failed, and have been changed.
+        old = [row for row in missing if row.label not in self._renters.set_up_here]
+        failures |= await each(old, lambda row: self._renters.set_up_one(row, self._setup), self._say)
+        missing = [row for row in missing if row.name not in failures]
         # Before new peers start, since the swarm would refuse peers with other settings.
         for row in rows:
             if row not in missing:
@@ -151,9 +155,6 @@ class Swarm:
         return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
 
     async def _start_peer(self, row: Row, num_peers: int) -> None:
-        if row.state == State.RUNNING:
-            # Its peer has failed. The code, a mount or a secret may have been the reason, and have been changed.
-            await self._renters.set_up_one(row, self._setup)
         renter = self._renters[row.provider]
         machine, pod = await renter.reached(row)
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
