@@ -93,8 +93,9 @@ def logs(
     say_if_empty(ledger)
 
     def write(name: str, text: str) -> None:
+        shown = printable(name)
         for line in printable(text).rstrip("\n").split("\n"):
-            print(printable(f"{name} | {line}"), flush=True)
+            print(f"{shown} | {line}", flush=True)
 
     async def work() -> int:
         where = access(inventory)
