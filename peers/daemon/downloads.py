@@ -21,17 +21,14 @@ from peers.state.outer_state import OuterState
 
 log = logging.getLogger(__name__)
 
-Fetch = Callable[
-    [Sequence[Certificate], Sequence[str], Sequence[int], OuterState | None, float], Awaitable[OuterState]
-]
+Fetch = Callable[[Sequence[Certificate], Sequence[str], OuterState, float], Awaitable[OuterState]]
 """`fetch_state` with its keyword arguments bound."""
 
 
 async def fetch_state(
     path: Sequence[Certificate],
     donors: Sequence[str],
-    sizes: Sequence[int],
-    have: OuterState | None,
+    have: OuterState,
     timeout_s: float,
     *,
     run_id: str,
@@ -39,7 +36,8 @@ async def fetch_state(
     manifest: Mapping[str, Scalar],
     on_received: Callable[[tuple[int, int] | None], None],
 ) -> OuterState:
-    """The state at the end of this path; `sizes` are those of its fragments, `have` is this peer's own state.
+    """The state at the end of this path. `have` is this peer's own state, or the one that it offers; its fragments have
+    the same sizes.
 
     Repeats the missing commits if donors still have their averages; else transfers the state itself.
     `on_received` is called with the bytes received and those of the whole state; at the end, with None.
@@ -50,8 +48,8 @@ async def fetch_state(
     log.info("asking %s for the state of epoch %d", asked, path[-1].plan.epoch)
     with contextlib.ExitStack() as stack:
         stack.callback(on_received, None)
-        on_received((0, 2 * FLOAT_BYTES * sum(sizes)))
-        if (own := have.snapshot() if have is not None else None) is not None:
+        on_received((0, 2 * FLOAT_BYTES * sum(have.sizes)))
+        if (own := have.snapshot()) is not None:
             stack.enter_context(own)
         if own is not None and can_be_repeated(own, path):
             # Donors that hand commits over slowly leave time to download the state instead.
@@ -72,7 +70,7 @@ async def fetch_state(
             transport,
             run_id,
             path[-1],
-            sizes,
+            have.sizes,
             timeout_s=max(0.0, until - time.monotonic()),
             have=own,
             progress=lambda received, total: on_received((received, total)),

@@ -280,7 +280,8 @@ class Runtime:
         fetched: tuple[OuterState, Sequence[Certificate]] | None = None
         event: events.Event = events.Fetched(head)
         try:
-            fetched = await self._fetch_state(path, donors, known.sizes, self.state, timeout_s), path
+            # A newcomer that missed the founding may already hold the state, or most of it, in what it offers.
+            fetched = await self._fetch_state(path, donors, known, timeout_s), path
         except (PeersError, OSError, TimeoutError) as error:
             log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, str(error) or type(error).__name__)
             suspects = error.suspects if isinstance(error, StateUnavailable) else frozenset()

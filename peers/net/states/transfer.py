@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from peers.protocol.states import (
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.state.outer_state import OuterState, Snapshot, hash_chunk
 from peers.tasks import cancelled
+from peers.threads import num_threads
 from peers.timing import ANSWER_S, COMMIT_S, STALL_S
 
 log = logging.getLogger(__name__)
@@ -172,28 +174,28 @@ class _Download:
 
     def _parts_to_fetch(self, header: StateHeader) -> list[_Part]:
         """Chunks that are neither zero nor present already; the latter are copied into place."""
-        missing = []
-        for name in _NAMES:
-            digests = _digests_of(header, name)
-            for chunk in chunks_of(self._sizes):
-                digest = digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
-                part = _Part(
-                    name, chunk, self._values[name][chunk.fragment][chunk.start : chunk.stop], digest
-                )
-                # The memory starts as zeros, and so does all momentum.
-                if digest != self._zeros[chunk.numel] and not self._take_from_own(part):
-                    missing.append(part)
-        return missing
+        parts = [
+            _Part(
+                name,
+                chunk,
+                self._values[name][chunk.fragment][chunk.start : chunk.stop],
+                _digest_in(header, name, chunk),
+            )
+            for name in _NAMES
+            for chunk in chunks_of(self._sizes)
+        ]
+        # In several threads: the donor waits for the first request.
+        with ThreadPoolExecutor(num_threads(), "own") as pool:
+            is_here = pool.map(self._is_here, parts)
+            return [part for part, here in zip(parts, is_here, strict=True) if not here]
 
-    def _take_from_own(self, part: _Part) -> bool:
-        if self._have is None:
+    def _is_here(self, part: _Part) -> bool:
+        # The memory starts as zeros, and so does all momentum.
+        if part.digest == self._zeros[part.chunk.numel]:
+            return True
+        if self._have is None or part.digest != _digest_in(self._have.header, part.values, part.chunk):
             return False
         chunk, own = part.chunk, getattr(self._have, part.values)
-        if (
-            _digests_of(self._have.header, part.values)[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
-            != part.digest
-        ):
-            return False
         part.target.copy_(own[chunk.fragment][chunk.start : chunk.stop])
         # The state that this peer holds may itself be wrong.
         return not _fault_of(part)
@@ -267,8 +269,9 @@ def _untouched_zeros(numel: int) -> Tensor:
     return torch.from_numpy(np.zeros(numel, np.float32))
 
 
-def _digests_of(header: StateHeader, name: str) -> bytes:
-    return header.anchor_chunks if name == "anchor" else header.momentum_chunks
+def _digest_in(header: StateHeader, name: Values, chunk: StateChunk) -> bytes:
+    digests = header.anchor_chunks if name == "anchor" else header.momentum_chunks
+    return digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
 
 
 def _digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:

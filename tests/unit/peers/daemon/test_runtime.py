@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from peers.core import effects, events
 from peers.core.peer import Peer
 from peers.core.settings import Settings
 from peers.daemon.averaging import Averaging, WorkInHand
+from peers.daemon.downloads import fetch_state
 from peers.daemon.pledges import Pledges
 from peers.daemon.runtime import Runtime
 from peers.errors import PeersError, StateUnavailable
@@ -35,6 +37,8 @@ from peers.reduce.residuals import Residuals
 from peers.state.handover import Memories
 from peers.state.outer_state import OuterState
 from tests.support.certified import begun, commit
+from tests.support.in_process import Network
+from tests.support.state_network import RUN, serve
 
 SIZE = 1000
 
@@ -378,6 +382,31 @@ async def test_once_a_joiner_has_the_swarms_state_it_lets_go_of_its_own_initial_
         del beginning
         gc.collect()
         assert unused() is None
+
+
+async def test_who_missed_the_founding_downloads_nothing_of_what_its_worker_offers(runtime):
+    """All peers have loaded the same weights."""
+    state, received = begun([torch.ones(SIZE)]), []
+    certificate = state.header.certificate
+
+    def script(event: events.Event) -> Sequence[effects.Effect]:
+        match event:
+            case events.StateOffered():
+                return (effects.Fetch((certificate,), ("donor",), 10.0),)
+            case events.Fetched():
+                return effects.Adopt(certificate), effects.Answer("begin", certificate, 0)
+        return ()
+
+    mine, runtime.core = memories(), ScriptedCore(script)
+    async with Network() as network:
+        await serve(network, "donor", state)
+        bound = {"run_id": RUN, "transport": network.transport("me"), "manifest": {}}
+        runtime._fetch_state = partial(fetch_state, **bound, on_received=received.append)
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, OuterState.initial([torch.ones(SIZE)]))
+    # Else it would also be told of what has been received.
+    assert received == [(0, 2 * 4 * SIZE), None]
+    assert runtime.state is not None and runtime.state.head == state.head and mine.inn[0].all()
 
 
 async def test_a_fetched_state_that_is_not_needed_any_more_is_not_kept(runtime):
