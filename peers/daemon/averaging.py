@@ -42,12 +42,9 @@ from peers.state.outer_optimizer import rebase
 from peers.state.outer_state import OuterState
 from peers.state.preview import Preview
 from peers.threads import give_way
-from peers.timing import COMMIT_S
 
 log = logging.getLogger(__name__)
 
-_NEWCOMER_S = COMMIT_S
-"""For this long after it has started, a peer may be about to download the state: commits are recorded for it."""
 _PARTS = ("connect_s", "reduce_s", "preview_s", "vote_s", "apply_s")
 
 
@@ -205,7 +202,7 @@ class Averaging:
         """
         until, connect_s = time.monotonic() + timeout_s, min(self._timing.connect_s, timeout_s / 2)
         stall_s, optimizer = self._timing.stall_s, optimizer_of(self._manifest, len(plan.contributors))
-        work.begin_attempt(Recording() if self._is_peer_joining() or self.commit_log.is_wanted else None)
+        work.begin_attempt(Recording() if self._may_be_fetched() else None)
         reduce_plan = work.plan = reduce_plan_of(
             plan, self._me, work.local.numel(), self._codec, self._aggregation.rule, self._aggregation.trim
         )
@@ -284,9 +281,9 @@ class Averaging:
             previewed=work.previewed,
             into=work.inn,
         )
-        self.commit_log.add(
-            work.recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes)
-        )
+        # A download that begins from now on begins with this commit.
+        recording = work.recording if self.commit_log.is_wanted else None
+        self.commit_log.add(recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes))
         work.contributors = [contributor.world_rank for contributor in contributors]
         work.lap("apply_s")
 
@@ -305,13 +302,9 @@ class Averaging:
         for peer_id in likely_neighbours(self._me, bandwidths, self._aggregation.rule):
             self.pool.open_ahead(peer_id)
 
-    def _is_peer_joining(self) -> bool:
-        now_ns, lately_ns = time.time_ns(), int(_NEWCOMER_S * 1e9)
-        # The absolute difference: a peer whose clock is ahead would otherwise count as joining for ever.
-        return any(
-            status.phase in ("waiting", "fetching") and abs(now_ns - status.incarnation) < lately_ns
-            for _, status in self._swarm.live()
-        )
+    def _may_be_fetched(self) -> bool:
+        """Whether a peer downloads the state, or may begin to before this attempt is committed."""
+        return self.commit_log.is_wanted or any(not status.head for _, status in self._swarm.live())
 
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
         """Open streams to the neighbours, which ask for them by the same id. Raises RoundFailed."""

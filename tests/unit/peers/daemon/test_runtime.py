@@ -33,6 +33,7 @@ from peers.net.streams import StreamPool
 from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
 from peers.protocol.reports import Incident
+from peers.reduce.all_reduce import reduce_pseudo_gradients
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Memories
 from peers.state.outer_state import OuterState
@@ -337,6 +338,31 @@ def test_while_a_commit_stores_residuals_nobody_takes_hold_of_the_state_before_i
     with a_runtime(tmp_path, codec="int8") as runtime:
         asyncio.run(averaged())
         assert held == [None] and runtime.state and runtime.state.snapshot() is not None
+
+
+@pytest.mark.parametrize(("num_newcomers", "downloads"), [(1, True), (1, False), (0, True)])
+async def test_a_commit_is_kept_for_a_newcomer_whose_download_begins_during_its_attempt(
+    runtime, monkeypatch, num_newcomers, downloads
+):
+    """However long its worker has taken to load the model."""
+    log, open_downloads = runtime.averaging.commit_log, contextlib.ExitStack()
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        if downloads:
+            open_downloads.enter_context(log.held())
+        return reduce_pseudo_gradients(*args, **kwargs)
+
+    monkeypatch.setattr("peers.daemon.averaging.reduce_pseudo_gradients", reduced)
+    mine = memories()
+    async with running(runtime):
+        await runtime.begin_worker(mine.inn, offered())
+        before = runtime.core.head
+        for number in range(num_newcomers):
+            status = Status(incarnation=1, sequence=1, world_rank=-1, phase="waiting")
+            runtime.post(events.Received(f"newcomer {number}", status))
+        outcome = await runtime.average(work_in(mine))
+    kept = [commit.head for commit in log.between(before, outcome.head)]
+    assert kept == ([outcome.head] if num_newcomers and downloads else [])
 
 
 class ScriptedCore(SimpleNamespace):
