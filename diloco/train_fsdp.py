@@ -124,9 +124,10 @@ class Trainer:
             on_waiting=progress.waits_for,
         )
         self.record_checkpoints()
-        state = self.checkpoints.restored_file(STREAM_FILE)
-        if state is not None and isinstance(self.source, StreamingSource):
-            self.source.load_state(state)
+        if isinstance(self.source, StreamingSource):
+            block, local_step = self.place()
+            state = self.checkpoints.restored_file(STREAM_FILE)
+            self.source.begin(block, local_step * config.total_batch_size, state)
         self.checkpoints.begin(self.outer.nominal_step)
 
     def train(self) -> None:

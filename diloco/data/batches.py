@@ -1,7 +1,7 @@
 """Training samples and validation text from the dataset that --dataset-name-or-path names.
 
 Every sample is a pure function of (seed, epoch, world rank, data_base, local step), so there is no read position to
-save or restore. Only that of a streamed dataset is saved, since finding it again would mean reading all before it.
+save or restore. Only a streamed dataset has one, since finding a sample by its number would mean reading all before it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Streams Hugging Face datasets that are too large to store, dividing their documents among the peers.
 
 Documents are divided into NUM_LANES disjoint lanes. A peer reads one lane after the other, in an order of its own (see
-`lane_of`), packs their text into windows and trains B windows per epoch, in epoch e from window e * B on, so a sample
-depends on (seed, world rank, epoch) only. A peer that joins late must read its lanes from the start; one that resumes
-from a checkpoint continues at the Point that is saved there.
+`lane_of`), and packs their text into windows, B for each epoch in which it trains. So the windows depend on the seed,
+the world rank and the place where the peer began. A peer that resumes continues at the place in its checkpoint, however
+many epochs it has missed: no other peer reads its lane meanwhile. One that joins late, without a checkpoint of its own,
+begins with a file of its lane that the epoch determines; text before a place is never tokenised to reach it.
 
 A peer that has read all lanes has read the dataset once, and begins the next cycle. Each cycle reads the files in
 another order. Inside a file the order is kept: with a shuffle buffer, checkpoints would have to save its content.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -30,12 +30,11 @@ from diloco.errors import DilocoError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
-
 # World ranks have at most this many bits. A constant, since another number would assign documents to other lanes.
 _LANE_BITS = 6
 NUM_LANES = 2**_LANE_BITS
-_SKIP_WORTH_A_LINE = 1000
+# Part of every saved state: increment it when its numbers mean something else.
+_FORMAT = 2
 _HUB_TIMEOUT_S = 10.0
 # Byte frequencies are estimated from this many documents of lane 0.
 _COUNTED_DOCUMENTS = 256
@@ -58,7 +57,7 @@ class Point:
 
     world_rank: int
     number: int = 0
-    """Windows before this point."""
+    """Windows before this point, since the peer began."""
     passes: int = 0
     """Lanes read to their end."""
     file: int = 0
@@ -70,7 +69,7 @@ class Point:
 
 
 class StreamingSource:
-    """A SampleSource over a streamed dataset. Reading far backward restarts the stream from the beginning."""
+    """A SampleSource over a streamed dataset. Reading far backward in a block restarts the stream before that block."""
 
     def __init__(
         self,
@@ -89,30 +88,63 @@ class StreamingSource:
         self._dataset = dataset
         self._tokenizer, self._is_byte_level = tokenizer, is_byte_level(tokenizer)
         self._eval_tokens = eval_tokens
-        self._stream: tuple[int, Iterator[np.ndarray], int] | None = None
+        self._block = 0, 0
+        """The epoch that is read, and the number of the first window of its block: the same on all ranks of a peer."""
+        self._start = Point(world_rank=-1)
+        """A point before all windows that are still to be read."""
+        self._stream: tuple[Iterator[np.ndarray], int] | None = None
         self._last: deque[np.ndarray] = deque(maxlen=num_kept)
         # The two newest points, at least num_kept windows apart, so that the older one is before every sample that may
         # be read again. The tuple is replaced, not changed: one thread reads ahead while another one saves.
         self._points: tuple[Point, ...] = ()
 
+    def begin(self, block: Block, offset: int, state: bytes | None = None) -> None:
+        """Read on from `state`; the next sample is the one at this offset of the block.
+
+        Without a state, or with that of other data or of another world rank, reading begins at a place that depends on
+        the epoch.
+        """
+        content = json.loads(state) if state is not None else {}
+        start, number = self._start_of(block), 0
+        is_own = content.get("data") == self._identity()
+        if is_own and content["point"]["world_rank"] == block.world_rank:
+            point, number = content["point"], content["number"]
+            start = Point(**{**point, "pending": tuple(point["pending"])})
+        self._start, self._points, self._stream = start, (start,), None
+        self._block = block.epoch, number - offset
+
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
         """Samples of the peer's block, int64 [len(offsets), seq_length + 1]. Offsets must be ascending."""
         check_offsets(offsets, self.samples_per_block)
-        first = block.epoch * self.samples_per_block
-        return np.stack([self._window(block.world_rank, first + int(offset)) for offset in offsets])
+        if self._start.world_rank != block.world_rank:
+            self.begin(block, 0)
+        if self._block[0] != block.epoch:
+            self._block = block.epoch, self._first_of(block)
+            self._start = self._point_before(self._block[1])
+        return np.stack([self._window(self._number(block, int(offset))) for offset in offsets])
 
     def state(self, block: Block, offset: int) -> bytes:
-        """For a checkpoint: the Point from which to read the sample at this offset of the block and those after it."""
-        point = self._point_before(block.world_rank, block.epoch * self.samples_per_block + offset)
-        return json.dumps({"data": self._identity(), "point": asdict(point)}).encode()
+        """For a checkpoint: the place from which `begin` reads this sample of the block, and those after it."""
+        point, number = self._start_of(block), 0
+        if self._start.world_rank == block.world_rank:
+            number = self._number(block, offset)
+            point = self._point_before(number)
+        return json.dumps({"data": self._identity(), "point": asdict(point), "number": number}).encode()
 
-    def load_state(self, state: bytes) -> None:
-        """Continue from `state`. A state of other data is ignored: then the stream is read from the beginning."""
-        content = json.loads(state)
-        if content["data"] == self._identity():
-            point = content["point"]
-            self._points = (Point(**{**point, "pending": tuple(point["pending"])}),)
-            self._stream = None
+    def _start_of(self, block: Block) -> Point:
+        """Where a peer begins that has no state: in a late epoch rarely at what its world rank has read before."""
+        files = self._dataset.files_of(lane_of(block.world_rank, 0))
+        return Point(world_rank=block.world_rank, file=block.epoch % len(files))
+
+    def _first_of(self, block: Block) -> int:
+        """The number of a block's first window. The block after the present one follows it, whatever its epoch."""
+        epoch, first = self._block
+        return first if block.epoch == epoch else first + self.samples_per_block
+
+    def _number(self, block: Block, offset: int) -> int:
+        number = self._first_of(block) + offset
+        # Reading began in the middle of a block: windows for its first samples are taken from the block after it.
+        return number if number >= self._start.number else number + self.samples_per_block
 
     def validation(self) -> Validation:
         """Windows of the dataset's validation split, else of the documents held out by their hash."""
@@ -138,34 +170,23 @@ class StreamingSource:
 
     def _identity(self) -> list[Any]:
         """All that the content of a window depends on, except its number and the world rank."""
-        return [*self._dataset.identity(), self.seq_length, len(self._tokenizer)]
+        return [_FORMAT, *self._dataset.identity(), self.seq_length, len(self._tokenizer)]
 
-    def _point_before(self, world_rank: int, number: int) -> Point:
-        own = [point for point in self._points if point.world_rank == world_rank and point.number <= number]
-        return own[-1] if own else Point(world_rank=world_rank)
+    def _point_before(self, number: int) -> Point:
+        return next((point for point in reversed(self._points) if point.number <= number), self._start)
 
-    def _window(self, world_rank: int, number: int) -> np.ndarray:
-        if (
-            self._stream is None
-            or self._stream[0] != world_rank
-            or self._stream[2] - len(self._last) > number
-        ):
-            start = self._point_before(world_rank, number)
+    def _window(self, number: int) -> np.ndarray:
+        if self._stream is None or self._stream[1] - len(self._last) > number:
+            start = self._point_before(number)
             self._points = (start,)
-            self._stream = (world_rank, self._windows(start), start.number)
+            self._stream = self._windows(start), start.number
             self._last.clear()
-        _, windows, position = self._stream
-        if number - position >= _SKIP_WORTH_A_LINE:
-            log.info(
-                "skipping %d samples of %s to reach this peer's position",
-                number - position,
-                self._dataset.name,
-            )
+        windows, position = self._stream
         # If reading fails, the next call starts over from the last point.
         self._stream = None
         self._last.extend(itertools.islice(windows, max(0, number + 1 - position)))
         position = max(position, number + 1)
-        self._stream = (world_rank, windows, position)
+        self._stream = windows, position
         return self._last[number - position]
 
     def _windows(self, start: Point) -> Iterator[np.ndarray]:
@@ -232,13 +253,8 @@ class HubDataset:
         """One pass over a lane's training documents."""
         return (content for _, content in self.documents(number, cycle))
 
-    def documents(
-        self, lane: int, cycle: int, start: tuple[int, int] = (0, 0)
-    ) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """A lane's training documents from `start` on, each with the place after it.
-
-        A place is the number of the lane's files read to their end, and the number of rows read of the next one.
-        """
+    def files_of(self, lane: int, cycle: int = 0) -> np.ndarray:
+        """The files with the documents of a lane, in the order in which they are read."""
         if lane >= NUM_LANES:
             raise UserError(
                 f"{self.name} can be streamed to at most {NUM_LANES} world ranks; "
@@ -246,9 +262,22 @@ class HubDataset:
             )
         files = np.arange(self.num_files, dtype=np.uint64)
         files = permuted(files, size=len(files), seed=self._seed, passes=np.full_like(files, cycle))
+        return files[lane::NUM_LANES] if self._has_own_files else files
+
+    @property
+    def _has_own_files(self) -> bool:
         # With enough files each lane has files of its own, so that a peer downloads only those.
-        has_own = len(files) >= NUM_LANES
-        for number, index in enumerate(files[lane::NUM_LANES] if has_own else files):
+        return self.num_files >= NUM_LANES
+
+    def documents(
+        self, lane: int, cycle: int, start: tuple[int, int] = (0, 0)
+    ) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """A lane's training documents from `start` on, each with the place after it.
+
+        A place is the number of the lane's files read to their end, and the number of rows read of the next one.
+        """
+        has_own = self._has_own_files
+        for number, index in enumerate(self.files_of(lane, cycle)):
             if number < start[0]:
                 continue
             first = start[1] if number == start[0] else 0

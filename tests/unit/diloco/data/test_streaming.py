@@ -7,7 +7,7 @@ import pytest
 
 from diloco.data.batches import Block
 from diloco.data.corpus import is_held_out
-from diloco.data.streaming import NUM_LANES, HubDataset, StreamingSource, lane_of
+from diloco.data.streaming import NUM_LANES, HubDataset, Point, StreamingSource, lane_of
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import DilocoError, UserError
 
@@ -73,21 +73,71 @@ def test_peers_together_read_all_lanes_before_one_is_read_again(num_peers):
     assert sorted(lanes) == list(range(NUM_LANES))
 
 
-def test_a_lane_is_read_the_same_from_any_point(tokenizer, tmp_path):
+def counted(dataset, monkeypatch):
+    """The documents that are read from now on."""
+    read, documents = [], dataset.documents
+
+    def counting(*place):
+        for after, content in documents(*place):
+            read.append(content)
+            yield after, content
+
+    monkeypatch.setattr(dataset, "documents", counting)
+    return read
+
+
+def blocks(world_rank, *epochs):
+    return [Block(epoch=epoch, world_rank=world_rank, data_base=0) for epoch in epochs]
+
+
+def test_each_epoch_continues_the_text_of_a_lane_and_each_rank_has_its_own(tokenizer, tmp_path):
     dataset = HubDataset("local", streamed(tmp_path)[1])
-    undisturbed, late = (source_of(dataset, tokenizer) for _ in range(2))
+    undisturbed, other = (source_of(dataset, tokenizer) for _ in range(2))
     offsets = np.arange(3)
-    epochs = [
-        undisturbed.read(Block(epoch=e, world_rank=2, data_base=0), offsets).tolist() for e in range(12)
-    ]
-    joined = late.read(Block(epoch=7, world_rank=2, data_base=99), offsets[1:])
-    assert joined.tolist() == epochs[7][1:]
-    # Another lane, then back to an earlier epoch.
-    assert late.read(Block(epoch=7, world_rank=3, data_base=0), offsets).tolist() != epochs[7]
-    assert late.read(Block(epoch=4, world_rank=2, data_base=0), offsets).tolist() == epochs[4]
+    epochs = [undisturbed.read(block, offsets).tolist() for block in blocks(2, *range(12))]
     stream = [ids for epoch in epochs for window in epoch for ids in window[:-1]]
     text = bytes(token for token in stream if token < 256)
     assert b"".join(dataset.lane(2)).startswith(text[:100])
+    (third,) = blocks(3, 0)
+    assert other.read(third, offsets).tolist() != epochs[0]
+
+
+def test_who_was_away_reads_on_where_its_checkpoint_was(tokenizer, tmp_path, monkeypatch):
+    dataset = HubDataset("local", streamed(tmp_path, num_files=5)[1])
+    here, back = (source_of(dataset, tokenizer) for _ in range(2))
+    offsets = np.arange(3)
+    *_, last, following = (
+        [here.read(block, offsets).tolist(), here.state(block, 1)] for block in blocks(2, *range(4))
+    )
+    expected = (last[0] + following[0])[1:]
+    read = counted(dataset, monkeypatch)
+    late, later = blocks(2, 1000, 2000)
+    back.begin(late, 1, last[1])
+    assert back.read(late, offsets[1:]).tolist() == expected[:2]
+    assert back.read(later, offsets).tolist() == expected[2:]
+    assert len(read) < 10
+    # Begun anew in the middle of an epoch: each sample once.
+    back.begin(late, 2, last[1])
+    assert back.read(late, offsets[2:]).tolist() == expected[:1]
+    assert len({tuple(sample) for sample in back.read(late, offsets).tolist()}) == 3
+
+
+@pytest.mark.parametrize(("num_files", "first"), [(1, 0), (5, 2), (2 * NUM_LANES, 0), (3 * NUM_LANES, 2)])
+def test_who_joins_late_begins_with_a_file_of_its_lane_and_reads_nothing_before(
+    tokenizer, tmp_path, monkeypatch, num_files, first
+):
+    dataset = HubDataset("local", streamed(tmp_path, num_files=num_files)[1])
+    place, expected = next(dataset.documents(2, 0, (first, 0)))
+    source, read = source_of(dataset, tokenizer), counted(dataset, monkeypatch)
+    (block,) = blocks(2, 1202)
+    source.begin(block, 1)
+    sample = source.read(block, np.arange(1, 2))[0]
+    assert place[0] == first and bytes(sample.tolist()).startswith(expected[:8])
+    assert 0 < len(read) < 5
+    # A worker that is started again before its first checkpoint reads the same.
+    again = source_of(dataset, tokenizer)
+    again.begin(block, 1, source.state(block, 1))
+    assert again.read(block, np.arange(1, 2))[0].tolist() == sample.tolist()
 
 
 def test_what_was_read_a_moment_ago_is_read_again_without_a_new_start(tokenizer, tmp_path, monkeypatch):
@@ -97,15 +147,13 @@ def test_what_was_read_a_moment_ago_is_read_again_without_a_new_start(tokenizer,
         dataset, "documents", lambda lane, *place: passes.append(lane) or documents(lane, *place)
     )
     offsets = np.arange(3)
-    once, following = (
-        source.read(Block(epoch=e, world_rank=2, data_base=0), offsets).tolist() for e in (0, 1)
-    )
-    assert source.read(Block(epoch=1, world_rank=2, data_base=0), offsets[1:]).tolist() == following[1:]
+    _, following = (source.read(block, offsets).tolist() for block in blocks(2, 0, 1))
+    (second,), (third,) = blocks(2, 1), blocks(3, 1)
+    assert source.read(second, offsets[1:]).tolist() == following[1:]
     assert passes == [2]
-    assert source.read(Block(epoch=0, world_rank=2, data_base=0), offsets).tolist() == once
+    assert source.read(second, offsets).tolist() == following
     assert passes == [2, 2]
-    assert source.read(Block(epoch=1, world_rank=2, data_base=0), offsets).tolist() == following
-    source.read(Block(epoch=1, world_rank=3, data_base=0), offsets[2:])
+    source.read(third, offsets[2:])
     assert passes == [2, 2, 3]
 
 
@@ -159,7 +207,7 @@ def test_who_resumes_from_a_checkpoint_gets_the_batches_of_an_undisturbed_run_wi
     for ahead in range(step + 1):
         sources[1].read(block, np.arange(2 * ahead, 2 * ahead + 2))
     state = sources[1].state(block, 2 * step)
-    sources[2].load_state(state)
+    sources[2].begin(block, 2 * step, state)
     begun, documents = [], dataset.documents
     monkeypatch.setattr(
         dataset,
@@ -171,8 +219,8 @@ def test_who_resumes_from_a_checkpoint_gets_the_batches_of_an_undisturbed_run_wi
     assert step < 7 or begun[0] != (lane_of(5, 0), (0, 0))
     # A peer at another place in the data cannot use it, and reads from the beginning.
     other = source_of(HubDataset("local", dataset._train, seed=4), tokenizer)
-    other.load_state(state)
-    assert other._points == ()
+    other.begin(block, 2 * step, state)
+    assert other._points == (Point(world_rank=5),)
 
 
 def test_validation_comes_from_the_validation_split_where_there_is_one(tokenizer, tmp_path):
