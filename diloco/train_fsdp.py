@@ -84,7 +84,9 @@ class Trainer:
         with progress.phase("starting", "loading the tokenizer"):
             self.tokenizer = load_tokenizer(config.path_model)
         with progress.phase("tokenizing", config.dataset_name_or_path, unit="bytes") as tokenized:
-            self.source = open_data(config, self.tokenizer, on_tokenized=tokenized)
+            # The first rank of a node, since rank 0 reports the progress.
+            fills_cache = world.local_rank == 0
+            self.source = open_data(config, self.tokenizer, on_tokenized=tokenized, fills_cache=fills_cache)
             self.validation = self.source.validation()
         self.metrics = opened_metrics(config, self.run_dir, world, on_trouble=progress.is_in_trouble)
         torch.manual_seed(config.seed + world.rank)

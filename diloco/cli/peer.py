@@ -21,7 +21,6 @@ from diloco.errors import UserError, print_note
 from diloco.launch.peer_workers import (
     log_and_print,
     path_with_this_python,
-    raise_if_refused,
     worker_command,
     worker_log,
 )
@@ -235,12 +234,11 @@ async def _run_peer(workers: WorkerSetup, fields: Mapping[str, Any]) -> int:
     async with contextlib.AsyncExitStack() as stack:
         for view in views:
             await stack.enter_async_context(running_view(view))
-        code = await run_daemon(
+        await run_daemon(
             DaemonConfig(**fields),
             worker=workers.command,
             on_phase=lambda phase: write_phase(workers.run_dir, phase),
         )
-    raise_if_refused(code, workers.run_dir)
     if workers.adopted is None:
         print(f"training is done; its logs are in {workers.run_dir}", flush=True)
         return 0

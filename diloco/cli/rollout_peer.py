@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.cli.interrupts import run_with_hivemind
 from diloco.cli.machine_recipes import settled
 from diloco.errors import UserError
-from diloco.launch.peer_workers import log_and_print, raise_if_refused, worker_command
+from diloco.launch.peer_workers import log_and_print, worker_command
 from diloco.options.extras import check_extras
 from diloco.options.trainer import Scalar, TrainConfig, as_rollout_peer
 from diloco.train.run_dir import run_dir_of
@@ -67,8 +67,6 @@ async def _run(
     shutil.rmtree(policies, ignore_errors=True)
     policies.mkdir()
     try:
-        code = await run_rollout_peer(DaemonConfig(**fields), worker=command, directory=policies)
+        return await run_rollout_peer(DaemonConfig(**fields), worker=command, directory=policies)
     finally:
         shutil.rmtree(policies, ignore_errors=True)
-    raise_if_refused(code, run_dir)
-    return 0

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 2
 # Documents per call of the tokenizer, which spreads them over the cores.
 _BATCH_SIZE = 256
+_POLL_S = 0.5
 _PARTS = ("train.bin", "held_out.bin")
 
 
@@ -45,11 +47,14 @@ def tokenized(
     tokenizer: PreTrainedTokenizerBase,
     cache_dir: Path | None = None,
     on_tokenized: Callable[[float], None] = lambda _num_bytes: None,
+    *,
+    fills_cache: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Training ids and held-out ids: 1-D, uint16 or uint32, documents in order, each followed by eos.
 
     Fills the cache on first use; any number of processes may call it at once. `on_tokenized` is called with the number
-    of bytes that this process has tokenised so far. Raises UserError.
+    of bytes that this process has tokenised so far. Without `fills_cache`, waits until another process has filled it,
+    with the death of which this one ends. Raises UserError.
     """
     if isinstance(corpus, StdlibCorpus) and is_byte_level(tokenizer):
         # Not cached: encoding takes less time than checking the files for changes.
@@ -59,6 +64,8 @@ def tokenized(
     key = f"{_FORMAT} {corpus.fingerprint()} {tokenizer_digest(tokenizer)}"
     directory = cache_dir / xxhash.xxh3_128_hexdigest(key.encode())
     try:
+        while not fills_cache and not directory.is_dir():
+            time.sleep(_POLL_S)
         if not directory.is_dir():
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _acquired(FileLock(directory.with_suffix(".lock")), corpus.name):

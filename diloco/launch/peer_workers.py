@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.errors import USER_ERROR, UserError
 from diloco.options.flags import TrainConfig
 from diloco.train.devices import thread_settings
-from diloco.train.run_dir import last_words, reason_in, written_config
+from diloco.train.run_dir import reason_in, written_config
 
 if TYPE_CHECKING:
     from peers.daemon.supervisor import WorkerCommand
@@ -55,13 +54,6 @@ def worker_command(
 
 def worker_log(run_dir: Path) -> Path:
     return run_dir / "logs" / "worker.log"
-
-
-def raise_if_refused(code: int, run_dir: Path) -> None:
-    """Raise UserError with the worker's message if it ended with the exit code of a user's error."""
-    if code == USER_ERROR:
-        log = worker_log(run_dir)
-        raise UserError(last_words(log) or f"See {log}.")
 
 
 def path_with_this_python() -> str:

@@ -33,27 +33,36 @@ _MESSAGE_GRACE_S = 3.0
 
 
 def exit_code(action: Callable[[], None]) -> int:
-    """Run a rank. Returns 0 on success, 2 for a user's error, 1 for others; a node's first rank prints the reason."""
+    """Run a rank. Returns 0 on success, 2 for a user's error, 1 for others; prints the reason."""
     lose_unwritable("stdout", "stderr")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    is_first = World.from_environment(os.environ).local_rank == 0
+    # `diloco peer` gives each rank a log of its own; under torchrun they share one.
+    prints_at_once = LINK_ENV in os.environ or World.from_environment(os.environ).local_rank == 0
     try:
         action()
         return 0
-    except (UserError, SwarmRefusal) as error:
-        if is_first:
-            print_box("diloco", str(error))
-        code = USER_ERROR
-    except (DilocoError, PeersError) as error:
-        if is_first:
-            print_box("diloco failed", str(error))
-        code = FAILED
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        traceback.print_exception(error)
-        code = FAILED
-    if not is_first:
+        if prints_at_once:
+            return _told(error)
+        if isinstance(error, DilocoError | PeersError):
+            # If the first rank has the same error, this rank is killed meanwhile, and the message is printed once.
+            time.sleep(_MESSAGE_GRACE_S)
+            return _told(error)
+        code = _told(error)
         time.sleep(_MESSAGE_GRACE_S)
-    return code
+        return code
+
+
+def _told(error: Exception) -> int:
+    """Print why this rank ends; returns its exit code."""
+    if isinstance(error, UserError | SwarmRefusal):
+        print_box("diloco", str(error))
+        return USER_ERROR
+    if isinstance(error, DilocoError | PeersError):
+        print_box("diloco failed", str(error))
+    else:
+        traceback.print_exception(error)
+    return FAILED
 
 
 @dataclass(frozen=True, kw_only=True)

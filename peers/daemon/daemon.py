@@ -27,7 +27,6 @@ from peers.daemon.link import Accept
 from peers.daemon.pledges import Pledges
 from peers.daemon.presence import Presence
 from peers.daemon.reporting import Reporting
-from peers.daemon.restarts import FINISHED
 from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -139,8 +138,8 @@ class Daemon:
         link_path: Path,
         worker: WorkerFactory | None,
         on_phase: Callable[[Phase], None] | None,
-    ) -> int:
-        """Live as a peer, between joining the DHT and leaving it. Returns the exit code.
+    ) -> None:
+        """Live as a peer, between joining the DHT and leaving it.
 
         Raises the error of any part of the daemon that ends before the training; as a UserError before training begins.
         """
@@ -156,7 +155,7 @@ class Daemon:
             told = UserError(str(error))
             await self._host.refuse(told, wait=worker is None)
             raise told from error
-        return await self._until_done(self._train(runtime, link_path, worker))
+        await self._until_done(self._train(runtime, link_path, worker))
 
     async def _join(self) -> Runtime:
         """Enter the swarm, and agree with it. Raises UserError."""
@@ -215,9 +214,10 @@ class Daemon:
     def _spawn(self, part: Coroutine[Any, Any, Any]) -> None:
         self._tasks.append(asyncio.create_task(part))
 
-    async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
+    async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> None:
         """Train as soon as this peer has a world rank, until the worker command is over or, without one, until a worker
-        says that it has finished. Raises PeersError where the worker was given up on, UserError where it never joined.
+        says that it has finished. Raises PeersError where the worker was given up on, UserError where its user must act
+        or it never joined.
         """
         core = runtime.core
         while core.world_rank == NO_RANK:
@@ -226,7 +226,7 @@ class Daemon:
         self._host.may_train(runtime)
         if worker is None:
             await self._host.finished.wait()
-            return 0
+            return
         # In a thread: `worker` may read all of a model's weights.
         command = await asyncio.to_thread(
             worker, self._agreement.manifest, self._agreement.is_own, core.world_rank, link_path
@@ -234,13 +234,12 @@ class Daemon:
         supervisor = Supervisor(command)
         self._monitor.on_progress = supervisor.restarts.progressed
         self._monitor.on_commit = lambda is_last: supervisor.restarts.committed(is_last=is_last)
-        code = await supervisor.run_to_its_end()
-        if code == FINISHED and not self._host.has_met_worker:
+        await supervisor.run_to_its_end()
+        if not self._host.has_met_worker:
             raise UserError(
                 "the program ended without calling diloco.Diloco(model) or using DilocoCallback, so it never joined "
                 f"the swarm. Is --worker the right program? Its log: {command.log_path}"
             )
-        return code
 
     async def close(self) -> None:
         """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""

@@ -37,11 +37,12 @@ log = logging.getLogger("peers.daemon.main")
 async def run_daemon(
     config: DaemonConfig, *, worker: WorkerFactory | None, on_phase: Callable[[Phase], None] | None = None
 ) -> int:
-    """Be a peer until the training is done. Returns 0, or USER_ERROR where the worker needs its user to act.
+    """Be a peer until the training is done. Returns 0.
 
     With `worker` the daemon starts and restarts the training itself; without, it waits for a worker on the link.
     `on_phase` is called twice a second with what the peer is doing. Raises UserError for what the user can correct,
-    PeersError where it gave up on the worker. When cancelled, it leaves at once.
+    with the worker's words if it has told that, and PeersError where it gave up on the worker. When cancelled, it
+    leaves at once.
     """
     # Reductions and outer steps have threads of their own. An OpenMP pool in each would only slow the workers down.
     torch.set_num_threads(1)
@@ -79,7 +80,8 @@ async def run_daemon(
         stack.push_async_callback(daemon.close)
         if config.metrics_port is not None:
             await stack.enter_async_context(daemon.metrics_served(config.metrics_port))
-        return await daemon.live(accept, link_path, worker, on_phase)
+        await daemon.live(accept, link_path, worker, on_phase)
+        return 0
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, directory: Path) -> int:
-    """Generate rollouts until no learner has been there for `timeout_waiting_for_peers`. Returns 0, or USER_ERROR.
+    """Generate rollouts until no learner has been there for `timeout_waiting_for_peers`. Returns 0.
 
     `directory` holds policies on their way to the generator. Raises UserError for what the user can correct, PeersError
     where it gave up on the generator, or no policy has worked here for that long.
@@ -109,20 +109,21 @@ class RolloutPeer:
         self._said = ""
 
     async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory) -> int:
-        """Work until there is nothing to do any more. Returns the exit code."""
+        """Work until there is nothing to do any more. Returns 0."""
 
-        async def generate() -> int:
+        async def generate() -> None:
             await self._agreed.wait()
             # In a thread: `worker` may read all of a model's weights.
             supervisor = Supervisor(await asyncio.to_thread(worker, self._manifest, link_path))
             self._on_taken = supervisor.restarts.committed
-            return await supervisor.run_to_its_end()
+            await supervisor.run_to_its_end()
 
         with contextlib.closing(self._generator) as generator:
             parts = (self._admission.run(), self._dht.fail_with_p2pd(), self._work(), generate())
-            return int(await first_of(generator.serve(accept), *parts) or 0)
+            await first_of(generator.serve(accept), *parts)
+        return 0
 
-    async def _work(self) -> int:
+    async def _work(self) -> None:
         """Work for one learner after the other, until none has been there for long.
 
         Raises UserError if there was no learner, or if all refuse this peer: at once if it has generated nothing yet.
@@ -156,7 +157,6 @@ class RolloutPeer:
                 f"no rollout was taken within {patience_s:g} s; the last failure: {self._complaint}"
             )
         log.info("no learner is left")
-        return 0
 
     def _has_failed(self, learner: Announcement) -> bool:
         """Since a learner that wants this peer's rollouts was last there."""

@@ -21,7 +21,7 @@ from peers.daemon.restarts import (
     last_line,
     restart_delay_s,
 )
-from peers.errors import PeersError
+from peers.errors import PeersError, UserError
 from peers.system import free_port, with_parent
 from peers.tasks import is_set_within
 from peers.timing import OFTEN_S, PROBE_S
@@ -43,7 +43,7 @@ class WorkerCommand:
     """Rank 0's output is appended here; rank k's goes to the same name with `-rank<k>` before the suffix."""
     num_ranks: int = 1
     reason_in: Callable[[str], str] = last_line
-    """Reads from the end of rank 0's log why it ended, in one line."""
+    """Reads from the end of a rank's log why it ended, in one line."""
 
     def log_of(self, rank: int) -> Path:
         name = self.log_path
@@ -65,6 +65,8 @@ class Supervisor:
         self.command, self.on_exit, self._stop_timeout_s = command, on_exit, stop_timeout_s
         self.restarts = Restarts(max_deaths)
         """Must be told of the worker's progress (`progressed`, `committed`)."""
+        self.log_path = command.log_path
+        """The log of the rank that ended the last life of the worker."""
         self._stopping = asyncio.Event()
         self._ranks: list[asyncio.subprocess.Process] = []
 
@@ -79,9 +81,11 @@ class Supervisor:
         However this ends, also by cancellation, no process of the worker is left.
         """
         while True:
-            said_before = _size_of(self.command.log_path)
-            code = await self._run_once()
-            end = self.restarts.ended(code, self.command.reason_in(self._said(said_before)))
+            logs = [self.command.log_of(rank) for rank in range(self.command.num_ranks)]
+            sizes = [_size_of(log_path) for log_path in logs]
+            rank, code = await self._run_once()
+            self.log_path = logs[rank]
+            end = self.restarts.ended(code, self.command.reason_in(_said(self.log_path, sizes[rank])))
             if self._stopping.is_set():
                 end = replace(end, restarts=False)
             if self.on_exit:
@@ -89,46 +93,53 @@ class Supervisor:
             if not end.restarts or await is_set_within(self._stopping, restart_delay_s(end.num_deaths)):
                 return end
 
-    async def run_to_its_end(self) -> int:
-        """`run`, with each restart logged. Returns 0 or USER_ERROR. Raises PeersError where the worker is given up."""
+    async def run_to_its_end(self) -> None:
+        """`run`, with each restart logged. Raises UserError, with the worker's reason, where its user must act, and
+        PeersError where it is given up."""
         self.on_exit = _tell_of_restart
         end = await self.run()
-        if end.code not in (FINISHED, USER_ERROR):
-            raise PeersError(f"{end.given_up()}\nIts log: {self.command.log_path}")
-        return end.code
+        if end.code == USER_ERROR:
+            raise UserError(end.reason or f"See {self.log_path}.")
+        if end.code != FINISHED:
+            raise PeersError(f"{end.given_up()}\nIts log: {self.log_path}")
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after `stop_timeout_s`. `run` then returns. Safe to repeat."""
         self._stopping.set()
         await self._end()
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> tuple[int, int]:
+        """Returns which rank ended this life, and its exit code: one with an error of the user's, else the first that
+        failed."""
         port = free_port()
         try:
             for rank in range(self.command.num_ranks):
                 self._ranks.append(await _start(self.command, rank, port))
-            await self._first_failure()
+            failed = await self._first_failure()
         finally:
             await self._end()
             codes = [_shell_code(rank.returncode) for rank in self._ranks if rank.returncode is not None]
             self._ranks = []
-        return USER_ERROR if USER_ERROR in codes else next((code for code in codes if code), FINISHED)
+        rank = codes.index(USER_ERROR) if USER_ERROR in codes else failed
+        return rank, codes[rank]
 
-    async def _first_failure(self) -> None:
-        """Returns when all ranks have finished, or shortly after one has failed.
+    async def _first_failure(self) -> int:
+        """Returns when all ranks have finished, or shortly after one has failed: the first such rank, else 0.
 
         The delay lets the other ranks report why: an error of the user's explains more than a broken connection.
         """
-        waits = {asyncio.ensure_future(rank.wait()) for rank in self._ranks}
-        pending = waits
+        waits = [asyncio.ensure_future(rank.wait()) for rank in self._ranks]
+        pending, failed = set(waits), list[int]()
         try:
-            while pending and not any(wait.done() and wait.result() for wait in waits):
+            while pending and not failed:
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                failed = [rank for rank, wait in enumerate(waits) if wait.done() and wait.result()]
             if pending and not self._stopping.is_set():
                 await asyncio.wait(pending, timeout=OFTEN_S)
         finally:
             for wait in waits:
                 wait.cancel()
+        return failed[0] if failed else 0
 
     async def _end(self) -> None:
         ranks = list(self._ranks)
@@ -146,13 +157,6 @@ class Supervisor:
                 _signal_group(rank.pid, signal.SIGKILL)
         for rank in ranks:
             await rank.wait()
-
-    def _said(self, since: int) -> str:
-        """The end of what rank 0 has written to its log since the log had this size."""
-        with contextlib.suppress(FileNotFoundError), self.command.log_path.open("rb") as log:
-            log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
-            return log.read().decode("utf-8", errors="replace")
-        return ""
 
 
 def _tell_of_restart(end: WorkerEnd) -> None:
@@ -185,6 +189,14 @@ def _rank_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def _said(log_path: Path, since: int) -> str:
+    """The end of what has been written to a log since it had this size."""
+    with contextlib.suppress(FileNotFoundError), log_path.open("rb") as log:
+        log.seek(max(since, _size_of(log_path) - _MAX_SAID_BYTES))
+        return log.read().decode("utf-8", errors="replace")
+    return ""
 
 
 def _size_of(path: Path) -> int:

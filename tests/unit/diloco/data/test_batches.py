@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -234,6 +235,26 @@ def test_who_waits_for_the_tokens_of_another_process_waits_as_long_as_it_takes_a
         train, _ = tokenized(FileCorpus(path), tokenizer, cache)
     assert len(train) > 100 and next(hours) > 9
     assert f"waiting for another process, which tokenises {path}" in caplog.text
+
+
+def test_a_rank_that_does_not_fill_the_cache_waits_for_the_one_that_does_and_tells_of_it(
+    tokenizer, tmp_path, monkeypatch
+):
+    path, cache = write_jsonl(tmp_path / "a.jsonl", documents(300)), tmp_path / "cache"
+    waits, sleep = threading.Event(), time.sleep
+    told: list[list[float]] = [[], []]
+
+    def slept(_seconds):
+        waits.set()
+        sleep(0.001)
+
+    monkeypatch.setattr("diloco.data.token_cache.time.sleep", slept)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(tokenized, FileCorpus(path), tokenizer, cache, told[1].append, fills_cache=False)
+        assert waits.wait(30)
+        train, _ = tokenized(FileCorpus(path), tokenizer, cache, told[0].append)
+        assert (other.result(timeout=30)[0] == train).all()
+    assert told[0] and not told[1]
 
 
 class Dying(FileCorpus):

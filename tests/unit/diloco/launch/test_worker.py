@@ -81,6 +81,26 @@ def test_a_trainer_takes_no_run_directory_of_another_but_that_of_the_peer_that_s
         assert assignment.run_dir == tmp_path.resolve()
 
 
+@pytest.mark.parametrize("has_own_log", [True, False])
+def test_each_rank_says_why_it_ends_and_under_torchrun_leaves_the_first_one_time_to_do_so(
+    monkeypatch, capsys, has_own_log
+):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    if has_own_log:
+        monkeypatch.setenv(LINK_ENV, "link.sock")
+    else:
+        monkeypatch.delenv(LINK_ENV, raising=False)
+    said = []
+    monkeypatch.setattr("diloco.launch.worker.time.sleep", lambda _s: said.append(capsys.readouterr().err))
+
+    def fail() -> None:
+        raise UserError("its disk is full")
+
+    assert exit_code(fail) == 2
+    assert "its disk is full" in capsys.readouterr().err
+    assert said == ([] if has_own_log else [""])
+
+
 def test_a_full_disk_ends_no_rank_of_a_peer(tmp_path, monkeypatch):
     monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
     with full_disk(0), contextlib.ExitStack() as stack:

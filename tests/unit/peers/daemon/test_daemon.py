@@ -62,7 +62,7 @@ async def test_a_program_that_ends_without_joining_is_an_error_of_its_user(has_m
     runtime = SimpleNamespace(core=SimpleNamespace(world_rank=0))
     training = TrainingDaemon(has_met_worker=has_met_worker)._train(runtime, tmp_path / "link", worker)
     if has_met_worker:
-        assert await training == 0
+        await training
     else:
         with pytest.raises(UserError, match=r"without calling diloco.Diloco\(model\).*worker.log"):
             await training

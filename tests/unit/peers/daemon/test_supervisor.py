@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from peers.daemon.restarts import WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.errors import PeersError, UserError
 from tests.support.commands import ROOT, is_running, wait_until
 
 WITHIN_S = 10.0
@@ -141,6 +144,19 @@ async def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp
     assert (await Supervisor(command(tmp_path, script, num_ranks=2)).run()).code == 2
     assert (tmp_path / "logs" / "worker.log").read_text() == "0 2 127.0.0.1\n"
     assert (tmp_path / "logs" / "worker-rank1.log").read_text() == "1 2 127.0.0.1\n"
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, UserError), (1, PeersError)])
+async def test_the_reason_is_that_of_the_rank_that_failed(tmp_path, monkeypatch, code, error):
+    monkeypatch.setattr("peers.daemon.supervisor.OFTEN_S", 0.01)
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n    print('step 1', flush=True)\n    time.sleep(600)\n"
+        f"print('its disk is full', flush=True)\nsys.exit({code})\n"
+    )
+    with pytest.raises(error, match="its disk is full") as raised:
+        await Supervisor(command(tmp_path, script, num_ranks=2), max_deaths=1).run_to_its_end()
+    assert code == 2 or str(tmp_path / "logs" / "worker-rank1.log") in str(raised.value)
 
 
 def test_a_worker_dies_with_its_supervisor_even_when_that_is_killed(tmp_path):
