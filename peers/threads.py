@@ -9,15 +9,16 @@ from pathlib import Path
 
 import torch
 
-from peers.system import make_thread_nicer
+from peers.system import make_thread_nicer, num_cores
 
 AUTOGROUP = Path("/proc/self/autogroup")
-_MAX_THREADS = 4
+_MAX_THREADS = 16
+"""A bound for machines of hundreds of cores: memory bandwidth limits this work."""
 
 
 def num_threads() -> int:
     """Threads for work on all values of a state."""
-    return min(_MAX_THREADS, os.cpu_count() or 1)
+    return min(_MAX_THREADS, num_cores())
 
 
 def keep_denormals() -> None:
