@@ -39,7 +39,10 @@ RECORD_TTL_S = 20.0
 """An announcement's lifetime: far above what a store takes under load. It is renewed at least four times meanwhile."""
 CLOCK_TOLERANCE_S = 10.0
 """How far another machine's clock may be ahead."""
-
+ANNOUNCE_INTERVAL_S = 3 * OFTEN_S
+"""Among few peers: between two announcements of a peer, and two look-ups of all announcements."""
+EARLY_INTERVAL_S = OFTEN_S / 2
+"""The same while no other peer is reached, or this peer has no world rank."""
 CLOCK_OFF_S = 3.0
 """People are told of a clock that is off by more: Hivemind refuses it."""
 
@@ -90,3 +93,31 @@ def heartbeat_s(num_peers: int) -> float:
 def status_s(num_peers: int) -> float:
     """Between two statuses of a healthy peer. All peers hear each status: each hears the same number per second."""
     return BEAT_S * max(1.0, num_peers / BEAT_PEERS)
+
+
+def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
+    """The time between two announcements without news, of a peer that sees so many peers, itself included.
+
+    It grows with their number, since an announcement is stored at many nodes.
+    """
+    usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
+    return min(usual_s * max(1.0, num_peers / BEAT_PEERS), RECORD_TTL_S / 4)
+
+
+def rest_s(num_peers: int) -> float:
+    """How long after an announcement the next one waits even with news: the mesh has told it to the others already. So
+    observers that look more often find nothing new."""
+    return 0.0 if num_peers <= BEAT_PEERS else announce_interval_s(num_peers, is_early=True)
+
+
+def look_interval_s(num_peers: int, *, is_early: bool) -> float:
+    """The mean time between two look-ups of all announcements by one of so many peers.
+
+    All ask the same few nodes, and each answer has all records: as the interval grows with the square of the number, a
+    node sends as much per second to any number of peers. Peers tell one another of newcomers, and newcomers look when
+    they enter; later look-ups only rejoin parts of a swarm that have lost each other, for which one part has to look.
+    Of n peers one looks every 3n / 64 seconds: a small part soon, half of a thousand peers within 23 s on average. A
+    peer's interval is random, so that they do not all look at the same time.
+    """
+    usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
+    return usual_s * max(1.0, num_peers / BEAT_PEERS) ** 2

@@ -26,7 +26,7 @@ from peers.protocol.admission import coordinator_protocol
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
 from peers.tasks import first_of
-from peers.timing import LOOK_S, OFTEN_S
+from peers.timing import LOOK_S, OFTEN_S, rest_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,4 +166,4 @@ async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str]
         here = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_record)
         for line in watcher.update(here, time.monotonic()):
             say(line)
-        await asyncio.sleep(OFTEN_S)
+        await asyncio.sleep(max(OFTEN_S, rest_s(len(here))))

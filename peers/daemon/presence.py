@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,14 +29,18 @@ from peers.protocol.records import (
     View,
 )
 from peers.tasks import is_set_within
-from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S
+from peers.timing import (
+    ANSWER_S,
+    EARLY_INTERVAL_S,
+    OFTEN_S,
+    RECORD_TTL_S,
+    announce_interval_s,
+    look_interval_s,
+    rest_s,
+)
 
 log = logging.getLogger(__name__)
 
-ANNOUNCE_INTERVAL_S = 3 * OFTEN_S
-EARLY_INTERVAL_S = BEAT_S
-"""The interval of announcements and look-ups while no other peer is reached, or this peer has no world rank."""
-_MANY_PEERS = 8
 LEAVE_TIMEOUT_S = 2 * OFTEN_S
 """How long leaving may take: the user may be waiting for this process to end."""
 COORDINATOR_TIMEOUT_S = ANSWER_S
@@ -158,7 +162,8 @@ class Presence:
 
     async def announce_forever(self) -> None:
         """Renew this peer's announcement, and look for other peers. `enter` has announced it first."""
-        looked_at = -math.inf
+        clock = asyncio.get_running_loop().time
+        announced_at = clock()
         while True:
             num_peers = len(self.view)
             # Other peers must hear of this one before they claim a world rank.
@@ -168,8 +173,8 @@ class Presence:
             self._announce_now.clear()
             if not await self._announce():
                 log.debug("the DHT did not take this peer's record")
-            if is_early or time.monotonic() > looked_at + look_interval_s(num_peers):
-                looked_at = time.monotonic()
+            passed_s, announced_at = clock() - announced_at, clock()
+            if random.random() * look_interval_s(num_peers, is_early=is_early) < passed_s:
                 self.mesh.discovered(await self._records())
             for peer in self.mesh.neighbours:
                 self._dht.remember(peer.peer_id, peer.maddrs)
@@ -245,23 +250,3 @@ def _identity_in(status: Announcement) -> tuple[object, ...]:
     Progress is not in it, since the cores send it to one another.
     """
     return status.world_rank, status.manifest_digest, status.state in TRAINING_STATES
-
-
-def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
-    """The time between two announcements without news, of a peer that sees so many peers, itself included.
-
-    It grows with their number, since an announcement is stored at many nodes.
-    """
-    usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
-    return min(usual_s * max(1.0, num_peers / _MANY_PEERS), RECORD_TTL_S / 4)
-
-
-def look_interval_s(num_peers: int) -> float:
-    """The time between two look-ups of all announcements. Its bound is higher than that of `announce_interval_s`: peers
-    tell one another of newcomers, and look-ups only rejoin parts of a swarm that have lost each other."""
-    return min(ANNOUNCE_INTERVAL_S * max(1.0, num_peers / _MANY_PEERS), 3 * RECORD_TTL_S)
-
-
-def rest_s(num_peers: int) -> float:
-    """How long after an announcement the next one waits even with news: the mesh has told it to the others already."""
-    return 0.0 if num_peers <= _MANY_PEERS else announce_interval_s(num_peers, is_early=True)

@@ -34,10 +34,10 @@ from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.refusal import Refusal, Refused, Why, unless_refused
 from peers.protocol.reports import Report
 from peers.tasks import cancelled, is_set_within
-from peers.timing import OFTEN_S, PROBE_S, RETRY_S
+from peers.timing import OFTEN_S, PROBE_S, RETRY_S, rest_s
 
 LOOK_INTERVAL_S = 2 * OFTEN_S
-"""Between two looks into the DHT."""
+"""Between two looks into the DHT, of few peers."""
 DIAL_TIMEOUT_S = PROBE_S / 2
 """For reaching a peer and hearing its first report."""
 SILENCE_S = 6 * OFTEN_S
@@ -148,21 +148,26 @@ class Observer:
 
     async def _look_forever(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(max(LOOK_INTERVAL_S, self._rest_s))
             await self._look_since(time.monotonic())
 
+    @property
+    def _rest_s(self) -> float:
+        """How long records of so many peers stay the same."""
+        return rest_s(len(self._observations.peers))
+
     async def _look_since(self, moment: float) -> None:
-        """Look around, unless another task has begun to since that moment."""
+        """Look around, unless another task has begun to since that moment, or so shortly before that records are the
+        same: hundreds of peers may be out of reach."""
         async with self._one_looks:
-            if self._looked_at < moment:
-                self._looked_at = time.monotonic()
+            if self._looked_at < moment - self._rest_s:
                 try:
                     await self._look()
                 except PeersError as error:
                     log.debug("no look into the DHT: %s", error)
 
     async def _look(self) -> None:
-        refused: set[Why] = set()
+        self._looked_at, refused = time.monotonic(), set[Why]()
 
         def check(record: Announcement) -> None:
             try:

@@ -5,15 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from peers.daemon import presence
-from peers.daemon.presence import (
-    ANNOUNCE_INTERVAL_S,
-    EARLY_INTERVAL_S,
-    RECORD_TTL_S,
-    Presence,
-    announce_interval_s,
-    look_interval_s,
-    rest_s,
-)
+from peers.daemon.presence import Presence
 from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
@@ -22,26 +14,6 @@ from peers.protocol.records import Announcement
 from tests.support.announcements import announced, spoken
 
 RUN_ID = "meeting"
-
-
-def test_few_peers_announce_news_at_once_and_many_in_turn():
-    assert rest_s(2) == rest_s(8) == 0.0
-    assert announce_interval_s(5, is_early=True) == EARLY_INTERVAL_S
-    assert announce_interval_s(5, is_early=False) == ANNOUNCE_INTERVAL_S
-    # However many peers there are, together they write to the DHT as often as sixteen do.
-    assert 32 / rest_s(32) == 64 / rest_s(64) == 16 / rest_s(16)
-
-
-def test_a_record_is_renewed_long_before_it_expires_however_many_there_are():
-    for num_peers in (1, 50, 1000, 10**6):
-        renewed_after_s = rest_s(num_peers) + announce_interval_s(num_peers, is_early=False)
-        assert renewed_after_s <= RECORD_TTL_S / 2
-
-
-def test_many_look_rarely_and_few_whenever_they_announce():
-    assert all(look_interval_s(count) == announce_interval_s(count, is_early=False) for count in (1, 8, 13))
-    assert look_interval_s(50) > 3 * announce_interval_s(50, is_early=False)
-    assert look_interval_s(10**6) == 3 * RECORD_TTL_S
 
 
 class SilentDht:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from peers.admission.secrets import AdmissionKey, SwarmSecret
+from peers.monitor.observations import Observation
 from peers.monitor.observer import Observer
 from peers.monitor.report_service import ReportService
 from peers.net.gate import Gate
@@ -98,3 +99,20 @@ async def test_a_peer_with_too_many_observers_is_there(tmp_path, monkeypatch):
         seen = observer.swarm()
     assert "as many observers as they can" in seen["verdict"]["text"]
     assert [peer["state"] for peer in seen["peers"]] == ["training"]
+
+
+async def test_peers_out_of_reach_make_nobody_look_again_before_records_change():
+    looks = []
+
+    async def get(key: str) -> dict[str, bytes]:
+        looks.append(key)
+        return {}
+
+    observer = Observer(RUN_ID, SimpleNamespace(get=get), Gate(RUN_ID), None)
+    await observer._look()
+    for num_peers, num_looks in ((2, 3), (200, 0)):
+        observer._observations.peers = {f"p{i}": Observation(announced(f"p{i}")) for i in range(num_peers)}
+        looks.clear()
+        for _ in range(3):
+            await observer._look_since(time.monotonic())
+        assert len(looks) == num_looks
