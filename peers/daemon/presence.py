@@ -168,8 +168,9 @@ class Presence:
             num_peers = len(self.view)
             # Other peers must hear of this one before they claim a world rank.
             is_early = self._describe().world_rank == NO_RANK
-            await asyncio.sleep(rest_s(num_peers))
-            await is_set_within(self._announce_now, announce_interval_s(num_peers, is_early=is_early))
+            least_s, usual_s = rest_s(num_peers), announce_interval_s(num_peers, is_early=is_early)
+            await asyncio.sleep(least_s)
+            await is_set_within(self._announce_now, usual_s - least_s)
             self._announce_now.clear()
             if not await self._announce():
                 log.debug("the DHT did not take this peer's record")

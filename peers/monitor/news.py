@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peers.protocol.records import MAX_AGE_S, Announcement, shown_rank
-from peers.timing import OFTEN_S, STALL_S
+from peers.timing import LOOK_S, RECORD_TTL_S
 
-LOST_AFTER_S = STALL_S
-"""A peer whose announcement has not been renewed for so long counts as lost."""
-QUIET_AFTER_S = 7 * OFTEN_S
-"""A peer that has not announced itself for so long is not counted; announcements are seconds apart."""
+LOST_AFTER_S = RECORD_TTL_S + LOOK_S
+"""A peer whose announcement has not been renewed for so long counts as lost: a live one renews it before it expires,
+which the next look shows."""
 
 
 @dataclass
@@ -40,9 +39,9 @@ class Watcher:
                 renewed.append((peer_id, announcement))
             self._newest[peer_id] = max(announcement.time, newest), now_s
         lines = [line for found in renewed for line in self._came(*found, now_s)]
-        lines += [line for found in renewed for line in self._left(*found, now_s)]
+        lines += [line for found in renewed for line in self._left(*found)]
         lines += self._lost(now_s)
-        lines += self._reached(now_s)
+        lines += self._reached()
         # Anybody can make up peers.
         self._newest = {
             peer_id: seen for peer_id, seen in self._newest.items() if now_s - seen[1] <= MAX_AGE_S
@@ -61,16 +60,16 @@ class Watcher:
                 return []
         self._present[peer_id] = (announcement, now_s)
         if before is None:
-            return [f"{_name(announcement)} joined, {self._count(now_s)}"]
+            return [f"{_name(announcement)} joined, {self._count()}"]
         if before.incarnation != announcement.incarnation:
-            return [f"{_name(announcement)} came back, {self._count(now_s)}"]
+            return [f"{_name(announcement)} came back, {self._count()}"]
         return []
 
-    def _left(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
+    def _left(self, peer_id: str, announcement: Announcement) -> list[str]:
         if announcement.state != "leaving" or self._present.pop(peer_id, None) is None:
             return []
         self._gone[peer_id] = announcement.incarnation
-        return [f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count(now_s)}"]
+        return [f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count()}"]
 
     def _lost(self, now_s: float) -> list[str]:
         lines = []
@@ -78,10 +77,10 @@ class Watcher:
             if now_s - seen_s > LOST_AFTER_S:
                 del self._present[peer_id]
                 silence = f"silent for {now_s - seen_s:.0f} s"
-                lines.append(f"{_name(announcement)} is lost: {silence}, {self._count(now_s)}")
+                lines.append(f"{_name(announcement)} is lost: {silence}, {self._count()}")
         return lines
 
-    def _reached(self, now_s: float) -> list[str]:
+    def _reached(self) -> list[str]:
         epoch = max((announcement.epoch for announcement, _ in self._present.values()), default=0)
         present = frozenset((peer_id, said.incarnation) for peer_id, (said, _) in self._present.items())
         if not present & self._reached_by:
@@ -90,15 +89,11 @@ class Watcher:
         if epoch <= self._epoch:
             return []
         self._epoch, self._reached_by = epoch, present
-        speed = sum(announcement.tokens_per_s for announcement in self._heard(now_s))
-        return [f"epoch {epoch}: {self._count(now_s)}, {speed:,.0f} tokens/s"]
+        speed = sum(announcement.tokens_per_s for announcement, _ in self._present.values())
+        return [f"epoch {epoch}: {self._count()}, {speed:,.0f} tokens/s"]
 
-    def _heard(self, now_s: float) -> list[Announcement]:
-        """The present peers that have announced themselves lately."""
-        return [peer for peer, seen_s in self._present.values() if now_s - seen_s <= QUIET_AFTER_S]
-
-    def _count(self, now_s: float) -> str:
-        number = len(self._heard(now_s))
+    def _count(self) -> str:
+        number = len(self._present)
         return f"{number} peer{'s' if number != 1 else ''}"
 
 

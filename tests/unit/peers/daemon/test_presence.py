@@ -1,5 +1,6 @@
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,9 @@ from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.mesh import Mesh
 from peers.protocol.records import Announcement
+from peers.timing import RECORD_TTL_S
 from tests.support.announcements import announced, spoken
+from tests.support.virtual_time import run_virtually
 
 RUN_ID = "meeting"
 
@@ -168,3 +171,44 @@ def test_a_changed_address_is_announced_and_a_missing_answer_changes_nothing(tmp
     finally:
         identity.release()
     assert stored == [(old,), (new, old), (new, old)]
+
+
+@pytest.mark.parametrize("has_news", [True, False])
+def test_among_many_a_record_is_renewed_four_times_in_its_life_and_the_others_are_looked_up_rarely(
+    tmp_path, monkeypatch, has_news
+):
+    identity, stored_at, looked_at = load_or_create(tmp_path / "key"), [], []
+    # Of each 375 pauses of five seconds, one is followed by a look.
+    draws = iter((0.9, 1 / 374, 1 / 376, 0.0))
+    monkeypatch.setattr(presence, "random", SimpleNamespace(random=draws.__next__))
+
+    class TimedDht:
+        async def maddrs(self):
+            return []
+
+        async def store(self, key, subkey, value, ttl_s):
+            stored_at.append(asyncio.get_running_loop().time())
+            if has_news:
+                mine._announce_now.set()
+            return True
+
+        async def get(self, key):
+            looked_at.append(asyncio.get_running_loop().time())
+            return {}
+
+        def remember(self, peer_id, maddrs):
+            pass
+
+    async def scenario():
+        async with asyncio.timeout(RECORD_TTL_S + 1):
+            await mine.announce_forever()
+
+    mine = a_presence(identity, TimedDht())
+    mine._describe = lambda: announced(identity.peer_id, run_id=RUN_ID)
+    mine.mesh._gossip.here |= {f"p{rank}": spoken(f"p{rank}", world_rank=rank) for rank in range(199)}
+    try:
+        run_virtually(scenario(), now=0.0)
+    finally:
+        identity.release()
+    assert stored_at == pytest.approx([5.0, 10.0, 15.0, 20.0])
+    assert looked_at == pytest.approx([15.0, 20.0])

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
-from peers.monitor.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
+import pytest
+
+from peers.monitor.news import LOST_AFTER_S, Watcher
 from peers.protocol.records import MAX_AGE_S, Announcement
+from peers.timing import RECORD_TTL_S, announce_interval_s
 from tests.support.announcements import announced
 
 
@@ -59,13 +62,18 @@ def test_a_quick_restart_is_told():
     assert watcher.update(seen(record(0, 2, incarnation=2)), 2) == ["peer 0 (…000000) came back, 1 peer"]
 
 
-def test_a_peer_not_heard_of_lately_is_not_counted_before_it_is_lost():
-    watcher = Watcher()
-    watcher.update(seen(record(0, 1), record(1, 1)), 1)
-    later = 2 + QUIET_AFTER_S
-    assert watcher.update(seen(record(0, later, epoch=1), record(1, 1)), later) == [
-        "epoch 1: 1 peer, 100 tokens/s"
-    ]
+@pytest.mark.parametrize("look_s", [1, 5, 12])
+def test_of_two_hundred_peers_that_renew_their_records_in_turn_all_are_counted_and_none_is_lost(look_s):
+    watcher, lines = Watcher(), []
+    # Stores take as long as they may, and so do look-ups, at times.
+    dht_s = 3 / 8 * RECORD_TTL_S
+    renewed_s = announce_interval_s(200, is_early=False) + dht_s
+    for now in range(0, 240, look_s):
+        at = now - dht_s * (now % 50 >= 25)
+        since_s = [(at + rank) % renewed_s for rank in range(200)]
+        records = [record(rank, at - since_s[rank], epoch=int(at // 60)) for rank in range(200)]
+        lines += watcher.update(seen(*records), now)
+    assert lines[200:] == [f"epoch {epoch}: 200 peers, 20,000 tokens/s" for epoch in (1, 2, 3)]
 
 
 def test_a_peer_that_is_refused_while_joining_is_no_news():
