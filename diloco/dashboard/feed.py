@@ -63,7 +63,7 @@ class SentState:
     """Records what one page has been sent."""
 
     def __init__(self) -> None:
-        self._rounds: str | None = None
+        self._rounds: list[Any] | None = None
         self._last_times: dict[int, float] = {}
 
     def due(self, swarm: dict[str, Any], curves: Curves) -> list[tuple[str, Any]]:
@@ -71,10 +71,9 @@ class SentState:
         messages: list[tuple[str, Any]] = [
             ("swarm", {name: value for name, value in swarm.items() if name != "rounds"})
         ]
-        rounds = json.dumps(swarm["rounds"])
-        if rounds != self._rounds:
-            self._rounds = rounds
-            messages.append(("rounds", swarm["rounds"]))
+        if swarm["rounds"] != self._rounds:
+            self._rounds = swarm["rounds"]
+            messages.append(("rounds", self._rounds))
         new_points = {rank: self._new_points(rank, points) for rank, points in curves.items()}
         if any(new_points.values()):
             messages.append(("curves", {str(rank): points for rank, points in new_points.items() if points}))

@@ -91,7 +91,7 @@ class Reporting:
             status=self._describe().encode(self._identity),
             figures=self.figures(),
             standing=self._monitor.standing,
-            sees={peer.peer_id: peer.time for peer in list(self._mesh.peers)[:MAX_SEEN]},
+            sees=tuple(peer.peer_id for peer in self._mesh.peers[:MAX_SEEN]),
             points=tuple(journal.curve.since(since)),
             rounds=tuple(entry for entry in journal.rounds if entry.time > since),
             incidents=tuple(incident for incident in journal.incidents if incident.time > since),

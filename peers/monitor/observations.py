@@ -2,8 +2,8 @@
 
 An observer hears of a peer in three ways. Announcements in the DHT outlive their peer by up to twenty seconds. A peer
 that answers sends a report every second, and when its stream breaks it is most likely dead. Each report lists the peers
-that its sender has live channels with: so a peer that only the observer cannot reach does not count as lost, and one
-that nobody has a channel with is lost a moment after its death. Times are by any one clock, unless called Unix time.
+that are here for its sender: so a peer that only the observer cannot reach does not count as lost, and one that is here
+for nobody any more is lost a moment after its death. Times are by any one clock, unless called Unix time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from peers.timing import FORGET_S, LOOK_S, OFTEN_S, RECORD_TTL_S, STALL_S
 QUIET_AFTER_S = 4 * OFTEN_S
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""
 COMING_BACK_S = STALL_S
-"""For so long, a restarted peer that nobody has a channel with yet does not count as lost."""
+"""For so long, a restarted peer that nobody hears of yet does not count as lost."""
 NEVER_MET_S = RECORD_TTL_S + LOOK_S
-"""A peer that nobody has a channel with is shown for so long: the DHT may still have its announcement."""
+"""A peer that nobody hears of is shown for so long: the DHT may still have its announcement."""
 MAX_OBSERVATIONS = 1024
 MAX_EVENTS = 100
 
 T = TypeVar("T", RoundEntry, Incident, Evaluation, Point)
 LOST, SILENT = "lost", "silent"
-"""States of a peer besides those that it announces. Lost: no peer that is there has a channel with it any more.
+"""States of a peer besides those that it announces. Lost: no peer that is there hears of it any more.
 Silent: it does not answer, and there is nobody else to ask."""
 
 
@@ -50,6 +50,8 @@ class Observation:
     announcement: Announcement
     """The newest, by the peer's own clock."""
     report: Report | None = None
+    sees: frozenset[str] = frozenset()
+    """The peers that are here for it, as it has last reported."""
     heard_at: float | None = None
     """When the last report came."""
     is_failing: bool = False
@@ -126,6 +128,8 @@ class Observations:
             return
         known.report, known.heard_at, known.is_failing, known.was_told_of = report, now, False, True
         known.withheld = ""
+        if report.sees is not None:
+            known.sees = frozenset(report.sees)
         if unix_now is not None:
             known.clock_ahead_s = announcement.time - unix_now
         if report.certified is not None:
@@ -160,7 +164,7 @@ class Observations:
         if peer.withheld:
             return said
         witnesses = self.witnesses(now, besides=peer_id)
-        if any(other.report and peer_id in other.report.sees for other in witnesses):
+        if any(peer_id in other.sees for other in witnesses):
             peer.was_told_of = True
             return said
         # A peer that has just come, or come back, may be in the DHT before it has any channel.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
 from peers.admission.secrets import SwarmSecret
 from peers.errors import PeersError
@@ -95,13 +96,16 @@ class ReportService:
 
     async def _report_forever(self, channel: Channel) -> None:
         news, since = asyncio.Event(), 0.0
+        told: tuple[str, ...] | None = None
         self._observers.add(news)
         try:
             while True:
                 news.clear()
                 report = self._report(since)
                 since = newest_of(report, since)
-                await channel.send(report, ANSWER_S)
+                # Hundreds of peer ids are most of a report.
+                await channel.send(replace(report, sees=None) if report.sees == told else report, ANSWER_S)
+                told = report.sees
                 await asyncio.sleep(LEAST_INTERVAL_S)
                 await is_set_within(news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
         finally:

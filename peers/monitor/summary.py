@@ -36,7 +36,6 @@ def summary_of(
     holders = _holders(in_order, shown)
     by_rank = {rank: shown[peer_id] for rank, peer_id in holders.items()}
     there = [shown[i] for i in in_order if states[i] not in (LOST, SILENT)]
-    rounds = rounds_of(by_rank)
     ranked = [i for i in in_order if shown[i].announcement.world_rank != NO_RANK]
     facts = SwarmFacts(
         peers=[peer_facts(shown[i], states[i], now) for i in ranked],
@@ -51,9 +50,10 @@ def summary_of(
         "tokens_per_s": sum(peer.announcement.tokens_per_s for peer in there),
         "progress": _progress(there),
         "peers": [_peer(i, shown[i], states[i], now, unix_now) for i in in_order],
+        "certificates": _certificates(shown.values()),
         "evaluations": evaluations_of(by_rank),
         "stragglers": stragglers_of(by_rank, {rank: states[peer_id] for rank, peer_id in holders.items()}),
-        "rounds": rounds[-MAX_SHOWN_ROUNDS:],
+        "rounds": rounds_of(by_rank),
         "events": _events(by_rank, observations.events),
     }
 
@@ -102,7 +102,6 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
     said, report = peer.announcement, peer.report
     figures = report.figures if report else None
     standing = report.standing if report else None
-    certificate = peer.certified_state
     return {
         "peer_id": peer_id,
         "world_rank": said.world_rank,
@@ -113,12 +112,6 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
         "local_step": said.local_step,
         "anchor_digest": said.anchor_digest,
         "head": said.head,
-        # Of the certificate with that hash, once the observer has checked it; empty if the peer has not shown it.
-        "signers": list(certificate.plan.signers) if certificate else [],
-        "roster": [
-            {"peer_id": member.peer_id, "world_rank": member.world_rank}
-            for member in (certificate.plan.roster if certificate else ())
-        ],
         "committed_tokens": said.committed_tokens,
         "tokens_per_s": 0.0 if state in (LOST, SILENT) else said.tokens_per_s,
         "last_seen_s": max(0.0, unix_now - said.time),
@@ -139,6 +132,18 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
         "is_still": is_still(peer_facts(peer, state, now)),
         "troubles": list(report.troubles) if report else [],
         "rollout_peers": [msgspec.structs.asdict(one) for one in report.rollout_peers] if report else [],
+    }
+
+
+def _certificates(peers: Iterable[Observation]) -> dict[str, dict[str, Any]]:
+    """By hash, the certificates that peers have shown, and that lead to the states which they announce."""
+    shown = {one.head: one.plan for peer in peers if (one := peer.certified_state) is not None}
+    return {
+        head: {
+            "signers": list(plan.signers),
+            "roster": [{"peer_id": one.peer_id, "world_rank": one.world_rank} for one in plan.roster],
+        }
+        for head, plan in shown.items()
     }
 
 
@@ -166,13 +171,14 @@ def evaluations_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
 
 
 def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
-    """The epochs that peers remember, in order, each with every peer's figures."""
+    """The last epochs that peers remember, in order, each with every peer's figures."""
     ranks = {peer.announcement.peer_id: rank for rank, peer in peers.items()}
     by_epoch: dict[int, dict[int, RoundEntry]] = {}
     for rank, peer in sorted(peers.items()):
         for entry in peer.rounds:
             by_epoch.setdefault(entry.epoch, {})[rank] = entry
-    return [_round(epoch, entries, ranks) for epoch, entries in sorted(by_epoch.items())]
+    last = sorted(by_epoch.items())[-MAX_SHOWN_ROUNDS:]
+    return [_round(epoch, entries, ranks) for epoch, entries in last]
 
 
 def _differs_at(peers: Iterable[Observation]) -> int | None:

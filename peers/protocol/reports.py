@@ -220,8 +220,8 @@ class Report(_Told, frozen=True, tag="report"):
     """Its signed announcement, which the reader has to verify."""
     figures: Figures
     standing: Standing
-    sees: Annotated[dict[Annotated[ShownText, Meta(max_length=100)], Real], Meta(max_length=MAX_SEEN)]
-    """The peers that it has open channels with, and the time of each one's last announcement, by that peer's clock."""
+    sees: Annotated[tuple[Annotated[ShownText, Meta(max_length=100)], ...], Meta(max_length=MAX_SEEN)] | None
+    """The peers that are here, as it has heard on channels of the mesh; None: the same as in the report before."""
     points: Annotated[tuple[Point, ...], Meta(max_length=MAX_POINTS + 1)]
     rounds: Annotated[tuple[RoundEntry, ...], Meta(max_length=MAX_ROUNDS)]
     incidents: Annotated[tuple[Incident, ...], Meta(max_length=MAX_INCIDENTS)]

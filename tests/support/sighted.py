@@ -49,12 +49,12 @@ def entry(epoch: int, at: float, **fields: Any) -> RoundEntry:
 
 
 def reported(
-    observations: Observations, peer_id: str, now: float, *, sees: tuple[str, ...] = (), **fields: Any
+    observations: Observations, peer_id: str, now: float, *, sees: tuple[str, ...] | None = (), **fields: Any
 ) -> None:
     """This peer has answered. `fields` are a Report's or an announcement's."""
     own = {name: fields.pop(name) for name in list(fields) if name in Report.__struct_fields__}
     nothing = {"standing": Standing(), "points": (), "rounds": (), "incidents": ()}
-    said = {"status": b"", "figures": figures_of(), "sees": dict.fromkeys(sees, 1.0), **nothing, **own}
+    said = {"status": b"", "figures": figures_of(), "sees": sees, **nothing, **own}
     observations.reported(announced(peer_id, **fields), Report(**said), now)
 
 
@@ -89,7 +89,7 @@ def full_report(**fields: Any) -> Report:
             link_bytes_per_s=3e6,
         ),
         "standing": Standing(step="seeking", leader=0, missing=(2,), waits_for="peers 2"),
-        "sees": {"A": 5.0, "B": 6.0},
+        "sees": ("A", "B"),
         "points": (Point(time=1.0, step=10, loss=3.0, tokens_per_s=100.0),),
         "rounds": (entry(1, 2.0, num_failures=1, failures=("lost peer 2",)),),
         "incidents": (Incident(time=3.0, text="lost peer 2"),),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 from peers.monitor.observations import (
@@ -11,6 +12,7 @@ from peers.monitor.observations import (
     Observations,
 )
 from peers.monitor.summary import holders_of, path_in_a_word, stragglers_of, summary_of
+from peers.protocol.certificates import Body, Certificate, Member, Plan
 from peers.protocol.reports import Certified, Evaluation, Incident, Phase, Point, Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis
@@ -362,11 +364,49 @@ def test_signers_and_roster_are_those_of_the_certificate_of_the_state_that_a_pee
     # B's anchor and C's head are not those of the certificate, so nothing proves which state they have.
     reported(observations, "B", 0.6, world_rank=1, anchor_digest="b" * 64, **shown)
     reported(observations, "C", 0.6, world_rank=2, **{**shown, "head": "c" * 64})
-    a, b, c = summary_of("run", observations, now=1.0, unix_now=1000.0)["peers"]
     members = [member.peer_id for member in certificate.plan.roster]
-    assert (a["head"], a["signers"]) == (certificate.head, members)
-    assert a["roster"] == [{"peer_id": p, "world_rank": rank} for rank, p in enumerate(members)]
-    assert [(p["signers"], p["roster"]) for p in (b, c)] == [([], [])] * 2
+    roster = [{"peer_id": p, "world_rank": rank} for rank, p in enumerate(members)]
+    proved = summary_of("run", observations, now=1.0, unix_now=1000.0)["certificates"]
+    assert proved == {certificate.head: {"signers": members, "roster": roster}}
+    observations.peers.pop("A")
+    assert summary_of("run", observations, now=1.0, unix_now=1000.0)["certificates"] == {}
+
+
+def test_what_two_hundred_peers_hold_in_common_is_shown_once():
+    names = [f"12D3KooW{rank:044d}" for rank in range(200)]
+    roster = tuple(Member(peer_id=name, world_rank=rank) for rank, name in enumerate(names))
+    usual = {"parent": "", "fragment": 0, "attempt": 0, "contributors": (), "data_base": 0, "tokens": 0}
+    body = Body(
+        plan=Plan(manifest="f" * 64, epoch=0, roster=roster, **usual), anchor="a" * 64, momentum="0" * 64
+    )
+    certificate = Certificate(body=body, signatures=())
+    observations, shown = Observations(), Certified(time=900.0, certificate=certificate)
+    for rank, name in enumerate(names):
+        reported(
+            observations,
+            name,
+            0.6,
+            world_rank=rank,
+            certified=shown,
+            head=certificate.head,
+            anchor_digest="a" * 64,
+        )
+    summary = summary_of("run", observations, now=1.0, unix_now=1000.0)
+    assert [peer["head"] for peer in summary["peers"]] == [certificate.head] * 200
+    assert summary["certificates"][certificate.head]["signers"] == names
+    assert len(json.dumps(summary)) < 500e3
+
+
+def test_a_report_says_whom_a_peer_sees_only_if_that_has_changed():
+    observations = three()
+    observations.missed("C")
+    reported(observations, "A", 0.2, sees=("B", "C"), world_rank=0)
+    for _ in range(2):
+        reported(observations, "A", 0.3, sees=None, world_rank=0)
+        reported(observations, "B", 0.3, sees=("A",), world_rank=1)
+        assert states(observations, 0.3)["C"] == "training"
+    reported(observations, "A", 0.4, sees=("B",), world_rank=0)
+    assert states(observations, 0.4)["C"] == "lost"
 
 
 def test_anchors_that_differ_are_said_to():

@@ -95,7 +95,7 @@ def test_the_longest_report_fits_into_a_message():
     ranks = tuple(range(1 << 19, (1 << 19) + MAX_SHOWN_RANKS))
     longest = full_report(
         status=b"s" * MAX_RECORD_BYTES,
-        sees={f"12D3KooW{index:044d}": 1.7e9 + index for index in range(MAX_SEEN)},
+        sees=tuple(f"12D3KooW{index:044d}" for index in range(MAX_SEEN)),
         points=tuple(
             Point(time=1.7e9 + i, step=1 << 40, loss=1.2345678, tokens_per_s=1e6) for i in range(MAX_POINTS)
         ),
