@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.errors import UserError, print_note
+from diloco.launch.history import History
 from diloco.options.flags import CkptConfig, Count, Switch, Whole
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, notes_on_unused_flags
@@ -128,7 +129,7 @@ class _Run:
     has_baseline: bool
     description: str
     """The model and its training, in one line."""
-    records: dict[str, list[Record]] = field(default_factory=dict)
+    histories: dict[str, History] = field(default_factory=dict)
     """By peer."""
     run_dirs: list[Path] = field(default_factory=list)
 
@@ -143,7 +144,7 @@ class _Run:
         peers = f"{self.num_peers} peer{'' if self.num_peers == 1 else 's'}"
         _say(f"starting a coordinator and {peers}: some seconds, and half a minute the first time")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
-        self.records = {peer.name: [] for peer in swarm.rows}
+        self.histories = {peer.name: History() for peer in swarm.rows}
         self.run_dirs = [peer.run_dir for peer in swarm.rows]
         try:
             async with running_view(
@@ -172,7 +173,7 @@ class _Run:
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """Record a peer's progress, and kill the peer of --lose-peer when it is half-way."""
         peer = swarm.peers[index]
-        self.records[peer.row.name] += new
+        self.histories[peer.row.name].add(new)
         peer.supervisor.restarts.progressed()
         step = _last_step(new)
         if self.lose_peer == peer.world_rank and 2 * step >= self.config.end_step:
@@ -198,6 +199,11 @@ class _Run:
         paths |= plot_run(self.config, self.records, self.run_dir, self._title)
         print_report(text, {**paths, "everything": self.run_dir})
         return 0 if agrees else 1
+
+    @property
+    def records(self) -> dict[str, list[Record]]:
+        """By peer, what its history has kept."""
+        return {peer: history.records for peer, history in self.histories.items()}
 
     @property
     def _title(self) -> str:

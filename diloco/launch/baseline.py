@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from diloco.errors import DilocoError
+from diloco.launch.history import History
 from diloco.launch.live import PeerRow, running_view, show
 from diloco.launch.local_swarm import PER_PEER_FIELDS, environment_of_peers, gpu_of_peer
 from diloco.launch.phase_file import write_phase
@@ -42,12 +43,12 @@ async def train_alone(
         log_path=own_dir / "logs" / "peer.log",
         reason_in=reason_in,
     )
-    records, clock = list[Record](), PhaseClock()
+    history, clock = History(), PhaseClock()
     row = PeerRow("alone", own_dir, since=time.time())
     write_phase(own_dir, Phase(name="starting", detail="loading torch, the model and the data"))
 
     def received(_index: int, new: Sequence[Record]) -> None:
-        records.extend(new)
+        history.add(new)
         if steps := [record for record in new if record.get("kind") == "step"]:
             doing = Doing("training", done=steps[-1]["step"], total=config.end_step, unit="steps")
             write_phase(own_dir, clock.at(doing, time.time()))
@@ -60,4 +61,4 @@ async def train_alone(
         raise DilocoError(
             f"The baseline training ended with exit code {end.code}. The end of {log.path}:\n{log.last_words()}"
         )
-    return records
+    return history.records

@@ -87,7 +87,7 @@ async def show(
     """
     terminal = sys.stdout.isatty() if terminal is None else terminal
     screen: _Screen | _Lines = _Screen(peers) if terminal else _Lines(peers)
-    tails = [(Tail(peer.run_dir / METRICS), peer.since) for peer in peers]
+    tails = [(Tail(peer.run_dir / METRICS, since=peer.since), peer.since) for peer in peers]
 
     def read() -> None:
         for index, (tail, since) in enumerate(tails):

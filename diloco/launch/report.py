@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diloco.errors import print_note
+from diloco.launch.history import History
 from diloco.launch.plot import plot_losses, plot_rewards
 from diloco.launch.run_facts import (
     RecordsOf,
@@ -108,7 +109,7 @@ def plot_run(
 
 def report(config: TrainConfig, run_dir: Path, *, in_swarm: bool) -> None:
     """Print the report of one trainer, from its metrics, and write its plot."""
-    records_of = {"this peer": Tail(run_dir / METRICS).read()}
+    records_of = {"this peer": History(Tail(run_dir / METRICS).records()).records}
     paths = {"model": run_dir / "model"} if (run_dir / "model").is_dir() else {}
     text = text_if_already_complete(config, records_of)
     if not text:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from diloco.launch.history import NUM_STEPS
 from diloco.options.flags import TrainConfig
 from diloco.rl.signal_watch import lasting_problems
 from diloco.train.metrics_file import Record
@@ -82,7 +83,7 @@ def span_of(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def num_steps(records: Sequence[Record]) -> int:
-    return sum(record.get("kind") == "step" for record in records)
+    return sum(int(record.get(NUM_STEPS, 1)) for record in records if record.get("kind") == "step")
 
 
 def rewards_by_step(records: Sequence[Record]) -> list[tuple[int, float]]:

@@ -22,6 +22,7 @@ from diloco.train.sinks import QueuedSink, Sink, opened_sinks
 
 log = logging.getLogger(__name__)
 
+_BLOCK_BYTES = 1 << 16
 Kind = Literal["step", "epoch", "eval", "event", "activations", "rollouts"]
 
 
@@ -114,5 +115,13 @@ def _plain(value: Any) -> Any:
 
 def _cut_off_partial_line(path: Path) -> None:
     """Remove an incomplete last line, which a power failure may have left."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end, newline = file.seek(0, os.SEEK_END), -1
+        while end > 0 and newline < 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            end = begin + newline + 1
+        file.truncate(end)

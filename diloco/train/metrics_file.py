@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,42 @@ from peers.monitor.phases import in_words
 from peers.protocol.reports import Phase
 
 Record = Mapping[str, Any]
+_SEARCHED_BYTES = 1 << 16
 
 
 class Tail:
     """Reads the records of a file while it grows."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = FileTail(path, from_start=True)
+    def __init__(self, path: Path, *, since: float = 0.0) -> None:
+        """Most of the records from before `since` (Unix time) are skipped."""
+        self._file = FileTail(path, start=_start_of(path, since))
+
+    def records(self) -> Iterator[Record]:
+        """Yields the records since the last read; lines that are not JSON objects are skipped."""
+        for line in self._file.lines():
+            if (record := _record(line)) is not None:
+                yield record
 
     def read(self) -> list[Record]:
-        """Records since the last read; lines that are not JSON objects are skipped."""
-        return [record for line in self._file.read_lines() if (record := _record(line)) is not None]
+        """The records since the last read."""
+        return list(self.records())
+
+
+def _start_of(path: Path, since: float) -> int:
+    """The offset of a record from before `since`, searched from the end: the file may be huge. 0 if none is found."""
+    if since <= 0.0 or not path.exists():
+        return 0
+    with path.open("rb") as file:
+        size, back = file.seek(0, 2), _SEARCHED_BYTES
+        while back < size:
+            file.seek(size - back)
+            file.readline()
+            start = file.tell()
+            record = _record(file.readline().decode(errors="replace"))
+            if record is not None and float(record.get("time") or since) < since:
+                return start
+            back *= 2
+    return 0
 
 
 def _record(line: str) -> Record | None:

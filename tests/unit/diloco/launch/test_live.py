@@ -49,6 +49,16 @@ def test_a_file_that_starts_over_is_read_from_its_start(tmp_path):
     assert tail.read() == [{"b": 1}]
 
 
+def test_of_a_long_file_a_tail_reads_the_end_only(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        file.writelines(f"{json.dumps({**STEP, 'step': at, 'time': at})}\n" for at in range(1, 10_001))
+    for since, num_at_most in ((9_990.0, 1_000), (5_000.0, 10_000), (20_000.0, 1_000)):
+        steps = [record["step"] for record in Tail(path, since=since).records()]
+        assert len(steps) <= num_at_most and steps[0] < since and steps[-1] == 10_000
+    assert len(Tail(path).read()) == len(Tail(path, since=0.5).read()) == 10_000
+
+
 def test_a_row_shows_epoch_step_loss_speed_peers_bytes_and_time():
     assert set(row_cells({})) == {"–"}
     cells = row_cells({"step": STEP, "epoch": EPOCH})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,18 @@ def test_a_restart_appends_after_the_last_whole_line(tmp_path):
     with Metrics(path) as metrics:
         metrics.write("step", step=2)
     assert [record["step"] for record in lines(path)] == [1, 2]
+
+
+def test_a_restart_reads_the_end_of_a_long_file_only(tmp_path):
+    path, line = tmp_path / "m.jsonl", b'{"kind": "step"}\n'
+    for whole, cut_off in ((300_000, 1), (2, 200_000), (0, 200_000), (0, 0), (5, 0)):
+        path.write_bytes(whole * line + cut_off * b"x")
+        tracemalloc.start()
+        Metrics(path).close()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert path.stat().st_size == whole * len(line)
+        assert peak_bytes < 1e6
 
 
 def test_ranks_without_a_path_write_nothing(tmp_path):
