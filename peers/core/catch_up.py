@@ -18,13 +18,15 @@ from peers.core.health import Swarm
 from peers.core.newcomer import Best, Heads, best_head, best_in, runs
 from peers.core.plans import fault_of_successor, is_quorum
 from peers.core.settings import Settings
-from peers.core.timing import Timing
+from peers.core.timing import SLOWEST_LINK, Timing
 from peers.core.turn import Turn
 from peers.protocol.certificates import Certificate, certificate_bytes
 from peers.protocol.limits import MAX_CERTIFICATES
 from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
+MAX_PREFERENCE = 64.0
+"""A donor is preferred by its bandwidth up to so many times SLOWEST_LINK: it can claim any."""
 ANSWERS_BYTES = 1 << 20
 """Bytes of certificates to request at a time: among few peers from all holders, among hundreds from LEAST_ASKED."""
 LEAST_ASKED = 4
@@ -102,13 +104,13 @@ class CatchUp:
             # Finish the fetch of a target that is an ancestor of the new one: later commits are replayed on top of it.
             # Of two other runs, finish the fetch that began first: they commit in turn, so each in turn looks better.
             return False
-        self.fetch(turn, path, self._donors(path[-1]))
+        self.fetch(turn, path)
         return True
 
-    def fetch(self, turn: Turn, path: Sequence[Certificate], donors: Sequence[str]) -> None:
+    def fetch(self, turn: Turn, path: Sequence[Certificate]) -> None:
         self.target, self.path = path[-1], tuple(path)
         turn.do(
-            Fetch(self.path, tuple(donors[:MAX_DONORS]), self.timing.fetch_timeout_s),
+            Fetch(self.path, tuple(self._donors(self.target)), self.timing.fetch_timeout_s),
             Tell("fetch", f"fetching the state of epoch {self.target.plan.epoch}"),
         )
 
@@ -152,12 +154,25 @@ class CatchUp:
         )
         return {head: list(self.swarm.live_at(head)) for head in heads}
 
-    def _donors(self, target: Certificate) -> list[str]:
-        """Peers that hold the target's state: those with the fewest strikes first, then members of its roster."""
+    def _donors(self, target: Certificate) -> Sequence[str]:
+        """Peers that hold the target's state: those with the fewest strikes first, then members of its roster.
+
+        Among equals, each peer that fetches draws a few of its own, with chances in proportion to their bandwidths
+        (Efraimidis and Spirakis, 2006): so links share the load of all downloads as they can bear it.
+        """
         roster = target.plan.roster_set
-        return sorted(
-            self.swarm.live_at(target.head), key=lambda p: (self.swarm.strikes(p), p not in roster, p)
-        )
+        measured = {c.peer_id: c.work.bandwidth for c in target.plan.contributors}
+
+        def place(peer_id: str) -> tuple[float, bool, float, str]:
+            chance = (1 + int.from_bytes(self._drawn(target.head, peer_id)[:6], "big")) / 2**48
+            preference = min(max(1.0, measured.get(peer_id, 0.0) / SLOWEST_LINK), MAX_PREFERENCE)
+            return self.swarm.strikes(peer_id), peer_id not in roster, -math.log(chance) / preference, peer_id
+
+        return sorted(self.swarm.live_at(target.head), key=place)[:MAX_DONORS]
+
+    def _drawn(self, head: str, peer_id: str) -> bytes:
+        """A hash that differs for each peer that asks, for each head and each peer that is asked."""
+        return hashlib.sha256(f"{self.me} {head} {peer_id}".encode()).digest()
 
     def _ask_for_path(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)
@@ -195,8 +210,7 @@ class CatchUp:
             return due
 
         def place(peer_id: str) -> tuple[float, bool, bytes]:
-            drawn = hashlib.sha256(f"{self.me} {wanted} {peer_id}".encode()).digest()
-            return asked_at[peer_id], peer_id not in self.swarm.roster, drawn
+            return asked_at[peer_id], peer_id not in self.swarm.roster, self._drawn(wanted, peer_id)
 
         return sorted(due, key=place)[:room] if room > 0 else ()
 

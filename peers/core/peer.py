@@ -489,10 +489,9 @@ class Peer:
         round_ = self.round
         if round_ is None or self.catch_up.target is not None or not round_.lost_its_state():
             return False
-        donors = list(self.swarm.live_at(self.head))
-        if not donors:
+        if not self.swarm.live_at(self.head):
             return False
-        self.catch_up.fetch(turn, (round_.parent,), donors)
+        self.catch_up.fetch(turn, (round_.parent,))
         return True
 
     def _fetched(self, turn: Turn, head: str) -> None:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from peers.core import catch_up, effects, events, health
-from peers.core.catch_up import LEAST_ASKED, MAX_ASKED
-from peers.core.chain import MAX_OWN
-from peers.core.timing import FETCH_S
+from peers.core.catch_up import LEAST_ASKED, MAX_ASKED, MAX_DONORS, CatchUp
+from peers.core.chain import MAX_OWN, Chain
+from peers.core.timing import FETCH_S, Timing
+from peers.core.turn import Turn
 from peers.protocol.certificates import Certificate
 from peers.protocol.messages import Ask, Certificates, decode_message
 from peers.protocol.wire import encode
 from tests.unit.peers.core.driven import Driven, fetched_heads
-from tests.unit.peers.core.made import chain_of, commit, digest, genesis, status, with_settings
+from tests.unit.peers.core.made import (
+    SETTINGS,
+    chain_of,
+    commit,
+    digest,
+    genesis,
+    status,
+    with_settings,
+    work,
+)
 
 GENESIS = genesis("abc")
 
@@ -70,6 +81,26 @@ def test_of_many_holders_a_few_are_asked_at_a_time_and_the_others_if_those_are_s
     assert "k" in asked and len(asked) <= 2 * len(others)
     (fetch,) = a.of(effects.Fetch)
     assert fetch.path == (newer,)
+
+
+def test_each_newcomer_downloads_from_a_few_fast_members_of_its_own():
+    names = [f"p{n:03}" for n in range(200)]
+    fast = set(names[150:])
+    measured = {p: replace(work(), bandwidth=125e6 if p in fast else 2.5e6) for p in names}
+    everybody = genesis(names)
+    newest = commit(everybody, names, works=measured)
+    drawn = []
+    for me in "uvwxyz":
+        timing = Timing.of(SETTINGS)
+        swarm = health.Swarm(timing)
+        for name in names:
+            swarm.heard(name, status(newest), 0.0)
+        turn = Turn(0.0)
+        CatchUp(me, SETTINGS, Chain(), swarm, timing).fetch(turn, (newest,))
+        (fetch,) = (effect for effect in turn.effects if isinstance(effect, effects.Fetch))
+        drawn.append(frozenset(fetch.donors))
+    assert all(len(donors) == MAX_DONORS and len(donors & fast) > MAX_DONORS / 2 for donors in drawn)
+    assert len(frozenset.union(*drawn)) > 3 * MAX_DONORS
 
 
 PAIR, FOUR = genesis("ab"), genesis("abcd")
