@@ -34,7 +34,7 @@ from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.group import RoundContext
 from peers.core.health import Swarm
 from peers.core.late_work import LateWork
-from peers.core.plans import Entry, claim_of, is_quorum
+from peers.core.plans import Entry, claim_of, highest_claimable, is_free, is_quorum
 from peers.core.round import Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
@@ -576,15 +576,17 @@ class Peer:
         )
 
     def _take_rank(self, turn: Turn, plan: Plan) -> None:
-        """Take the world rank that the plan assigns; if it gives this peer's rank to another, claim a free one."""
+        """Take the world rank that the plan assigns; without one, claim another if nobody may have this peer's rank, or
+        a member has it."""
         # Contributors first: a peer is not on the roster any more after its last commit.
         given = {c.peer_id: c.world_rank for c in plan.contributors}.get(self.me, self._ranks.get(self.me))
-        if given is None and self.world_rank in self._ranks.values():
+        highest = highest_claimable(len(self._ranks.keys() | dict(self.swarm.live())))
+        if given is None and not is_free(self.world_rank, self._ranks.values(), highest):
             given = claim_of(self.me, self._ranks, self.swarm.live())
         if given is None or given == self.world_rank:
             return
         if self.world_rank >= 0:
-            text = f"world rank {self.world_rank} is another peer's: this one has {given} from now on"
+            text = f"this peer has world rank {given} from now on, since {self.world_rank} is not free"
             turn.do(Tell("world_rank", text))
         self.world_rank = given
 

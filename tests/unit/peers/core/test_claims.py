@@ -71,14 +71,24 @@ def test_a_claim_that_a_certificate_gives_to_another_is_given_up_before_anything
     assert newer.plan.roster[-1].world_rank == 3
     n.come_to((newer,), "abcx")
     assert n.peer.world_rank == 4
-    assert any("is another peer's" in effect.text for effect in n.effects if isinstance(effect, effects.Tell))
+    assert any("3 is not free" in effect.text for effect in n.effects if isinstance(effect, effects.Tell))
+
+
+@pytest.mark.parametrize("rank", [1000, -1])
+def test_a_newcomer_without_a_rank_that_it_may_have_claims_one_before_anything_is_trained(rank):
+    n = Driven("n")
+    n.peer.world_rank = rank
+    n.come_to((commit(GENESIS, "abc"),), "abc")
+    (begin,) = n.of(effects.Answer)
+    assert begin.how == "begin"
+    assert n.peer.world_rank == 3
 
 
 def test_who_was_taken_off_and_comes_back_does_not_keep_a_rank_that_is_another_peers_by_now():
     swarm = Swarm("abc", train_s=2.0)
     assert swarm.reach(2, 60)
     lost = next(name for name in "abc" if swarm[name].machine.world_rank == 1)
-    others = [name for name in "abc" if name != lost]
+    others = [name for name in "abcd" if name != lost]
     swarm.partition(lost, others)
     swarm[lost].hang()
     assert swarm.run_until(
