@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
-from peers.timing import BEAT_S, STALL_S, START_S, STREAMS_S, heartbeat_s, status_s
+from peers.protocol.aggregation import Rule, holds_all
+from peers.timing import BEAT_PEERS, FULL_MESH, STALL_S, START_S, STREAMS_S, heartbeat_s, status_s
 
 SILENT_BEATS = 6
 """Missed heartbeats after which a peer counts as lost: a busy machine misses two or three."""
@@ -56,6 +57,8 @@ class Timing:
     """The user's bound on the grace."""
     most_attempt_s: float
     """The user's bound on the length of an attempt."""
+    rule: Rule = "mean"
+    """How work is averaged."""
     first_round_s: float = LEAST_ROUND_S
     fetch_timeout_s: float = FETCH_S
     num_peers: int = 1
@@ -74,7 +77,11 @@ class Timing:
 
     @classmethod
     def of(cls, settings: Settings) -> Timing:
-        return cls(most_grace_s=settings.grace_s, most_attempt_s=settings.attempt_timeout_s)
+        return cls(
+            most_grace_s=settings.grace_s,
+            most_attempt_s=settings.attempt_timeout_s,
+            rule=settings.aggregation.rule,
+        )
 
     def set_sizes(self, *, fragment_bytes: int, state_bytes: int) -> None:
         """How many bytes a commit and a fetch move; known once the worker has said how large its model is."""
@@ -120,8 +127,12 @@ class Timing:
 
     @property
     def connect_s(self) -> float:
-        """How long all streams of an attempt may take to open; longer in large groups."""
-        return STREAMS_S * self.status_s / BEAT_S
+        """How long all streams of an attempt may take to open: longer if each member has many. In large groups it has
+        about 2 sqrt(N) (reduce/grid.py), unless the rule needs all values in one place."""
+        num_streams = self.num_peers
+        if num_streams > FULL_MESH and not holds_all(self.rule, num_streams):
+            num_streams = max(FULL_MESH, math.ceil(2 * math.sqrt(num_streams)))
+        return STREAMS_S * max(1.0, num_streams / BEAT_PEERS)
 
     @property
     def prompt_s(self) -> float:

@@ -57,9 +57,10 @@ class Network:
         self._direct = Direct(self._acceptor, self._endpoints_of) if settings.transport != "libp2p" else None
         self._relay = Relay(
             run_id=run_id,
+            peer_id=identity.peer_id,
             libp2p=libp2p,
             acceptor=self._acceptor,
-            peers=self._ids,
+            peers=lambda: {peer.peer_id: peer.maddrs for peer in self._peers()},
             rate_to=lambda peer_id: self.paths.rate_to(peer_id),
         )
         self.data_protocol = f"diloco/{run_id}/data"

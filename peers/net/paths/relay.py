@@ -12,9 +12,9 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from msgspec.msgpack import Decoder
 
@@ -22,6 +22,7 @@ from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.back_off import BackOff
 from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
+from peers.net.overlay import Ring, is_full_mesh
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
 from peers.net.socket_io import closed_on_error
@@ -42,10 +43,10 @@ from peers.timing import FORGET_S, PROBE_S, START_S
 
 log = logging.getLogger(__name__)
 
-MAX_ASKED = 4
-"""Peers that are asked to relay one stream; the fastest of those that offer it is taken."""
+ASKED_AT_ONCE, MAX_ASKED = 4, 16
+"""Peers that are asked to relay one stream. Of several offers the fastest is taken; if all decline, more are asked."""
 _MAX_OPENING = 3
-"""Streams that this peer requests at once: a relay's libp2p handles only a few per caller."""
+"""Streams that this peer requests of one relay at once: a relay's libp2p handles only a few per caller."""
 _MAX_BLAMED = 256
 MAX_FORWARDED = 128
 """Streams that one peer forwards at once."""
@@ -61,27 +62,32 @@ _WANT, _GO, _READY, _DELIVER = Decoder(Want), Decoder(Go), Decoder(Ready), Decod
 class _Offered:
     channel: Channel
     offer: Offer
+    opening: asyncio.Semaphore
+    """Held until the stream is open."""
 
     def close(self) -> None:
         self.channel.close()
+        self.opening.release()
 
 
 class Relay:
-    """Used from one event loop. `peers` returns the ids of the run's live peers, `rate_to` the bandwidth to one of them
-    as far as it is known."""
+    """Used from one event loop. `peers` returns the ids of the run's other live peers and their libp2p addresses,
+    `rate_to` the bandwidth to one of them as far as it is known."""
 
     def __init__(
         self,
         *,
         run_id: str,
+        peer_id: str,
         libp2p: Libp2p,
         acceptor: Acceptor,
-        peers: Callable[[], Collection[str]],
+        peers: Callable[[], Mapping[str, Sequence[str]]],
         rate_to: Callable[[str], float],
     ) -> None:
-        self._run_id, self._libp2p, self._acceptor = run_id, libp2p, acceptor
+        self._run_id, self._peer_id, self._libp2p, self._acceptor = run_id, peer_id, libp2p, acceptor
         self._peers, self._rate_to = peers, rate_to
-        self._opening = asyncio.Semaphore(_MAX_OPENING)
+        self._opening: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By relay."""
         self._way_of: WeakKeyDictionary[socket.socket, tuple[str, str]] = WeakKeyDictionary()
         self._blamed: dict[tuple[str, str], BackOff] = {}
         self._forwarder = Forwarder()
@@ -109,33 +115,52 @@ class Relay:
         """A non-blocking TLS stream to this peer through whichever peer relays it best. Raises PeerUnreachable."""
         deadline = time.monotonic() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s), self._opening:
+            async with asyncio.timeout(timeout_s):
                 return await self._open(peer_id, protocol, deadline)
         except TimeoutError as error:
             raise PeerUnreachable(f"nobody relays to {peer_id} within {timeout_s:g} s") from error
 
     async def _open(self, peer_id: str, protocol: str, deadline: float) -> socket.socket:
-        candidates = await self._candidates(peer_id)
-        offers, refusals = await collect_offers({relay: self._ask(relay, peer_id) for relay in candidates})
+        candidates, refusals = await self._candidates(peer_id), dict[str, str]()
+        for first in range(0, len(candidates), ASKED_AT_ONCE):
+            asked = {relay: self._ask(relay, peer_id) for relay in candidates[first : first + ASKED_AT_ONCE]}
+            offers, declined = await collect_offers(asked)
+            refusals |= declined
+            stream = await self._take(offers, peer_id, protocol, deadline, refusals)
+            if stream is not None:
+                return stream
+        reasons = "; ".join(f"{relay}: {reason}" for relay, reason in refusals.items())
+        raise PeerUnreachable(f"nobody relays to {peer_id}: {reasons or 'no peer to ask'}")
+
+    async def _take(
+        self,
+        offers: dict[str, _Offered],
+        peer_id: str,
+        protocol: str,
+        deadline: float,
+        refusals: dict[str, str],
+    ) -> socket.socket | None:
+        """A stream by the best offer that is kept. Closes the others."""
         try:
             while offers:
                 relay = max(offers, key=lambda relay: self._merit(relay, offers[relay].offer, peer_id))
-                channel, left_s = offers.pop(relay).channel, deadline - time.monotonic()
+                offered, left_s = offers.pop(relay), deadline - time.monotonic()
                 try:
                     # A relay that breaks its promise must leave time for the next one.
                     async with asyncio.timeout(left_s * (0.5 if offers else 0.9)):
-                        stream = await self._accept(channel, peer_id, protocol, left_s)
+                        stream = await self._accept(offered.channel, peer_id, protocol, left_s)
                     self._way_of[stream] = relay, peer_id
                     log.debug("a stream to %s goes through %s", peer_id, relay)
                     return stream
                 except (PeersError, TimeoutError) as error:
                     self._blame(relay, peer_id)
                     refusals[relay] = str(error) or "it offered to relay, but did not"
+                finally:
+                    offered.opening.release()
         finally:
             for offered in offers.values():
                 offered.close()
-        reasons = "; ".join(f"{relay}: {reason}" for relay, reason in refusals.items())
-        raise PeerUnreachable(f"nobody relays to {peer_id}: {reasons or 'no peer to ask'}")
+        return None
 
     def blame(self, stream: socket.socket) -> None:
         """A round was lost on this stream: for streams to that peer, its relay is tried last for a while."""
@@ -153,25 +178,44 @@ class Relay:
         return blame is not None and not blame.is_over(time.monotonic())
 
     async def _candidates(self, peer_id: str) -> list[str]:
-        live = set(self._peers()) & await self._libp2p.connected_peers() - {peer_id}
-        by_merit = sorted(live, key=lambda r: (self._is_blamed(r, peer_id), -self._rate_to(r), r))
-        return by_merit[:MAX_ASKED]
+        """The peers to ask, in this order. Among many peers, `peer_id` keeps channels with its neighbours only; of the
+        others a few may have a connection with it for other reasons."""
+        peers = self._peers()
+        everybody = {self._peer_id, peer_id, *peers}
+        neighbours = Ring(everybody).neighbours_of(peer_id)
+
+        def by_merit(relays: Collection[str]) -> list[str]:
+            return sorted(relays, key=lambda relay: (-self._rate_to(relay), relay))
+
+        connected = peers.keys() & await self._libp2p.connected_peers() - {peer_id}
+        order = [*by_merit(connected & neighbours), *by_merit(connected - neighbours)[:ASKED_AT_ONCE]]
+        if not is_full_mesh(len(everybody)):
+            # In a full mesh, this peer has tried to connect with everybody already.
+            order += by_merit(peers.keys() & neighbours - connected)
+        return sorted(order, key=lambda relay: self._is_blamed(relay, peer_id))[:MAX_ASKED]
 
     async def _ask(self, relay: str, peer_id: str) -> _Offered:
         """Raises PeersError if the relay offers nothing."""
-        channel = await call(
-            self._libp2p,
-            relay,
-            asking(self._run_id),
-            timeout_s=PROBE_S,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-        )
-        with closed_on_error(channel):
-            await channel.send(Want(to=peer_id), PROBE_S)
-            answer = await channel.read(_ANSWER, PROBE_S)
-            if isinstance(answer, No):
-                raise PeerUnreachable(f"it declines: {answer.reason}")
-            return _Offered(channel, answer)
+        opening = self._opening.setdefault(relay, asyncio.Semaphore(_MAX_OPENING))
+        await opening.acquire()
+        try:
+            channel = await call(
+                self._libp2p,
+                relay,
+                asking(self._run_id),
+                timeout_s=PROBE_S,
+                maddrs=self._peers().get(relay, ()),
+                max_message_bytes=MAX_MESSAGE_BYTES,
+            )
+            with closed_on_error(channel):
+                await channel.send(Want(to=peer_id), PROBE_S)
+                answer = await channel.read(_ANSWER, PROBE_S)
+                if isinstance(answer, No):
+                    raise PeerUnreachable(f"it declines: {answer.reason}")
+                return _Offered(channel, answer, opening)
+        except BaseException:
+            opening.release()
+            raise
 
     def _merit(self, relay: str, offer: Offer, peer_id: str) -> tuple[bool, float, int, str]:
         """By bandwidth, divided by the streams that it forwards already; unmeasured links count as fast."""

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
-from peers.core.timing import BEAT_S, REGAIN, ROUND_TRIPS, SILENT_BEATS, Timing
+from peers.core.timing import REGAIN, ROUND_TRIPS, SILENT_BEATS, Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Offer
+from peers.timing import BEAT_S
 from tests.unit.peers.core.made import SETTINGS, commit, digest, genesis, status
 
 SILENCE_S = SILENT_BEATS * BEAT_S

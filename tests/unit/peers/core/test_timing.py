@@ -7,7 +7,6 @@ import math
 import pytest
 
 from peers.core.timing import (
-    BEAT_S,
     ENOUGH_ROUNDS,
     FETCH_S,
     FIRST_GRACE_S,
@@ -22,7 +21,8 @@ from peers.core.timing import (
     STREAMS_S,
     Timing,
 )
-from peers.timing import BEAT_PEERS, FULL_MESH, STALL_S
+from peers.core.weights import Aggregation
+from peers.timing import BEAT_PEERS, BEAT_S, FULL_MESH, STALL_S
 from tests.unit.peers.core.made import with_settings
 
 
@@ -64,6 +64,22 @@ def test_however_many_peers_there_are_each_has_few_channels_and_a_loss_is_notice
     assert timing.silence_s == at_full_mesh <= 12.0
     assert timing.status_s == 1000 / BEAT_PEERS * BEAT_S
     assert timing.reaction_s == STALL_S < timing.status_s
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "rule", "num_streams"),
+    [
+        (BEAT_PEERS, "mean", BEAT_PEERS),
+        (FULL_MESH, "mean", FULL_MESH),
+        (200, "mean", FULL_MESH),
+        (900, "mean", 60),
+        (200, "trimmed-mean", 200),
+    ],
+)
+def test_opening_takes_as_long_as_the_streams_that_a_member_has(num_peers, rule, num_streams):
+    timing = a_timing(aggregation=Aggregation(rule=rule))
+    timing.num_peers = num_peers
+    assert timing.connect_s == STREAMS_S * num_streams / BEAT_PEERS
 
 
 def test_far_peers_are_given_round_trips():

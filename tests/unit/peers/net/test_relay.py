@@ -17,6 +17,7 @@ from msgspec.msgpack import Decoder
 from peers.errors import PeersError, PeerUnreachable
 from peers.net import offers
 from peers.net.channel import Channel
+from peers.net.overlay import Ring
 from peers.net.paths import relay as relay_module
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
@@ -36,9 +37,10 @@ class Member:
         self.rates = {}
         self.relay = Relay(
             run_id="run",
+            peer_id=me.peer_id,
             libp2p=self.libp2p,
             acceptor=self.acceptor,
-            peers=lambda: peers - {me.peer_id},
+            peers=lambda: dict.fromkeys(peers - {me.peer_id}, ()),
             rate_to=lambda peer_id: self.rates.get(peer_id, 0.0),
         )
         self.acceptor.serve(PROTOCOL, self.accepted)
@@ -201,6 +203,65 @@ async def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_ot
             await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=4.0)
         assert m["a"].relay._is_blamed(m["r"].peer_id, m["x"].peer_id)
         assert not m["a"].relay._is_blamed(m["r"].peer_id, m["b"].peer_id)
+
+
+@pytest.mark.parametrize("num_dialled", [16, 1, 0])
+async def test_among_many_peers_those_that_keep_channels_with_the_called_one_are_asked(
+    tmp_path, monkeypatch, num_dialled
+):
+    monkeypatch.setattr(offers, "GRACE_S", 0.01)
+    async with members(tmp_path, [f"{number}" for number in range(40)]) as (network, m):
+        a, b = m["0"], m["39"]
+        ids = {member.peer_id for member in m.values()} - {a.peer_id, b.peer_id}
+        near = sorted(ids & Ring({*ids, a.peer_id, b.peer_id}).neighbours_of(b.peer_id))
+        relays = near[-max(1, num_dialled) :]
+        network.cut |= {frozenset({b.peer_id, other}) for other in ids - set(relays)}
+        # Those that have no connection with `b` have the fastest links.
+        a.rates = {other: 1e3 if other in relays else 1e9 for other in ids}
+        if not num_dialled:
+            # Nor has `a` one with the only relay: it has to dial it.
+            usual = a.libp2p.connected_peers
+
+            async def connected_peers():
+                return await usual() - set(relays)
+
+            a.libp2p.connected_peers = connected_peers
+        assert await relay_between(a, b) in relays
+
+
+async def test_who_has_dialled_one_peer_alone_is_reached_through_it_though_it_is_no_neighbour(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(offers, "GRACE_S", 0.01)
+    async with members(tmp_path, [f"{number}" for number in range(40)]) as (network, m):
+        a, b = m["0"], m["39"]
+        ids = {member.peer_id for member in m.values()} - {a.peer_id, b.peer_id}
+        hub = min(ids - Ring({*ids, a.peer_id, b.peer_id}).neighbours_of(b.peer_id))
+        network.slow |= {frozenset({one.peer_id, other}) for one in (a, b) for other in ids - {hub}}
+        assert await relay_between(a, b, timeout_s=2.0) == hub
+
+
+async def test_openings_that_wait_for_one_relay_hold_up_none_through_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(offers, "GRACE_S", 0.01)
+    for module in (offers, relay_module):
+        monkeypatch.setattr(module, "PROBE_S", 60.0)
+    asked = []
+
+    async def hang_on(peer_id, sock):
+        asked.append(peer_id)
+        await hang(peer_id, sock)
+
+    async with members(tmp_path, "ahrxb") as (network, m):
+        a, x = m["a"], m["x"]
+        network.cut |= {frozenset({one.peer_id, x.peer_id}) for one in (a, m["r"])}
+        network.handlers[m["h"].peer_id, asking("run")] = hang_on
+        waiting = [asyncio.create_task(relay_between(a, x, timeout_s=60.0)) for _ in range(8)]
+        await until(lambda: len(asked) == relay_module._MAX_OPENING)
+        assert await relay_between(a, m["b"], timeout_s=10.0) == m["r"].peer_id
+        assert len(asked) == relay_module._MAX_OPENING
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
 
 
 async def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch):
