@@ -237,7 +237,8 @@ class Runtime:
                 await self._answer(effect)
 
     def _expect_others(self) -> None:
-        """Tell `averaging` who will likely be in the next round, if that has changed."""
+        """Tell `averaging` who will likely be in the next round, if that has changed. If this peer leads the round,
+        tell the mesh, too: a leader sends messages to everybody."""
         core = self.core
         if core.phase != "training":
             return
@@ -250,6 +251,8 @@ class Runtime:
         ranks |= {p: status.world_rank for p in here if (status := core.swarm.status(p)) is not None}
         measured = {c.peer_id: c.work.bandwidth for c in core.chain.newest.plan.contributors}
         self.averaging.expect({p: measured.get(p, 0.0) for p in sorted(ranks, key=lambda p: ranks[p])})
+        leads = core.round is not None and core.round.leader_of(core.round.attempt) == core.me
+        self._mesh.expect(frozenset(here) if leads else frozenset())
 
     # Reductions
 

@@ -2,9 +2,9 @@
 
 Peers find each other in the DHT and stay connected here. Among few, each has a channel with every other (channels.py);
 among many, with its neighbours (overlay.py), which pass on the announcements of others (gossip.py). A channel to any
-other peer is opened when there is a message for it, and closed when it has been idle. Both ends of a channel send their
-announcement, signed, at every heartbeat and change, so a channel that breaks or falls silent shows a loss long before
-the DHT record expires.
+other peer is opened when there is a message for it, or one is expected, and closed when it has been idle. Both ends of
+a channel send their announcement, signed, at every heartbeat and change, so a channel that breaks or falls silent shows
+a loss long before the DHT record expires.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Mesh:
         self._passing_on: asyncio.TimerHandle | None = None
         self._passes_on_at = math.inf
         self._left_to_them: set[str] = set()
+        self._expected = frozenset[str]()
         self._waiting: dict[str, list[Carried]] = {}
         """Messages for peers to which a channel is being opened."""
         self._gate = gate
@@ -140,6 +141,16 @@ class Mesh:
         """Whether this peer answers; a channel to it is kept."""
         return await self._channels.reach(record)
 
+    def expect(self, peer_ids: frozenset[str]) -> None:
+        """There will be messages for these peers: open channels to them now, and keep them until the next call. Among
+        few peers there are channels to all."""
+        new, self._expected, channels = peer_ids - self._expected, peer_ids, self._channels
+        if self._gossip.is_full_mesh:
+            return
+        for peer_id in new - channels.open.keys() - channels.dialling.keys():
+            if (record := self._gossip.here.get(peer_id)) is not None:
+                channels.dial(record)
+
     def discovered(self, records: Mapping[str, Announcement]) -> None:
         """Dial announced peers that are not here, and neighbours without a channel: those with larger ids at once.
         Those with smaller ids should dial this peer; they are dialled if they have not done so by the next call."""
@@ -176,7 +187,7 @@ class Mesh:
                 self._lose(peer_id, by_own_channel=False)
             self._post(events.StillHere(frozenset(self._gossip.here)))
             self._dial_missing({})
-            for peer_id in channels.open.keys() - self._gossip.neighbours:
+            for peer_id in channels.open.keys() - self._gossip.neighbours - self._expected:
                 channel = channels.open[peer_id]
                 if channel.caller == self._peer_id and now > channel.used_at + _IDLE_S:
                     channels.part(peer_id)

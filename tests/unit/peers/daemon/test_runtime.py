@@ -62,6 +62,10 @@ class Told:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.num_statuses = 0
+        self.expected: list[frozenset[str]] = []
+
+    def expect(self, peer_ids: frozenset[str]) -> None:
+        self.expected.append(peer_ids)
 
     def send_to(self, peer_id: str, message: Message) -> None:
         self.messages.append(message)
@@ -546,3 +550,16 @@ async def test_a_worker_whose_peer_adopts_a_state_in_mid_epoch_is_based_on_anoth
         assert not runtime.is_workers_base
         await runtime.begin_worker([torch.zeros(SIZE) for _ in range(2)], None)
         assert runtime.is_workers_base
+
+
+@pytest.mark.parametrize(("leader", "expected"), [("me", {"a", "b"}), ("a", set())])
+def test_who_leads_the_next_round_expects_to_write_to_all_others(runtime, monkeypatch, leader, expected):
+    monkeypatch.setattr(runtime.averaging, "expect", lambda bandwidths: None)
+    here = dict.fromkeys("ab", SimpleNamespace(world_rank=1))
+    core = runtime.core = ScriptedCore(lambda _: ())
+    core.phase, core.head = "training", "head"
+    core.swarm = SimpleNamespace(live_at=lambda head: here, roster=frozenset(), status=here.get)
+    core.chain = SimpleNamespace(newest=begun([torch.zeros(1)]).header.certificate)
+    core.round = SimpleNamespace(attempt=0, leader_of=lambda attempt: leader)
+    runtime._expect_others()
+    assert runtime._mesh.expected == [expected]

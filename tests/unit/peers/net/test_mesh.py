@@ -514,6 +514,27 @@ async def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_t
     await many.close()
 
 
+async def test_channels_to_peers_for_which_messages_are_expected_are_open_before_and_stay_open(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(overlay, "FULL_MESH", 8)
+    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.02)
+    monkeypatch.setattr(mesh_module, "_IDLE_S", 0.0)
+    many = Many(tmp_path, 12)
+    await many.meet()
+    leader, *others = many.meshes
+    mesh, checks = many.meshes[leader], many.still_here[leader]
+    await until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
+    mesh.expect(frozenset(others))
+    await until(lambda: mesh._channels.open.keys() == set(others))
+    num_checks = len(checks)
+    await until(lambda: len(checks) > num_checks + 2)
+    assert mesh._channels.open.keys() == set(others)
+    mesh.expect(frozenset())
+    await until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
+    await many.close()
+
+
 @pytest.mark.parametrize(
     ("full_mesh", "number", "num_answers"), [(1, 1, 1), (1, 0, 0), (1, 1 << 62, 0), (32, 1, 0)]
 )
