@@ -10,10 +10,10 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 if not __package__:
     # Started by path: Python has put diloco/ first in sys.path, so its modules would shadow others of the same name.
@@ -39,14 +39,15 @@ from diloco.process_end import exit_process
 from diloco.rl.adapters import merged, trained, with_adapters
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
-from diloco.rl.evaluation import evaluated
+from diloco.rl.evaluation import means, measured
 from diloco.rl.generator import generated
 from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of, terms_of
 from diloco.rl.recorder import EvaluateWhenDue, Recorder
 from diloco.rl.rollouts import Rollouts, opened_server
-from diloco.rl.sampling import AT_ONCE, sampled
+from diloco.rl.sampling import sampled
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.task_choice import open_task
+from diloco.rl.tasks import Example
 from diloco.rl.trainer import PeerTrainer, grpo_arguments, placeholders, reward_functions
 from diloco.train.devices import split_gpus, starts_server, visible_gpus
 from diloco.train.metrics import opened_metrics
@@ -57,6 +58,9 @@ from diloco.train.sharding import Precision, discard_partial_model, full_state, 
 from diloco.train.signals import CleanUps, LeaveOnSignal
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
 from peers.daemon.link import LINK_ENV, WorkerLink
+
+T = TypeVar("T")
+Found = TypeVar("Found")
 
 LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Mean differences in nats between a server's log-probabilities and the trainer's that rounding does not explain."""
@@ -256,7 +260,6 @@ class Training:
             self.precision.compute,
             terms_of(self.config, self.task, self.model, self.prompts.prompts_per_generation),
             step_of=lambda: self.trainer.state.global_step,
-            generate=lambda: self.own_groups(self.example_numbers()),
             judge=partial(judged_again, self.task, self.tokenizer),
             on_event=partial(self.metrics.write, "event"),
         )
@@ -305,16 +308,20 @@ class Training:
             # Before waiting for rollout peers, whose next rollouts have to be sampled by these weights.
             self.push()
         numbers = self.example_numbers()
-        match self.config.grpo.rollout:
-            case "hf":
-                # Each rank generates its share of the prompts, though it may train on others' completions.
-                share = np.array_split(numbers, self.world.num_ranks)[self.world.rank].tolist()
-                groups = list(itertools.chain(*on_every_rank(lambda: self.own_groups(share))))
-            case "vllm":
-                groups = on_rank_zero(lambda: self.own_groups(numbers))
-            case "peers":
-                groups = on_rank_zero(self.groups_of_peers)
+        groups = self.groups_of_peers() if self.config.grpo.rollout == "peers" else []
+        if not groups:
+            groups = self.shared(self.own_groups, numbers)
+            if self.peer_rollouts:
+                self.peer_rollouts.generated(groups)
         return rows_of(self.task, groups)
+
+    def shared(self, work: Callable[[Sequence[T]], list[Found]], items: Sequence[T]) -> list[Found]:
+        """What `work` finds for all items: for its share on each rank, or on rank 0 alone, which has the server. A
+        collective."""
+        if self.config.grpo.rollout == "vllm":
+            return on_rank_zero(lambda: work(items))
+        share = np.array_split(range(len(items)), self.world.num_ranks)[self.world.rank]
+        return list(itertools.chain(*on_every_rank(lambda: work([items[index] for index in share]))))
 
     def push(self) -> None:
         """Give the newest weights to the server or to the rollout peers, if there are any. A collective."""
@@ -345,10 +352,17 @@ class Training:
         return dict(merged(self.model, full_state(self.model).items()))
 
     def groups_of_peers(self) -> list[Group]:
-        assert self.peer_rollouts is not None
+        """The rollouts of rollout peers; none if no such peer is there. A collective."""
+
+        def taken() -> list[Group] | None:
+            assert self.peer_rollouts is not None
+            return self.peer_rollouts.take(self.prompts.prompts_per_generation)
+
         with self.progress.phase("waiting", "for rollouts"):
-            groups = self.peer_rollouts.take(self.prompts.prompts_per_generation)
-        for figures in self.peer_rollouts.senders.values():
+            # In turns, since rollouts of a large model may take longer than a collective may.
+            while (groups := on_rank_zero(taken)) is None:
+                pass
+        for figures in self.peer_rollouts.senders.values() if self.peer_rollouts else ():
             self.metrics.write("rollouts", step=self.trainer.state.global_step, **figures)
         return groups
 
@@ -408,20 +422,20 @@ class Training:
         if self.config.grpo.rollout == "vllm":
             self.push()
         with self.progress.phase("evaluating"):
-            figures = on_rank_zero(self.evaluated)
+            figures = means(self.shared(self.measured, self.held_out))
         self.metrics.write("eval", **self.position(), **figures)
         return figures
 
-    def evaluated(self) -> dict[str, float]:
-        """The figures of an evaluation on the held-out prompts. Rank 0 only."""
-        return evaluated(
+    def measured(self, examples: Sequence[Example]) -> list[dict[str, float]]:
+        """The figures of these held-out examples."""
+        return measured(
             self.task,
             self.tokenizer,
-            self.held_out,
+            examples,
             self.written,
             samples=self.config.grpo.eval_samples,
             max_tokens=self.config.grpo.max_completion_length,
-            seed=self.config.seed + self.trainer.state.global_step,
+            seed=self.config.seed + self.trainer.state.global_step + 1_000_003 * self.world.rank,
         )
 
     def written(
@@ -431,9 +445,8 @@ class Training:
         if self.server:
             return self.server.complete(prompts, count, sampling, seed=seed)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        # Memory that suffices for this rank's share of a generation suffices for as many other completions.
-        share = -(-self.prompts.prompts_per_generation // self.world.num_ranks)
-        at_once = max(AT_ONCE, share * self.config.grpo.num_generations)
+        # Memory that suffices to train on so many completions suffices to generate them.
+        at_once = self.config.per_device_train_batch_size
         # PEFT's `generate` calls the inner model's forward pass, and accelerate has wrapped only the outer one.
         with self.trainer.accelerator.autocast():
             return sampled(model, self.tokenizer, prompts, count, sampling, seed=seed, at_once=at_once)

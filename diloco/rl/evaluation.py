@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def evaluated(
+def measured(
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
@@ -32,16 +33,18 @@ def evaluated(
     samples: int,
     max_tokens: int,
     seed: int,
-) -> dict[str, float]:
-    """Means over the examples of `reward`, `pass_at_1` and `pass_at_<samples>`."""
+) -> list[dict[str, float]]:
+    """For each example: the mean `reward` of its completions, `pass_at_1` and `pass_at_<samples>`."""
     sampling = Sampling(max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, top_k=TOP_K)
     groups = judged(task, tokenizer, examples, samples, complete, sampling, seed)
-    rewards = [weighted(task, one["scores"]) for group in groups for one in group]
-    solved = [
-        sum(is_solved(task, tokenizer, example, one) for one in group)
-        for example, group in zip(examples, groups, strict=True)
-    ]
-    figures = {"reward": sum(rewards) / len(rewards)}
-    for k in sorted({1, samples}):
-        figures[f"pass_at_{k}"] = sum(pass_at_k(samples, count, k) for count in solved) / len(solved)
-    return figures
+    found = []
+    for example, group in zip(examples, groups, strict=True):
+        solved = sum(is_solved(task, tokenizer, example, one) for one in group)
+        passes = {f"pass_at_{k}": pass_at_k(samples, solved, k) for k in sorted({1, samples})}
+        found.append({"reward": fmean(weighted(task, one["scores"]) for one in group), **passes})
+    return found
+
+
+def means(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure over the examples."""
+    return {name: fmean(one[name] for one in figures) for name in figures[0]}

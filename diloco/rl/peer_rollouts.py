@@ -1,8 +1,8 @@
 """`--rollout peers`: takes the rollouts of rollout peers for a learner's trainer. Used on the main rank only.
 
-The learner tells its daemon what the newest weights are, and takes rollouts from the daemon's queue. If none has come
-for a minute, it generates its own with the trainer's model, as `--rollout hf` does, until the queue has enough again.
-It does not fail instead, because the other learners of the run wait for its work at every epoch.
+The learner tells its daemon what the newest weights are, and takes rollouts from the daemon's queue. While no rollout
+peer is there, it generates its own with the trainer's model, as `--rollout hf` does. It does not fail instead, because
+the other learners of the run wait for its work at every epoch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from diloco.rl.rollout_checks import RolloutChecks
 from diloco.rl.tasks import Task
 from peers.daemon.link import WorkerLink
 
-PATIENCE_S = 60.0
-"""How long a learner waits without a single rollout; a rollout peer takes less time to start."""
+TURN_S = 60.0
+"""After this long without enough rollouts, the main rank tells the other ranks that it still waits."""
 Row = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -56,22 +56,18 @@ class PeerRollouts:
         terms: Mapping[str, Any],
         *,
         step_of: Callable[[], int],
-        generate: Callable[[], list[Group]],
         judge: Callable[[int, Sequence[int], Sequence[int]], Sequence[float]],
         on_event: Callable[..., None] = lambda **_: None,
-        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`generate` makes one generation's groups without rollout peers; `judge` scores an example's completion, by
-        its tokens and turns."""
+        """`judge` scores an example's completion, by its tokens and turns."""
         self.publisher = Publisher(dtype)
         self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
         self._link, self._files = link, PolicyFiles(directory)
         self._terms = dict(terms)
-        self._step_of, self._generate, self._patience_s = step_of, generate, patience_s
-        self._judge, self._on_event = judge, on_event
+        self._step_of, self._judge, self._on_event = step_of, judge, on_event
         self._checks, self._random = RolloutChecks(), random.SystemRandom()
-        self._waits = True
+        self._is_alone = False
         self._last: Sequence[Group] = ()
         self._differences: dict[int, float] = {}
         """Differences of log-probabilities, by the numbers of completions in the last generation."""
@@ -85,28 +81,34 @@ class PeerRollouts:
             "policy", digest=self.publisher.digest, step=self._step_of(), files=files, terms=self._terms
         )
 
-    def take(self, count: int) -> list[Group]:
-        """`count` groups: of rollout peers, or generated here if none has come for long.
+    def take(self, count: int) -> list[Group] | None:
+        """`count` groups of rollout peers. None: so many have not come within TURN_S; ask again. An empty list: no
+        rollout peer is there, so this learner has to generate its own, and say so (`generated`).
 
         Leaves out rollout peers whose earlier groups were not what they claimed to be.
         """
         self._leave_out_cheats()
-        self._link.send("take", count=count, timeout_s=self._patience_s if self._waits else 0.0)
+        self._link.send("take", count=count, timeout_s=TURN_S)
         answer = self._link.receive("rollouts")
         groups, self._uniform = (
             [Group(**fields) for fields in answer[name]] for name in ("rollouts", "uniform")
         )
         self.senders = answer["senders"]
-        if self._waits and not groups:
+        if not groups and not answer["is_alone"]:
+            return None
+        if not groups and not self._is_alone:
             log.warning(
-                "no rollouts received for %g s: this learner generates its own until rollout peers join; "
-                "start them with `diloco peer --role rollout`",
-                self._patience_s,
+                "no rollout peer works for this learner: it generates its own rollouts, which is slow, until one "
+                "comes; start some with `diloco peer --role rollout`"
             )
-        self._waits = bool(groups)
+        self._is_alone = not groups
         self._check([*groups, *self._uniform])
-        self._last = groups or self._generate()
-        return list(self._last)
+        self._last = groups
+        return groups
+
+    def generated(self, groups: Sequence[Group]) -> None:
+        """Note what this learner has generated and trains on next."""
+        self._last = groups
 
     def compared(self, differences: Iterable[tuple[int, float]]) -> None:
         """Note differences between the learner's and the sampler's log-probabilities in nats per token, each with the

@@ -14,7 +14,7 @@ from diloco.rl.server_client import Sampling, Written
 from diloco.rl.tasks import Message
 
 AT_ONCE = 64
-"""Completions in one batch, unless the caller asks for more."""
+"""Completions in one batch, unless the caller says otherwise."""
 
 
 class BadPolicy(DilocoError):

@@ -26,7 +26,7 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
     trouble {what, text}                ->   (what is wrong; an empty text says that it no longer is)
     policy {digest, files, terms, ...}  ->   (on a connection of its own, without a hello: the newest weights)
     take {count, timeout_s}             ->   (on the same connection)
-                                        <-   rollouts {rollouts, uniform, senders}   (so many, or none in time)
+                                        <-   rollouts {rollouts, uniform, senders, is_alone}   (so many, or none)
     finished {}                         ->
                                         <-   bye {}
 

@@ -259,7 +259,7 @@ class RolloutPeer:
 
     async def _follow(self, stream: LearnerStream) -> None:
         """Fetch each newer policy, while the generator works by an older one."""
-        _, _, most_bytes = await self._generator.limits()
+        most_bytes = await self._most_bytes(stream)
         while True:
             held = self._fetched_digest or self._generator.held
             policy = await stream.newest(held)
@@ -275,6 +275,16 @@ class RolloutPeer:
                 self._step = policy.step
                 self._policy.set()
             await asyncio.sleep(OFTEN_S / 2)
+
+    async def _most_bytes(self, stream: LearnerStream) -> int:
+        """Most bytes of a policy's files, once the generator is here. The learner would take a silent peer for lost:
+        this asks it meanwhile, since loading a large model takes long."""
+        while True:
+            await stream.newest("")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(OFTEN_S):
+                    _, _, most_bytes = await self._generator.limits()
+                    return most_bytes
 
     async def _fetch(self, stream: LearnerStream, policy: Policy) -> None:
         paths: list[Path] = []

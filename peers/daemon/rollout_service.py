@@ -44,7 +44,7 @@ from peers.protocol.rollouts import (
     verified,
 )
 from peers.tasks import is_set_within
-from peers.timing import ANSWER_S, FORGET_S, PROBE_S, STALL_S
+from peers.timing import ANSWER_S, COMMIT_S, FORGET_S, PROBE_S, STALL_S
 
 MAX_STREAMS = 128
 """Streams of all rollout peers together; each of them has two."""
@@ -53,6 +53,11 @@ _ASKED: Decoder[Asked] = Decoder(Asked)
 _PIECE_BYTES = 1 << 20
 _SILENCE_S = FORGET_S
 """A rollout peer that is silent on all of its streams for this long has gone."""
+_PATIENCE_S = COMMIT_S
+"""How long a trainer waits for a rollout peer to come, or to come back."""
+_IDLE_S = 6 * FORGET_S
+"""A trainer does not wait for a rollout peer that hands nothing over for this long: far more than it takes to fetch and
+load a large model and to generate a batch."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +90,10 @@ class RolloutService:
         self._streams: dict[asyncio.Task[Any], str] = {}
         self._heard_at: dict[str, float] = {}
         """When each rollout peer that is present last said something, on any stream."""
-        self._arrived_at = float("-inf")
+        self._gave_at: dict[str, float] = {}
+        """When each rollout peer that is present last handed over a rollout that was kept, or came."""
+        self._left_at = float("-inf")
+        """When the last stream of a rollout peer ended; at first, when rollout peers could come."""
 
     @property
     def present(self) -> frozenset[str]:
@@ -122,6 +130,7 @@ class RolloutService:
                         rollouts=[_told(one) for one in taken.rollouts],
                         uniform=[_told(one) for one in taken.uniform],
                         senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
+                        is_alone=time.monotonic() >= self._alone_from(),
                     )
                 case "leave out":
                     self.queue.leave_out(str(message["peer_id"]), str(message["reason"]))
@@ -133,18 +142,27 @@ class RolloutService:
         digest, step, terms = str(message["digest"]), int(message["step"]), Terms(**message["terms"])
         self._files = [WeightsFile(**fields) for fields in message["files"]]
         self._digest = digest
+        if self.queue.terms is None:
+            self._left_at = time.monotonic()
         self.queue.published(digest, step, terms)
 
     async def _take(self, count: int, timeout_s: float) -> Taken:
-        """Wait for `count` rollouts. Returns none if `timeout_s` pass after this call or the last arrival."""
-        began = time.monotonic()
+        """Wait for `count` rollouts. Returns none after `timeout_s`, or once no rollout peer is to be waited for."""
+        deadline = time.monotonic() + timeout_s
         while (taken := self.queue.take(count)) is None:
-            left_s = max(self._arrived_at, began) + timeout_s - time.monotonic()
+            left_s = min(deadline, self._alone_from()) - time.monotonic()
             if left_s <= 0:
                 return Taken()
             self._news.clear()
             await is_set_within(self._news, left_s)
         return taken
+
+    def _alone_from(self) -> float:
+        """From when on no rollouts are to be expected, unless a rollout peer comes or hands one over before."""
+        expected = [
+            at + _IDLE_S for peer_id, at in self._gave_at.items() if peer_id not in self.queue.left_out
+        ]
+        return max([self._left_at + _PATIENCE_S, *expected])
 
     # Rollout peers
 
@@ -156,6 +174,7 @@ class RolloutService:
                 if await self._welcomed(peer_id, channel):
                     if peer_id not in self.present:
                         log.info("rollout peer %s is here", peer_id)
+                        self._gave_at[peer_id] = time.monotonic()
                     self._streams[task] = peer_id
                     self._heard_at[peer_id] = time.monotonic()
                     while True:
@@ -166,7 +185,8 @@ class RolloutService:
                 log.debug("rollout peer %s has gone: %s", peer_id, error)
             finally:
                 if self._streams.pop(task, None) and peer_id not in self.present:
-                    del self._heard_at[peer_id]
+                    del self._heard_at[peer_id], self._gave_at[peer_id]
+                    self._left_at = time.monotonic()
                     log.info("rollout peer %s has gone", peer_id)
 
     async def _welcomed(self, peer_id: str, channel: Channel) -> bool:
@@ -207,7 +227,7 @@ class RolloutService:
                     await channel.send_last(Verdict(dropped=str(error)), PROBE_S)
                     raise
                 if not dropped:
-                    self._arrived_at = now
+                    self._gave_at[peer_id] = now
                     self._news.set()
                 await channel.send(Verdict(dropped=dropped), PROBE_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.options.trainer import with_mode_defaults
 from diloco.outer.world import World
+from diloco.rl import sampling
 from diloco.rl.answers import Completion
 from diloco.rl.push import Publisher
 from diloco.rl.sampling import sampled
@@ -298,18 +300,40 @@ def test_a_reference_model_needs_weights_to_load(config, tmp_path):
     assert step["kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_the_trainer_generates_no_more_at_once_than_it_trains_on_at_once(config, tmp_path, monkeypatch):
+    sizes, batch = [], sampling._batch
+
+    def noted(model, tokenizer, prompts, *more):
+        sizes.append(len(prompts))
+        return batch(model, tokenizer, prompts, *more)
+
+    monkeypatch.setattr(sampling, "_batch", noted)
+    own = replace(config, grpo=replace(config.grpo, eval_samples=3), total_steps=1)
+    trained(replace(own, per_device_train_batch_size=2), tmp_path / "run")
+    assert sizes == [2] * (3 + 4 + 3)
+
+
+def test_each_rank_evaluates_and_generates_its_share(config):
+    ranks = [SimpleNamespace(config=config, world=World(rank=rank, num_ranks=3)) for rank in range(3)]
+    assert [Training.shared(rank, list, "abcd") for rank in ranks] == [["a", "b"], ["c"], ["d"]]
+
+
 class Sender:
     """Stands in for the link to a daemon: its rollouts have constant log-probabilities, whatever the policy."""
 
     def __init__(self, *logprobs: float) -> None:
         """Takes one log-probability for each prompt."""
         self._logprobs = logprobs
+        self.turns: list[bool] = []
+        """Whether the learner is alone, in each of the next turns, in which no rollouts come."""
 
     def send(self, *_: object, **__: object) -> None: ...
 
     def close(self) -> None: ...
 
     def receive(self, _: str) -> dict[str, object]:
+        if self.turns:
+            return {"rollouts": [], "uniform": [], "senders": {}, "is_alone": self.turns.pop(0)}
         rollouts = [
             {
                 "peer_id": "peer",
@@ -339,6 +363,22 @@ def test_what_has_become_much_more_probable_since_it_was_sampled_moves_nothing(
     own = replace(config, grpo=replace(config.grpo, rollout="peers"), total_steps=1)
     (step,) = (record for record in trained(own, tmp_path / "run") if record["kind"] == "step")
     assert step["grad_norm"] > 0 if learns else step["grad_norm"] == 0
+
+
+def test_a_learner_waits_in_turns_while_a_rollout_peer_is_there_and_generates_its_own_when_alone(
+    config, tmp_path, monkeypatch
+):
+    sender = Sender(-5.5, -5.5)
+    sender.turns = [False, False, True, False]
+
+    def opened(self, *_):
+        self.peer_rollouts = self.rollouts_by(sender)
+
+    monkeypatch.setattr(Training, "open_peer_rollouts", opened)
+    own = replace(config.grpo, rollout="peers", eval_prompts=0)
+    records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
+    assert [record["rollout_peers"] for record in records if record["kind"] == "step"] == [0, 1]
+    assert sender.turns == []
 
 
 def test_how_far_a_sampler_is_off_is_told_of_the_very_completion_without_a_pass_of_its_own(

@@ -13,7 +13,7 @@ from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl.dialogues import judged, judged_again, own_mask
 from diloco.rl.environments import EnvironmentTask
-from diloco.rl.evaluation import evaluated
+from diloco.rl.evaluation import measured
 from diloco.rl.generator import generated
 from diloco.rl.sampling import token_ids
 from diloco.rl.server_client import Sampling, Written
@@ -137,7 +137,7 @@ def test_a_learner_finds_the_scores_again_and_words_that_the_environment_would_n
 
 def test_an_evaluation_counts_the_dialogues_that_earn_everything(guess, tokenizer):
     model = Model(tokenizer, ["5"], ["1", "2", "3", "4"]).goes_on(1, 1, 1)
-    figures = evaluated(
+    [figures] = measured(
         guess, tokenizer, [guess.example(SECRET_5)], model.complete, samples=2, max_tokens=200, seed=1
     )
     assert figures == {"reward": 0.5, "pass_at_1": 0.5, "pass_at_2": 1.0}

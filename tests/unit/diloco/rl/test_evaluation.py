@@ -7,7 +7,7 @@ import pytest
 from benchmarks.format_model import bare_model
 from diloco.data.tokenizer import load_tokenizer
 from diloco.options.flags import GrpoConfig
-from diloco.rl.evaluation import evaluated, pass_at_k
+from diloco.rl.evaluation import means, measured, pass_at_k
 from diloco.rl.sampling import token_ids
 from diloco.rl.server_client import Written
 from diloco.rl.task_choice import open_task
@@ -41,5 +41,6 @@ def test_an_evaluation_counts_solved_completions_of_each_prompt(tmp_path):
         ids = [[right[0]] * count, [right[1], *[empty] * (count - 1)]]
         return [Written(one, [[-1.0] * len(tokens) for tokens in one]) for one in ids]
 
-    figures = evaluated(task, tokenizer, examples, complete, samples=4, max_tokens=50, seed=1)
-    assert figures == pytest.approx({"reward": 5 / 8, "pass_at_1": 5 / 8, "pass_at_4": 1.0})
+    figures = measured(task, tokenizer, examples, complete, samples=4, max_tokens=50, seed=1)
+    assert [one["reward"] for one in figures] == pytest.approx([1.0, 1 / 4])
+    assert means(figures) == pytest.approx({"reward": 5 / 8, "pass_at_1": 5 / 8, "pass_at_4": 1.0})

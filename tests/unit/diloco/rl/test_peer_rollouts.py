@@ -31,6 +31,7 @@ class Daemon:
     def __init__(self) -> None:
         self.queue: list[dict[str, Any]] = []
         self.uniform: list[dict[str, Any]] = []
+        self.is_alone = False
         self.asked: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
 
@@ -42,7 +43,13 @@ class Daemon:
         taken = self.queue[:count] if len(self.queue) >= count else []
         self.queue = self.queue[len(taken) :]
         uniform, self.uniform = self.uniform, []
-        return {"kind": kind, "rollouts": taken, "uniform": uniform, "senders": {"peer": SENDER}}
+        return {
+            "kind": kind,
+            "rollouts": taken,
+            "uniform": uniform,
+            "senders": {"peer": SENDER},
+            "is_alone": self.is_alone,
+        }
 
     def close(self) -> None: ...
 
@@ -66,7 +73,6 @@ def source(daemon, tmp_path):
         torch.float32,
         TERMS,
         step_of=lambda: 12,
-        generate=lambda: [OWN],
         judge=lambda example, tokens, turns: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
         on_event=lambda **fields: daemon.events.append(fields),
     )
@@ -87,17 +93,23 @@ def test_rollouts_of_peers_are_trained_on_with_their_age(daemon, source):
     }
 
 
-def test_a_learner_to_which_nothing_comes_generates_its_own_and_waits_no_more_until_something_comes(
-    daemon, source
+def test_a_learner_generates_its_own_only_while_no_rollout_peer_is_there_and_says_so_once(
+    daemon, source, caplog
 ):
-    waits = []
-    for queue in ([], [], [sent(0)], []):
-        daemon.queue = queue
-        groups = source.take(1)
-        waits.append(daemon.asked[-1]["timeout_s"])
-        assert groups == ([Group(**queue[0])] if queue else [OWN])
-    assert waits == [60.0, 0.0, 0.0, 60.0]
+    for is_alone, queue, found in (
+        (False, [], None),
+        (True, [], []),
+        (True, [], []),
+        (False, [], None),
+        (False, [sent(0)], [Group(**sent(0))]),
+    ):
+        daemon.is_alone, daemon.queue = is_alone, queue
+        assert source.take(1) == found
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert source.figures()["rollout_peers"] == 1
+    source.generated([OWN])
     assert source.figures()["rollout_peers"] == 0
+    assert source.figures()["reward_of_all"] == pytest.approx((0.1 + 1.0) / 2)
 
 
 def test_the_daemon_is_told_of_each_policy_and_of_the_step_that_it_is_of(daemon, source):
@@ -166,8 +178,10 @@ def test_who_cheats_is_left_out_once_though_a_generation_is_compared_in_parts_an
 
 
 def test_a_learners_own_completions_are_not_compared(daemon, source):
+    daemon.is_alone = True
     for _ in range(10):
         source.take(1)
+        source.generated([OWN])
         source.compared([(0, 9.0), (1, 9.0)])
     assert left_out(daemon) == []
 

@@ -272,6 +272,17 @@ class Announcing:
         return path
 
 
+async def test_a_peer_whose_generator_takes_long_to_start_lets_its_learner_hear_that_it_is_there(
+    peer, learners
+):
+    starting, stream = asyncio.Event(), Announcing(0, 0)
+    peer._generator.limits, peer._generator.held = starting.wait, ""
+    following = asyncio.create_task(peer._follow(stream))
+    await until(lambda: stream.num_asked > 3)
+    following.cancel()
+    await asyncio.wait({following})
+
+
 @pytest.mark.parametrize(
     ("stream", "num_left"),
     [(Announcing(1, 10), 3), (Announcing(3, 0), MAX_BLOBS // 3 * 3), (Announcing(2, 10, keeps=1), 0)],

@@ -17,7 +17,7 @@ import pytest
 from peers.admission.secrets import AdmissionKey
 from peers.daemon import rollout_service
 from peers.daemon.rollout_queue import Taken
-from peers.daemon.rollout_service import RolloutService, WeightsFile, way_to
+from peers.daemon.rollout_service import _IDLE_S, _PATIENCE_S, RolloutService, WeightsFile, way_to
 from peers.errors import NotWanted, PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
 from peers.net.identity import Identity, load_or_create
@@ -137,24 +137,50 @@ async def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(
     assert (shown.peer_id, shown.taken, shown.received, shown.is_here) == (identity.peer_id, 2, 2, False)
 
 
-async def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
+@pytest.fixture
+def clock(monkeypatch):
+    """Replaces the service's clock, which stands still unless a test sets it."""
+    clock = SimpleNamespace(now=0.0, time_ns=time.time_ns)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(rollout_service, "time", clock)
+    return clock
+
+
+async def test_a_trainer_is_told_when_its_time_is_up_and_when_nobody_is_left_to_wait_for(tmp_path, clock):
     service = service_with()
     publish(service, tmp_path)
     assert await service._take(1, 0.0) == Taken()
-    assert await service._take(1, 0.01) == Taken()
-    # Every rollout restarts the trainer's patience, even one that alone is too few.
-    service._arrived_at = time.monotonic() + 0.1
-    assert await service._take(1, 0.0) == Taken()
-    assert time.monotonic() >= service._arrived_at
+    clock.now += _PATIENCE_S
+    assert await service._take(1, 3600.0) == Taken()
 
 
-async def test_a_rollout_that_is_dropped_gives_a_trainer_no_more_patience(identity, tmp_path):
+async def test_a_learner_counts_as_alone_only_while_no_rollout_peer_is_there(identity, tmp_path, clock):
     service = service_with()
     publish(service, tmp_path)
+    assert service._alone_from() == _PATIENCE_S
+    clock.now = 3 * _PATIENCE_S
     async with stream_to(service, identity) as stream:
-        old = rollout(stream.welcome.next_number, "b" * 64)
+        assert service._alone_from() == clock.now + _IDLE_S
+        clock.now += 100.0
+        given = rollout(stream.welcome.next_number, POLICY)
+        assert await stream.hand_over(signed(given, identity)) == ""
+        assert service._alone_from() == clock.now + _IDLE_S
+        publish(service, tmp_path, step=4)
+        clock.now += 100.0
+        old = rollout(stream.welcome.next_number + 1, "b" * 64)
         assert await stream.hand_over(signed(old, identity)) == "stale"
-    assert service._arrived_at == float("-inf")
+        assert service._alone_from() == clock.now - 100.0 + _IDLE_S
+        async with stream_to(service, identity):
+            assert service._alone_from() == clock.now - 100.0 + _IDLE_S
+    assert service._alone_from() == clock.now + _PATIENCE_S
+
+
+async def test_a_rollout_peer_that_was_left_out_is_not_waited_for(identity, tmp_path, clock):
+    service = service_with()
+    publish(service, tmp_path)
+    async with stream_to(service, identity):
+        service.queue.leave_out(identity.peer_id, "lies")
+        assert service._alone_from() == _PATIENCE_S
 
 
 async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
@@ -186,7 +212,7 @@ async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
         now += 1
         with pytest.raises(PeerUnreachable):
             await one._channel.read(_VERDICT, 60.0)
-    assert service._heard_at == {}
+    assert service._heard_at == service._gave_at == {}
 
 
 async def test_who_sends_a_false_rollout_hears_why_and_its_stream_ends(identity, tmp_path):
