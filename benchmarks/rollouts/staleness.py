@@ -129,6 +129,7 @@ class OldPolicies:
         self._model = load_model(training.config.path_model, seed=0)
         self._policies: deque[dict[str, Any]] = deque(maxlen=staleness + 1)
         self._steps: deque[int] = deque(maxlen=staleness + 1)
+        self._taken: deque[dict[str, Any]] = deque()
 
     def send(self, kind: str, **fields: Any) -> None:
         if kind == "policy":
@@ -136,11 +137,13 @@ class OldPolicies:
             self._policies.append({name: tensor.clone() for name, tensor in state.items()})
             self._steps.append(fields["step"])
 
-    def receive(self, _: str) -> dict[str, Any]:
+    def receive(self, kind: str) -> dict[str, Any]:
+        if kind == "rollout":
+            return self._taken.popleft()
         self._model.load_state_dict(self._policies[0])
         age = self._steps[-1] - self._steps[0]
-        rollouts = [self._rollout(number, age) for number in self._generated()]
-        return {"rollouts": rollouts, "uniform": [], "senders": {}}
+        self._taken += [self._rollout(number, age) for number in self._generated()]
+        return {"num_rollouts": len(self._taken), "num_uniform": 0, "senders": {}}
 
     def close(self) -> None: ...
 

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class PeerRollouts:
         self._differences: dict[int, float] = {}
         """Differences of log-probabilities, by the numbers of completions in the last generation."""
         self._uniform: Sequence[Group] = ()
-        """Groups that came with the last ones and teach nothing: all completions of a group earn the same."""
+        """Groups that came with the last ones and teach nothing: all completions of a group earn the same. Of each only
+        one has come."""
 
     def push(self) -> None:
         """Tell the daemon of the publisher's newest version."""
@@ -91,7 +93,7 @@ class PeerRollouts:
         self._link.send("take", count=count, timeout_s=TURN_S)
         answer = self._link.receive("rollouts")
         groups, self._uniform = (
-            [Group(**fields) for fields in answer[name]] for name in ("rollouts", "uniform")
+            [self._received() for _ in range(answer[name])] for name in ("num_rollouts", "num_uniform")
         )
         self.senders = answer["senders"]
         if not groups and not answer["is_alone"]:
@@ -105,6 +107,10 @@ class PeerRollouts:
         self._check([*groups, *self._uniform])
         self._last = groups
         return groups
+
+    def _received(self) -> Group:
+        fields = self._link.receive("rollout")
+        return Group(**{name: fields[name] for name in ("peer_id", "example", "staleness", "completions")})
 
     def generated(self, groups: Sequence[Group]) -> None:
         """Note what this learner has generated and trains on next."""
@@ -158,11 +164,10 @@ class PeerRollouts:
         """The mean reward before groups of uniform reward were left out."""
         weights = self._terms["reward_weights"]
         rewards = [
-            sum(map(operator.mul, weights, one["scores"]))
+            fmean(sum(map(operator.mul, weights, one["scores"])) for one in group.completions)
             for group in (*self._last, *self._uniform)
-            for one in group.completions
         ]
-        return sum(rewards) / max(len(rewards), 1)
+        return fmean(rewards) if rewards else 0.0
 
     def close(self) -> None:
         self._link.close()

@@ -26,7 +26,8 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
     trouble {what, text}                ->   (what is wrong; an empty text says that it no longer is)
     policy {digest, files, terms, ...}  ->   (on a connection of its own, without a hello: the newest weights)
     take {count, timeout_s}             ->   (on the same connection)
-                                        <-   rollouts {rollouts, uniform, senders, is_alone}   (so many, or none)
+                                        <-   rollouts {num_rollouts, num_uniform, senders, is_alone}
+                                        <-   rollout {peer_id, example, staleness, completions}   (so many, or none)
     finished {}                         ->
                                         <-   bye {}
 
@@ -70,7 +71,7 @@ SILENCE_TIMEOUT_S = COMMIT_S
 WAITING_INTERVAL_S = OFTEN_S
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 30
-"""Large, since both ends belong to one user and the rollouts of a large generation take hundreds of megabytes."""
+"""Large, since both ends belong to one user, and a rollout peer's generator sends the completions of a whole batch."""
 _PIECE_BYTES = 1 << 20
 # The kernel passes at most 253 descriptors in one message.
 _MAX_DESCRIPTORS = 250

@@ -1,8 +1,12 @@
-"""Which rollouts a learner keeps, in which order it trains on them, and which are too old. Pure."""
+"""Which rollouts a learner keeps, in which order it trains on them, and which are too old.
+
+Pure, but for which completion of a rollout of uniform reward is shown.
+"""
 
 from __future__ import annotations
 
 import operator
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +15,12 @@ from typing import Any
 from peers.errors import ProtocolError
 from peers.protocol.limits import MAX_SHORT_TEXT
 from peers.protocol.rollouts import STALE, Rollout, most_bytes_of, prompt_of
+from peers.protocol.wire import encode
 
 MAX_SENDERS = 256
 """Rollout peers whose numbers and figures are remembered."""
 _SAME_REWARD = 1e-6
+_RANDOM = random.SystemRandom()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +77,23 @@ class Waiting:
     """A rollout that has been taken, and how old it is by now."""
 
     peer_id: str
-    rollout: Rollout
+    number: int
+    completions: bytes
+    """An array of peers.protocol.rollouts.Completion."""
     staleness: int
     example: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A rollout that waits. Its completions are encoded: as values they would take six times the memory."""
+
+    peer_id: str
+    number: int
+    policy: str
+    completions: bytes
+    sample: bytes
+    """One of the completions, chosen at random, if their reward is uniform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +103,8 @@ class Taken:
     rollouts: Sequence[Waiting] = ()
     """To train on."""
     uniform: Sequence[Waiting] = ()
-    """Rollouts whose completions all earn the same. They teach nothing, but must be checked as well."""
+    """Rollouts whose completions all earn the same. They teach nothing, but are checked as well, by one completion of
+    each."""
 
 
 class RolloutQueue:
@@ -102,8 +123,8 @@ class RolloutQueue:
         """By peer id of each rollout peer that has cheated: how, as the learner's trainer found out."""
         self._steps: dict[str, int] = {}
         """By digest of each policy that rollouts may come from: its step."""
-        self._waiting: deque[tuple[str, Rollout]] = deque()
-        self._uniform: deque[tuple[str, Rollout]] = deque()
+        self._waiting: deque[_Kept] = deque()
+        self._uniform: deque[_Kept] = deque()
         """Rollouts of uniform reward that have come since the last `take`."""
 
     def __len__(self) -> int:
@@ -135,24 +156,33 @@ class RolloutQueue:
         if rollout.policy not in self._steps:
             return self._dropped(peer_id, STALE)
         assert self.terms is not None
-        kept = self._uniform if self._is_uniform(rollout) else self._waiting
-        kept.append((peer_id, rollout))
-        if len(kept) > self.terms.num_kept:
-            self._dropped(kept.popleft()[0], "surplus")
+        is_uniform = self._is_uniform(rollout)
+        waiting = self._uniform if is_uniform else self._waiting
+        waiting.append(
+            _Kept(
+                peer_id=peer_id,
+                number=rollout.number,
+                policy=rollout.policy,
+                completions=encode(rollout.completions),
+                sample=encode([_RANDOM.choice(rollout.completions)]) if is_uniform else b"",
+            )
+        )
+        if len(waiting) > self.terms.num_kept:
+            self._dropped(waiting.popleft().peer_id, "surplus")
         return ""
 
     def leave_out(self, peer_id: str, reason: str) -> None:
         """Take no more from this rollout peer, and forget what waits of it."""
         if len(self.left_out) < MAX_SENDERS:
             self.left_out[peer_id] = f"it was left out: {reason}"[:MAX_SHORT_TEXT]
-        self._drop("left out", lambda sender, _: sender == peer_id)
+        self._drop("left out", lambda kept: kept.peer_id == peer_id)
 
     def take(self, count: int) -> Taken | None:
         """The oldest `count` rollouts that are not too old; None if fewer wait.
 
         If `num_kept` rollouts of uniform reward wait, the newest of them make up what is missing.
         """
-        self._drop(STALE, lambda _, rollout: rollout.policy not in self._steps)
+        self._drop(STALE, lambda kept: kept.policy not in self._steps)
         missing = max(count - len(self._waiting), 0)
         if missing and (self.terms is None or len(self._uniform) < self.terms.num_kept):
             return None
@@ -160,32 +190,36 @@ class RolloutQueue:
         chosen += [self._uniform.pop() for _ in range(missing)]
         uniform, self._uniform = self._uniform, deque()
         return Taken(
-            rollouts=[self._taken(*one) for one in chosen], uniform=[self._shown(*one) for one in uniform]
+            rollouts=[self._taken(kept) for kept in chosen],
+            uniform=[self._shown(kept, kept.sample) for kept in uniform],
         )
 
-    def _drop(self, why: str, is_dropped: Callable[[str, Rollout], bool]) -> None:
+    def _drop(self, why: str, is_dropped: Callable[[_Kept], bool]) -> None:
         for waiting in (self._waiting, self._uniform):
             for _ in range(len(waiting)):
-                peer_id, rollout = waiting.popleft()
-                if is_dropped(peer_id, rollout):
-                    self._dropped(peer_id, why)
+                kept = waiting.popleft()
+                if is_dropped(kept):
+                    self._dropped(kept.peer_id, why)
                 else:
-                    waiting.append((peer_id, rollout))
+                    waiting.append(kept)
 
-    def _taken(self, peer_id: str, rollout: Rollout) -> Waiting:
-        taken, sender = self._shown(peer_id, rollout), self.sender(peer_id)
+    def _taken(self, kept: _Kept) -> Waiting:
+        taken, sender = self._shown(kept, kept.completions), self.sender(kept.peer_id)
         sender.num_taken += 1
         sender.staleness_sum += taken.staleness
         sender.staleness_max = max(sender.staleness_max, taken.staleness)
         return taken
 
-    def _shown(self, peer_id: str, rollout: Rollout) -> Waiting:
+    def _shown(self, kept: _Kept, completions: bytes) -> Waiting:
         assert self.terms is not None
-        staleness = self.step - self._steps[rollout.policy]
-        example = prompt_of(
-            self._run_id, self._me, peer_id, rollout.number, num_examples=self.terms.num_examples
+        num_examples = self.terms.num_examples
+        return Waiting(
+            peer_id=kept.peer_id,
+            number=kept.number,
+            completions=completions,
+            staleness=self.step - self._steps[kept.policy],
+            example=prompt_of(self._run_id, self._me, kept.peer_id, kept.number, num_examples=num_examples),
         )
-        return Waiting(peer_id=peer_id, rollout=rollout, staleness=staleness, example=example)
 
     def _is_uniform(self, rollout: Rollout) -> bool:
         assert self.terms is not None

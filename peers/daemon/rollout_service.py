@@ -127,11 +127,14 @@ class RolloutService:
                     taken = await answer(self._take(count, timeout_s))
                     await connection.send(
                         "rollouts",
-                        rollouts=[_told(one) for one in taken.rollouts],
-                        uniform=[_told(one) for one in taken.uniform],
+                        num_rollouts=len(taken.rollouts),
+                        num_uniform=len(taken.uniform),
                         senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
                         is_alone=time.monotonic() >= self._alone_from(),
                     )
+                    # In frames of their own: those of a large generation are longer together than a frame may be.
+                    for one in (*taken.rollouts, *taken.uniform):
+                        await connection.send("rollout", **_told(one))
                 case "leave out":
                     self.queue.leave_out(str(message["peer_id"]), str(message["reason"]))
                 case kind:
@@ -293,5 +296,5 @@ def _told(one: Waiting) -> dict[str, Any]:
         "peer_id": one.peer_id,
         "example": one.example,
         "staleness": one.staleness,
-        "completions": one.rollout.completions,
+        "completions": msgspec.Raw(one.completions),
     }

@@ -326,15 +326,18 @@ class Sender:
         self._logprobs = logprobs
         self.turns: list[bool] = []
         """Whether the learner is alone, in each of the next turns, in which no rollouts come."""
+        self._rollouts: list[dict[str, object]] = []
 
     def send(self, *_: object, **__: object) -> None: ...
 
     def close(self) -> None: ...
 
-    def receive(self, _: str) -> dict[str, object]:
+    def receive(self, kind: str) -> dict[str, object]:
+        if kind == "rollout":
+            return self._rollouts.pop(0)
         if self.turns:
-            return {"rollouts": [], "uniform": [], "senders": {}, "is_alone": self.turns.pop(0)}
-        rollouts = [
+            return {"num_rollouts": 0, "num_uniform": 0, "senders": {}, "is_alone": self.turns.pop(0)}
+        self._rollouts = [
             {
                 "peer_id": "peer",
                 "example": example,
@@ -346,7 +349,7 @@ class Sender:
             }
             for example, logprob in enumerate(self._logprobs)
         ]
-        return {"rollouts": rollouts, "uniform": [], "senders": {}}
+        return {"num_rollouts": len(self._rollouts), "num_uniform": 0, "senders": {}}
 
 
 @pytest.mark.parametrize("logprob, learns", [(-5.5, True), (-6.2, True), (-20.0, False), (-1000.0, False)])

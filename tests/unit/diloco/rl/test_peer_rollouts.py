@@ -34,19 +34,24 @@ class Daemon:
         self.is_alone = False
         self.asked: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
+        self._frames: list[dict[str, Any]] = []
 
     def send(self, kind: str, **fields: Any) -> None:
         self.asked.append({"kind": kind, **fields})
 
     def receive(self, kind: str) -> dict[str, Any]:
+        if kind == "rollout":
+            return {"kind": kind, **self._frames.pop(0)}
+        assert not self._frames
         count = self.asked[-1]["count"]
         taken = self.queue[:count] if len(self.queue) >= count else []
         self.queue = self.queue[len(taken) :]
         uniform, self.uniform = self.uniform, []
+        self._frames = [*taken, *uniform]
         return {
             "kind": kind,
-            "rollouts": taken,
-            "uniform": uniform,
+            "num_rollouts": len(taken),
+            "num_uniform": len(uniform),
             "senders": {"peer": SENDER},
             "is_alone": self.is_alone,
         }

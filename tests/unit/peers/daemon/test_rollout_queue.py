@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.daemon.rollout_queue import MAX_SENDERS, RolloutQueue
 from peers.errors import ProtocolError
-from peers.protocol.rollouts import prompt_of
+from peers.protocol.rollouts import Completion, prompt_of
 from tests.support.rollout_messages import FIRST, ME, RUN, completion, rollout, terms, uniform
 
 POLICIES = [character * 64 for character in "abcdef"]
+COMPLETIONS = Decoder(tuple[Completion, ...])
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_rollouts_of_a_fork_that_was_left_are_dropped(queue):
 def test_where_more_come_than_are_trained_on_the_oldest_make_room(queue):
     for index in range(6):
         assert queue.offer("x", rollout(FIRST + index), float(index)) == ""
-    assert [one.rollout.number for one in queue.take(4).rollouts] == [FIRST + index for index in range(2, 6)]
+    assert numbers(queue.take(4).rollouts) == [2, 3, 4, 5]
     assert queue.senders["x"].dropped == {"surplus": 2}
 
 
@@ -108,7 +110,7 @@ def test_nothing_more_is_taken_from_one_that_was_left_out(queue):
 
 
 def numbers(waiting) -> list[int]:
-    return [one.rollout.number - FIRST for one in waiting]
+    return [one.number - FIRST for one in waiting]
 
 
 def test_rollouts_whose_completions_all_earn_the_same_are_left_out_and_only_shown(queue):
@@ -123,6 +125,21 @@ def test_rollouts_whose_completions_all_earn_the_same_are_left_out_and_only_show
     assert queue.offer("x", rollout(FIRST + 4, completions=nearly), 2.0) == ""
     taken = queue.take(1)
     assert (numbers(taken.rollouts), numbers(taken.uniform)) == ([4], [])
+
+
+def test_the_trainer_gets_all_completions_to_train_on_and_one_of_each_rollout_that_it_only_checks(queue):
+    given = [uniform(FIRST), *(rollout(FIRST + 1 + index) for index in range(2))]
+    for one in given:
+        queue.offer("x", one, 1.0)
+    taken = queue.take(2)
+    found = [COMPLETIONS.decode(one.completions) for one in (*taken.uniform, *taken.rollouts)]
+    assert found[1:] == [one.completions for one in given[1:]]
+    (shown,) = found[0]
+    assert shown in given[0].completions
+    for index in range(terms().num_kept):
+        queue.offer("x", uniform(FIRST + 3 + index), 1.0)
+    (chosen,) = queue.take(1).rollouts
+    assert COMPLETIONS.decode(chosen.completions) == uniform().completions
 
 
 def test_where_everything_earns_the_same_the_newest_of_it_are_trained_on_rather_than_waited_for_ever(queue):
@@ -140,7 +157,7 @@ def test_rollouts_of_uniform_reward_grow_old_and_are_left_out_with_their_sender(
         queue.offer("y", uniform(FIRST + index), 1.0)
     assert len(queue._uniform) == terms().num_kept
     queue.leave_out("x", "lies")
-    assert {peer_id for peer_id, _ in queue._uniform} == {"y"}
+    assert {kept.peer_id for kept in queue._uniform} == {"y"}
     for step, policy in enumerate(POLICIES[1:5], 11):
         queue.published(policy, step, terms())
     assert queue.take(1) is None

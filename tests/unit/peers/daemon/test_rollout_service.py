@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import socket
 import time
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from peers.admission.secrets import AdmissionKey
-from peers.daemon import rollout_service
+from peers.daemon import link, rollout_service
+from peers.daemon.link import DaemonConnection, WorkerLink
 from peers.daemon.rollout_queue import Taken
 from peers.daemon.rollout_service import _IDLE_S, _PATIENCE_S, RolloutService, WeightsFile, way_to
-from peers.errors import NotWanted, PeerUnreachable, ProtocolError
+from peers.errors import LinkLost, NotWanted, PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
 from peers.net.identity import Identity, load_or_create
 from peers.net.rollouts import _VERDICT, LearnerStream
@@ -55,7 +57,9 @@ def service_with(gate: Gate | None = None) -> RolloutService:
     return RolloutService(RUN, ME, gate or Gate(RUN), lambda: {"mode": "grpo"})
 
 
-def publish(service: RolloutService, directory: Path, step: int = 3, content: bytes = CONTENT) -> BlobName:
+def publish(
+    service: RolloutService, directory: Path, step: int = 3, content: bytes = CONTENT, **changes: Any
+) -> BlobName:
     path = directory / "policy"
     path.write_bytes(content)
     name = BlobName(digest=hashlib.sha256(CONTENT).hexdigest(), num_bytes=len(CONTENT))
@@ -66,8 +70,8 @@ def publish(service: RolloutService, directory: Path, step: int = 3, content: by
         "leads_to": POLICY,
         "base": "",
     }
-    usual = {field: getattr(terms(), field) for field in terms().__dataclass_fields__}
-    service._published({"digest": POLICY, "step": step, "files": [fields], "terms": usual})
+    told = dataclasses.asdict(terms(**changes))
+    service._published({"digest": POLICY, "step": step, "files": [fields], "terms": told})
     return name
 
 
@@ -129,12 +133,47 @@ async def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(
             given = signed(rollout(first + index, POLICY), identity)
             assert await stream.hand_over(given) == ""
         taken = await taking
-        assert [one.rollout.number for one in taken.rollouts] == [first, first + 1]
+        assert [one.number for one in taken.rollouts] == [first, first + 1]
         assert [one.staleness for one in taken.rollouts] == [0, 0]
     async with stream_to(service, identity) as stream:
         assert stream.welcome.next_number == first + 2
     (shown,) = service.senders_shown()
     assert (shown.peer_id, shown.taken, shown.received, shown.is_here) == (identity.peer_id, 2, 2, False)
+
+
+async def answered(work):
+    return await work
+
+
+async def test_what_is_taken_goes_over_the_link_though_it_is_longer_together_than_a_frame_may_be(
+    tmp_path, monkeypatch
+):
+    """20 rollouts of 8 KiB each."""
+    monkeypatch.setattr(link, "_MAX_FRAME_BYTES", 64 << 10)
+    service = service_with()
+    publish(service, tmp_path, max_tokens=500, num_kept=20)
+    tokens, logprobs = (7,) * 400, (-0.5,) * 400
+    for index in range(20):
+        one = completion(tokens=tokens, logprobs=logprobs)
+        worse = completion(tokens=tokens, logprobs=logprobs, scores=(0.0, 0.0))
+        given = rollout(service.queue.sender("peer").next_number, POLICY, completions=(one, worse))
+        assert service.queue.offer("peer", given, float(index)) == ""
+    here, there = socket.socketpair()
+    there.setblocking(False)
+    connection, worker = DaemonConnection(there), WorkerLink(here)
+    asked = {"kind": "take", "count": 20, "timeout_s": 60.0}
+    serving = asyncio.create_task(service.serve_trainer(connection, asked, answered))
+    answer = await asyncio.to_thread(worker.receive, "rollouts")
+    assert (answer["num_rollouts"], answer["num_uniform"], answer["is_alone"]) == (20, 0, False)
+    for _ in range(20):
+        told = await asyncio.to_thread(worker.receive, "rollout")
+        assert (told["peer_id"], told["staleness"]) == ("peer", 0)
+        assert [one["tokens"] for one in told["completions"]] == [list(tokens)] * 2
+        assert told["completions"][1]["logprobs"] == list(logprobs)
+    worker.close()
+    with pytest.raises(LinkLost):
+        await serving
+    connection.close()
 
 
 @pytest.fixture
