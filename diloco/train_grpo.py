@@ -410,6 +410,9 @@ class Training:
             micro_batch_size=self.trainer.args.per_device_train_batch_size,
         )
         if self.trainer.state.global_step == 0 and self.outer.evaluates and self.held_out:
+            if self.config.grpo.rollout == "peers":
+                # Rollout peers load it and begin to generate meanwhile.
+                self.push()
             self.evaluate()
 
     def evaluates_between(self) -> bool:

@@ -384,6 +384,28 @@ def test_a_learner_waits_in_turns_while_a_rollout_peer_is_there_and_generates_it
     assert sender.turns == []
 
 
+def test_rollout_peers_get_the_policy_before_the_first_evaluation_and_only_once(
+    config, tmp_path, monkeypatch
+):
+    done: list[str] = []
+
+    class Noted(Sender):
+        def send(self, kind: str, **_: object) -> None:
+            done.append(kind)
+
+    def opened(self, *_):
+        self.peer_rollouts = self.rollouts_by(Noted(-5.5, -5.5))
+
+    def measured(self, examples):
+        done.append("evaluation")
+        return [{"reward": 0.0}]
+
+    monkeypatch.setattr(Training, "open_peer_rollouts", opened)
+    monkeypatch.setattr(Training, "measured", measured)
+    trained(replace(config, grpo=replace(config.grpo, rollout="peers"), total_steps=1), tmp_path / "run")
+    assert done == ["policy", "evaluation", "take", "evaluation"]
+
+
 def test_how_far_a_sampler_is_off_is_told_of_the_very_completion_without_a_pass_of_its_own(
     config, tmp_path, monkeypatch
 ):
