@@ -34,14 +34,14 @@ from diloco.launch.worker import Assignment, assigned, exit_code
 from diloco.options.model_files import directory_of, has_weights, load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
-from diloco.outer.world import World, on_every_rank, on_rank_zero
+from diloco.outer.world import World, on_every_rank, on_rank_zero, scattered
 from diloco.process_end import exit_process
 from diloco.rl.adapters import merged, trained, with_adapters
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.dialogues import judged_again
 from diloco.rl.evaluation import means, measured
 from diloco.rl.generator import generated
-from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of, terms_of
+from diloco.rl.peer_rollouts import Group, PeerRollouts, Row, rows_of, terms_of
 from diloco.rl.recorder import EvaluateWhenDue, Recorder
 from diloco.rl.rollouts import Rollouts, opened_server
 from diloco.rl.sampling import sampled
@@ -302,18 +302,25 @@ class Training:
             self.discard_scratch()
         self.metrics.write("event", event="finished", **self.position())
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The next generation: prompts, each `num_generations` times in a row, with completions. A collective."""
+    def rows(self) -> list[Row]:
+        """This rank's part of the next generation: prompts, each `num_generations` times in a row, with completions. A
+        collective."""
         if self.pushed != self.weights_of:
             # Before waiting for rollout peers, whose next rollouts have to be sampled by these weights.
             self.push()
         numbers = self.example_numbers()
-        groups = self.groups_of_peers() if self.config.grpo.rollout == "peers" else []
-        if not groups:
+        groups = self.groups_of_peers() if self.config.grpo.rollout == "peers" else None
+        if groups is None:
             groups = self.shared(self.own_groups, numbers)
             if self.peer_rollouts:
                 self.peer_rollouts.generated(groups)
-        return rows_of(self.task, groups)
+
+        def parts() -> list[list[Row]]:
+            rows = rows_of(self.task, groups)
+            each = len(rows) // self.world.num_ranks
+            return [rows[rank * each : (rank + 1) * each] for rank in range(self.world.num_ranks)]
+
+        return scattered(parts)
 
     def shared(self, work: Callable[[Sequence[T]], list[Found]], items: Sequence[T]) -> list[Found]:
         """What `work` finds for all items: for its share on each rank, or on rank 0 alone, which has the server. A
@@ -351,20 +358,23 @@ class Training:
         """The weights on the CPU, with adapters merged in; empty on ranks other than 0. A collective."""
         return dict(merged(self.model, full_state(self.model).items()))
 
-    def groups_of_peers(self) -> list[Group]:
-        """The rollouts of rollout peers; none if no such peer is there. A collective."""
+    def groups_of_peers(self) -> list[Group] | None:
+        """The rollouts of rollout peers, which only rank 0 gets. None if no such peer is there. A collective."""
+        taken: list[Group] = []
 
-        def taken() -> list[Group] | None:
+        def have_come() -> bool | None:
             assert self.peer_rollouts is not None
-            return self.peer_rollouts.take(self.prompts.prompts_per_generation)
+            groups = self.peer_rollouts.take(self.prompts.prompts_per_generation)
+            taken.extend(groups or ())
+            return None if groups is None else bool(groups)
 
         with self.progress.phase("waiting", "for rollouts"):
             # In turns, since rollouts of a large model may take longer than a collective may.
-            while (groups := on_rank_zero(taken)) is None:
+            while (come := on_rank_zero(have_come)) is None:
                 pass
         for figures in self.peer_rollouts.senders.values() if self.peer_rollouts else ():
             self.metrics.write("rollouts", step=self.trainer.state.global_step, **figures)
-        return groups
+        return taken if come else None
 
     def compared(self, differences: Sequence[tuple[int, float]]) -> None:
         assert self.peer_rollouts is not None

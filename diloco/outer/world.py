@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -143,6 +143,17 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def scattered(action: Callable[[], Sequence[T]]) -> T:
+    """Run `action` on rank 0 only. Of what it returns, every rank gets what has its number; or rank 0's error."""
+    if not in_group():
+        return action()[0]
+    parts: list[T] = []
+    on_rank_zero(lambda: parts.extend(action()))
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, parts or None, src=0, group=_control_group())
+    return own[0]
 
 
 def summed(value: int) -> int:

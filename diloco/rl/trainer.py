@@ -41,8 +41,8 @@ _LEAST_LOGPROB = -50.0
 class PeerTrainer(GRPOTrainer):
     """A GRPOTrainer with a placeholder data set, which generates nothing.
 
-    `rows` returns the whole next generation on all ranks: prompts, each with the `tokens` of a completion, the
-    `logprobs` with which they were sampled, the `mask` of those to train on, and `scores`.
+    `rows` returns a rank's part of the next generation: prompts, each with the `tokens` of a completion, the `logprobs`
+    with which they were sampled, the `mask` of those to train on, and `scores`.
     """
 
     def __init__(
@@ -93,16 +93,15 @@ class PeerTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
         # Choose the prompts here rather than in the data loader, which reads ahead past an outer step.
-        rows = self._rows()
-        first = self.accelerator.process_index * len(inputs)
-        self._own = rows[first : first + len(inputs)]
-        assert len(self._own) == len(inputs), (len(rows), len(inputs), first)
+        self._own = self._rows()
+        assert len(self._own) == len(inputs), (len(self._own), len(inputs))
         found: dict[str, Tensor | Any] = super()._generate_and_score_completions(self._own)
         if self._compared is not None:
             # Clip the ratio to the policy that sampled. TRL clips the ratio to the trainer's own policy, which is 1 in
             # the first step: an old batch could move the policy without limit.
             found["old_per_token_logps"] = found["sampling_per_token_logps"].clamp(min=_LEAST_LOGPROB)
             # To recognize the rows after TRL has shuffled them.
+            first = self.accelerator.process_index * len(inputs)
             found["row"] = torch.arange(first, first + len(inputs))
         return found
 

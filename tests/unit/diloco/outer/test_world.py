@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from diloco.errors import UserError
-from diloco.outer.world import World, on_every_rank, on_rank_zero, summed, world_of_worker
+from diloco.outer.world import World, on_every_rank, on_rank_zero, scattered, summed, world_of_worker
 from tests.support.torch_ranks import Ranks
 
 
@@ -42,7 +42,7 @@ def test_ranks_without_a_process_group_are_refused_before_each_takes_itself_for_
 
 def test_alone_rank_zero_is_this_one():
     assert on_rank_zero(lambda: 7) == 7
-    assert on_every_rank(lambda: 7) == [7]
+    assert on_every_rank(lambda: 7) == scattered(lambda: [[7]]) == [7]
     assert summed(3) == 3
 
 
@@ -66,6 +66,18 @@ def refuse():
 
 def test_every_rank_takes_rank_zeros_branch_also_when_it_fails(ranks):
     assert ranks.run(shared) == [("from 0", "taken", 3)] * 2
+
+
+def dealt_out(world):
+    own = scattered(lambda: [f"from {world.rank} to {rank}" for rank in range(world.num_ranks)])
+    try:
+        scattered(refuse)
+    except UserError as error:
+        return own, str(error), summed(1)
+
+
+def test_every_rank_gets_what_rank_zero_has_for_it_or_its_error(ranks):
+    assert ranks.run(dealt_out) == [(f"from 0 to {rank}", "taken", 2) for rank in range(2)]
 
 
 def all_did(world):
