@@ -121,7 +121,8 @@ def is_still(peer: PeerFacts) -> bool:
     if peer.doing == "training":
         # Before its first step is done, nobody knows how long one takes.
         return peer.idle_s > (max(STILL_S, _STILL_STEPS * peer.step_s) if peer.step_s else _BUSY_STILL_S)
-    return peer.doing not in ("averaging", "starting") and peer.idle_s > _BUSY_STILL_S
+    # One that waits for rollouts has no fault of its own, and goes on by itself.
+    return peer.doing not in ("averaging", "starting", "waiting") and peer.idle_s > _BUSY_STILL_S
 
 
 def _healthy(there: Sequence[PeerFacts], num_peers: int) -> str:

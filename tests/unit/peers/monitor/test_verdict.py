@@ -79,6 +79,11 @@ TABLE = {
         "busy",
         "getting ready: peer 0 is waiting for peers, 1 of 3 are here",
     ),
+    "a learner may wait for rollouts for long": (
+        swarm({"doing": "waiting", "in_words": "waiting: for rollouts", "idle_s": 600.0}),
+        "busy",
+        "getting ready: peer 0 is waiting: for rollouts",
+    ),
     "lost": (
         swarm({}, {"state": "lost", "gone_s": 12.0}),
         "fault",
