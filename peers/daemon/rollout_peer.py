@@ -33,7 +33,7 @@ from peers.protocol.records import NO_RANK, PEERS_KEY, Announcement
 from peers.protocol.refusal import Refused
 from peers.protocol.rollouts import MAX_BLOBS, Completion, Policy, Rollout, learner_for, prompt_of, signed
 from peers.tasks import cancelled, first_of
-from peers.timing import LOOK_S, OFTEN_S
+from peers.timing import LOOK_S, OFTEN_S, look_interval_s
 
 WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
 """(manifest, link socket) -> the command that generates."""
@@ -236,9 +236,11 @@ class RolloutPeer:
         self._agreed.set()
 
     async def _until_reassigned(self, peer_id: str) -> None:
+        there: Mapping[str, Announcement] = {}
         while True:
-            await asyncio.sleep(LOOK_S)
-            learner = self._chosen(await self._learners())
+            await asyncio.sleep(max(LOOK_S, look_interval_s(len(there), is_early=False)))
+            there = await self._learners()
+            learner = self._chosen(there)
             # The DHT may know of nobody for a moment; a learner that is gone breaks its streams. One that has failed
             # waits for a success with the present one: otherwise it could cut short each batch of rollouts.
             if learner is None or learner.peer_id == peer_id or self._has_failed(learner):
