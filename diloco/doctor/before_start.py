@@ -8,7 +8,7 @@ from diloco.data.tokenizer import check_vocabulary
 from diloco.doctor.p2pd import check_ports
 from diloco.doctor.resources import check_disk
 from diloco.doctor.software import check_vllm
-from diloco.errors import UserError
+from diloco.errors import UserError, print_note
 from diloco.options.extras import check_extras
 from diloco.options.flags import HvConfig
 from diloco.options.model_files import load_model_config
@@ -27,8 +27,9 @@ def check_memory_and_disk(
 ) -> None:
     """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.
 
-    `is_settled=False` means that the batch sizes and `--grpo.lora-rank` may still come from the swarm. Then activations
-    are not counted, and GRPO counts as training adapters, which takes less memory.
+    `is_settled=False` means that batch sizes, steps and `--grpo.lora-rank` may still come from the swarm. Then
+    activations and the run's later checkpoints are not counted, and GRPO counts as training adapters, which takes less
+    memory.
     """
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
@@ -41,10 +42,13 @@ def check_memory_and_disk(
         gpu_bytes=machine.gpu_bytes * machine.num_gpus // num_peers or None,
         has_adapters=config.trains_adapters or (not is_settled and config.mode == "grpo"),
         recomputes=config.activation_checkpointing,
+        compression=config.hv.compression,
     )
-    for finding in check_disk(config, state_dir, num_peers=num_peers):
+    for finding in check_disk(config, state_dir, num_peers=num_peers, is_settled=is_settled):
         if finding.verdict == "fail":
             raise UserError(f"{finding.name}: {finding.said}; try {finding.fix}")
+        if finding.verdict == "warn":
+            print_note(f"{finding.name}: {finding.said}; try {finding.fix}")
 
 
 def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = True) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +25,19 @@ from diloco.train.memory import (
     check_peers_fit,
     least_num_parameters,
     memory_needed_bytes,
+    residual_bytes_per_parameter,
 )
 
 _GIB = 2**30
 _TEST_BYTES = 1 << 20
 _TEMPORARY_BYTES = 64 << 20
 _STATE_BYTES = 16 << 20
-# fp32: run_dir/model/ holds the weights; a checkpoint holds weights, AdamW's two moments, anchor and momentum.
+# fp32: run_dir/model/ holds the weights; a checkpoint holds weights, AdamW's two moments or Muon's one, anchor and
+# momentum, and the residuals of a lossy codec.
 _MODEL_BYTES_PER_PARAMETER = 4
-_CHECKPOINT_BYTES_PER_PARAMETER = 20
+_CHECKPOINT_BYTES_PER_PARAMETER = {"adamw": 20, "muon": 16}
+# A peer's checkpoints, and behind a dot those that a killed process has left half-written.
+_PEERS_PARTS = "model_step_*/*diloco_rank_*"
 _SMALLER_MODEL = "--path-model 2m  # or another that is smaller, shorter samples, or more memory"
 
 
@@ -42,6 +49,8 @@ class Place:
     path: Path
     needed_bytes: int
     chosen_by: str
+    bytes_at_end: int = 0
+    """The space that all checkpoints of the run need, if they are all kept."""
 
 
 def check_descriptors() -> Iterator[Finding]:
@@ -65,7 +74,12 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         return
     try:
         # The cheap lower bound first: counting the parameters of a far too large model with transformers takes long.
-        check_peers_fit(config.path_model, on_gpu=on_gpu, has_adapters=config.trains_adapters)
+        check_peers_fit(
+            config.path_model,
+            on_gpu=on_gpu,
+            has_adapters=config.trains_adapters,
+            compression=config.hv.compression,
+        )
     except UserError as error:
         yield failed("memory", str(error), _SMALLER_MODEL)
         return
@@ -80,6 +94,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             on_gpu=on_gpu,
             has_adapters=config.trains_adapters,
             recomputes=config.activation_checkpointing,
+            compression=config.hv.compression,
         )
 
     def problem_of(samples: int) -> str:
@@ -103,36 +118,96 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
     yield passed("memory", f"training {config.path_model} takes {_size_text(need.host_bytes)}{gpus}{free}")
 
 
-def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:
-    """Check every directory that `num_peers` peers write to, by writing a temporary file."""
-    num_parameters = _least_num_parameters(config.path_model) * num_peers
-    for place in places_to_check(config, state_dir, num_parameters):
+def check_disk(
+    config: TrainConfig, state_dir: Path, *, num_peers: int = 1, is_settled: bool = True
+) -> Iterator[Finding]:
+    """Check every directory that `num_peers` peers write to, by writing a temporary file.
+
+    `is_settled=False`: the number of steps, and so of checkpoints, may still come from the swarm.
+    """
+    num_parameters = _least_num_parameters(config.path_model)
+    for place in places_to_check(
+        config, state_dir, num_parameters, num_peers=num_peers, is_settled=is_settled
+    ):
         yield check_place(place)
 
 
-def places_to_check(config: TrainConfig, state_dir: Path, num_parameters: int) -> list[Place]:
-    """The directories that are written to; `num_parameters` is summed over all peers on this machine."""
-    model_bytes = num_parameters * _MODEL_BYTES_PER_PARAMETER
+def places_to_check(
+    config: TrainConfig,
+    state_dir: Path,
+    num_parameters: int,
+    *,
+    num_peers: int = 1,
+    is_settled: bool = True,
+) -> list[Place]:
+    """The directories that `num_peers` peers write to; arguments as for `check_disk`."""
     run_dir = Path(config.run_dir or "runs").expanduser()
+    model_bytes = num_peers * num_parameters * _MODEL_BYTES_PER_PARAMETER
+    checkpoint_bytes = num_peers * num_parameters * checkpoint_bytes_per_parameter(config)
+    keeps_whole_models = config.ckpt.interval is not None and not config.trains_adapters
+    is_remote = "://" in config.ckpt.path
+    if keeps_whole_models and is_remote:
+        # Assembled there and then uploaded. What a killed process has left half-written is deleted before.
+        model_bytes += checkpoint_bytes - _bytes_below(run_dir / "checkpoints")
     places = [
         Place("run directory", run_dir, model_bytes, "--run-dir "),
         Place("state directory", state_dir, _STATE_BYTES, "export XDG_STATE_HOME="),
         Place("temporary files", Path(tempfile.gettempdir()), _TEMPORARY_BYTES, "export TMPDIR="),
     ]
-    keeps_whole_models = config.ckpt.interval is not None and not config.trains_adapters
-    if keeps_whole_models and "://" not in config.ckpt.path:
-        # One more than are kept, since the oldest is deleted only after the newest is complete.
-        kept = (config.ckpt.topk or 1) + 1
-        size = num_parameters * _CHECKPOINT_BYTES_PER_PARAMETER * kept
-        places.append(Place("checkpoints", Path(config.ckpt.path).expanduser(), size, "--ckpt.path "))
+    if keeps_whole_models and not is_remote:
+        places.append(_checkpoints_place(config, checkpoint_bytes, num_peers, is_settled=is_settled))
     return places
+
+
+def checkpoint_bytes_per_parameter(config: TrainConfig) -> int:
+    """A lower bound, like that of the residuals."""
+    residuals = residual_bytes_per_parameter(config.hv.compression)
+    return _CHECKPOINT_BYTES_PER_PARAMETER[config.optimizer] + residuals
+
+
+def _checkpoints_place(config: TrainConfig, size: int, num_peers: int, *, is_settled: bool) -> Place:
+    """The directory of --ckpt.path, for checkpoints of `size` bytes."""
+    path, ckpt = Path(config.ckpt.path).expanduser(), config.ckpt
+    there, left_over = _own_bytes(path, config.hv.world_rank, num_peers)
+    # One more than are kept, since the oldest is deleted only after the newest is complete.
+    needed = max(size, ((ckpt.topk or 1) + 1) * size - there) - left_over
+    at_end = 0
+    if ckpt.interval is not None and ckpt.topk is None and is_settled:
+        at_end = config.end_step // ckpt.interval * size - there - left_over
+    return Place("checkpoints", path, needed, "--ckpt.path ", at_end)
+
+
+def _own_bytes(path: Path, world_rank: int | None, num_peers: int) -> tuple[int, int]:
+    """The size of the checkpoints that `num_peers` peers of this machine have there, and of those half-written.
+
+    If the coordinator assigns the world rank, the largest parts count as theirs: on a disk that all peers of a swarm
+    share, these are about as large as their own.
+    """
+    whole, left_over = Counter[str](), Counter[str]()
+    # Not Path.glob, which fails if another peer deletes its own meanwhile.
+    for found in glob.glob(_PEERS_PARTS, root_dir=path, include_hidden=True):  # noqa: PTH207
+        directory = path / found
+        part = directory.name.strip(".").partition(".")[0]
+        counter = left_over if directory.name.startswith(".") else whole
+        counter[part] += _bytes_below(directory)
+    parts = sorted(whole | left_over, key=lambda part: whole[part] + left_over[part])[-num_peers:]
+    if world_rank is not None:
+        parts = [f"diloco_rank_{world_rank}"]
+    return sum(whole[part] for part in parts), sum(left_over[part] for part in parts)
+
+
+def _bytes_below(directory: Path) -> int:
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(where, name).stat().st_size
+    return total
 
 
 def check_place(place: Place) -> Finding:
     """Check that a file can be written to the directory, and that there is enough free space."""
-    existing = next(
-        (path for path in (place.path, *place.path.absolute().parents) if path.exists()), Path("/")
-    )
+    existing = _existing(place.path)
     larger = f"{place.chosen_by}/a/larger/disk"
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -150,9 +225,17 @@ def check_place(place: Place) -> Finding:
     message = f"{place.path}: {_size_text(free)} free"
     if free < place.needed_bytes:
         return failed(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", larger)
+    if free < place.bytes_at_end:
+        needed = f"{_size_text(place.bytes_at_end)} needed to keep all checkpoints of the run"
+        return warned(place.name, f"{message}, {needed}", "--ckpt.topk 3")
     if free < 2 * place.needed_bytes:
         return warned(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", larger)
     return passed(place.name, message)
+
+
+def _existing(path: Path) -> Path:
+    """The directory itself, or else the nearest of its parents that exists."""
+    return next((one for one in (path, *path.absolute().parents) if one.exists()), Path("/"))
 
 
 def _num_parameters(path_model: str) -> int:

@@ -9,11 +9,15 @@ from typing import Any, Literal
 
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config
+from peers.protocol.codecs import BITS_BY_CODEC, FLOAT_BYTES, CodecName
 
 # In the worker: fp32 weights, gradients, and AdamW's two moments or Muon's one.
 _WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
 # In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
+# In host memory, and in a checkpoint: what a lossy codec has kept back of this peer's contributions. What it has kept
+# back of the results is left out: it is divided among the peers, whose number is not known.
+_RESIDUAL_BYTES_PER_PARAMETER = 4
 _FROZEN_BYTES_PER_PARAMETER = 4
 """For the frozen weights of a model with adapters, which are not averaged."""
 _GIB = 2**30
@@ -43,10 +47,11 @@ def memory_needed_bytes(
     in_swarm: bool = True,
     has_adapters: bool = False,
     recomputes: bool = False,
+    compression: CodecName = "fp32",
 ) -> MemoryNeed:
     """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks on this machine.
 
-    `recomputes` is --activation-checkpointing.
+    `recomputes` is --activation-checkpointing, `compression` is --hv.compression.
 
     The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
     activations are underestimated, and adapters, which are trained in place of the weights, are not counted.
@@ -54,10 +59,16 @@ def memory_needed_bytes(
     activations = activation_tokens * _activation_bytes_per_token(config, recomputes=recomputes)
     per_parameter = _FROZEN_BYTES_PER_PARAMETER if has_adapters else _WORKER_BYTES_PER_PARAMETER[optimizer]
     worker = num_parameters * per_parameter + activations
-    swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm and not has_adapters else 0
+    per_parameter = _SWARM_BYTES_PER_PARAMETER + residual_bytes_per_parameter(compression)
+    swarm = num_parameters * per_parameter if in_swarm and not has_adapters else 0
     if on_gpu:
         return MemoryNeed(host_bytes=swarm, device_bytes=worker, activation_bytes=activations)
     return MemoryNeed(host_bytes=worker + swarm, device_bytes=0, activation_bytes=activations)
+
+
+def residual_bytes_per_parameter(compression: CodecName) -> int:
+    """A lower bound of the error feedback of --hv.compression."""
+    return _RESIDUAL_BYTES_PER_PARAMETER if BITS_BY_CODEC[compression] < 8 * FLOAT_BYTES else 0
 
 
 def check_memory(
@@ -166,6 +177,7 @@ def check_peers_fit(
     gpu_bytes: int | None = None,
     has_adapters: bool = False,
     recomputes: bool = False,
+    compression: CodecName = "fp32",
 ) -> None:
     """Raise UserError if the model is invalid, or if `num_peers` peers training it do not fit this machine.
 
@@ -181,6 +193,7 @@ def check_peers_fit(
         on_gpu=on_gpu,
         has_adapters=has_adapters,
         recomputes=recomputes,
+        compression=compression,
     )
     check_memory(need, path_model=path_model, num_peers=num_peers, device_available=gpu_bytes)
 

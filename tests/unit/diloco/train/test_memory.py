@@ -67,6 +67,8 @@ def test_weights_gradients_optimizer_and_swarm_are_counted():
     assert alone.host_bytes == 16 * 10**9
     muon = memory_needed_bytes(10**9, activation_tokens=0, config=config, optimizer="muon", in_swarm=False)
     assert muon.host_bytes == 12 * 10**9
+    lossy = memory_needed_bytes(10**9, activation_tokens=0, config=config, compression="int4")
+    assert lossy.host_bytes == 36 * 10**9
     beside = memory_needed_bytes(10**9, activation_tokens=0, config=config, has_adapters=True)
     assert beside.host_bytes == 4 * 10**9
     on_gpu = memory_needed_bytes(10**9, activation_tokens=1024, config=config, on_gpu=True)
