@@ -27,14 +27,15 @@ from diloco.checkpoint.store import own_part
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco, OuterFiles, Restored
-from diloco.outer.world import GROUP_TIMEOUT, World, in_group, on_rank_zero
+from diloco.outer.world import GROUP_TIMEOUT, World, in_group, on_rank_zero, summed
 from diloco.train.inner import InnerLoop
+from peers.core.timing import SLOWEST_LINK
 from peers.state.whole_files import write_bytes, write_tensors
 
 log = logging.getLogger(__name__)
 
 LAST_SAVE_TIMEOUT_S = 600.0
-"""How long the end of a training waits for its last checkpoint."""
+"""How long the end of a training waits for its last checkpoint, beyond the time for its bytes over the slowest link."""
 _SIGNAL_TIMEOUT_S = 2.0
 """How long a process ended by a signal waits for its last checkpoint: less than the time until it is killed."""
 
@@ -60,6 +61,8 @@ class Checkpoints:
         # A process group for the saving threads only, since training uses the other groups at the same time.
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
         self._checked_step = 0
+        self._num_bytes = 0
+        """The size of the state in the last save, summed over the ranks."""
         self._staging: Path | None = None
         """The directory that is being written, if any."""
         self._staging_lock = threading.Lock()
@@ -123,6 +126,7 @@ class Checkpoints:
             staging = on_rank_zero(lambda: self._new_directory(step, part))
             state = shards.state_to_write(self._inner, self._world.rank)
             copies = self._copies.take(state)
+            self._num_bytes = summed(sum(copy.nbytes for copy in copies.values()))
             # Last: the daemon begins to write at once, which would slow the copies down.
             outer_files = outer.snapshot(staging)
         except (OSError, DilocoError) as error:
@@ -150,10 +154,12 @@ class Checkpoints:
         return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
 
     def close(self) -> None:
-        """Wait for the save in progress, for at most LAST_SAVE_TIMEOUT_S, after which it has failed."""
-        if not self._saver.wait(LAST_SAVE_TIMEOUT_S):
+        """Wait for the save in progress, for as long as its upload may take, after which it has failed."""
+        # Twice the ranks' bytes: the daemon's files are about as large. The same on all ranks, which write together.
+        timeout_s = LAST_SAVE_TIMEOUT_S + 2 * self._num_bytes / SLOWEST_LINK
+        if not self._saver.wait(timeout_s):
             # Saves begin only in `save`, so the one in progress is of this step.
-            self._saver.failed(self._checked_step, f"it was not written within {LAST_SAVE_TIMEOUT_S:g} s")
+            self._saver.failed(self._checked_step, f"it was not written within {timeout_s:.0f} s")
             self._discard()
 
     def discard_partial(self) -> None:

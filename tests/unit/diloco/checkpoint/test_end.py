@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import diloco.checkpoint.checkpoint
 from diloco.checkpoint.checkpoint import Checkpoints
 from diloco.checkpoint.saver import check_saved
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
+from diloco.outer.diloco import Position
+from diloco.outer.outer_files import OuterFiles
 from diloco.outer.world import World
+from peers.core.timing import SLOWEST_LINK
 
 
 def snapshot_of_a_daemon_that_was_killed(_directory) -> None:
     raise DilocoError("the daemon has ended")
+
+
+def outer_of_no_swarm() -> SimpleNamespace:
+    return SimpleNamespace(
+        world_rank=None,
+        snapshot=OuterFiles,
+        position=Position(),
+        tokens=[0],
+        steps_per_epoch=1,
+        last_commit=None,
+    )
 
 
 def test_a_last_checkpoint_that_takes_too_long_has_failed_and_a_required_one_ends_the_training(
@@ -34,6 +50,36 @@ def test_a_last_checkpoint_that_takes_too_long_has_failed_and_a_required_one_end
     assert (event["event"], event["step"]) == ("checkpoint_failed", 5)
     with pytest.raises(DilocoError, match=r"checkpoint of step 5 was not saved .*not written within 0 s"):
         check_saved(event, is_required=True)
+
+
+def test_the_last_checkpoint_may_take_as_long_as_its_bytes_over_a_slow_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(diloco.checkpoint.checkpoint, "LAST_SAVE_TIMEOUT_S", 0.0)
+    # Twice these bytes take ten seconds at the least rate that a link may have.
+    state = {"model.weight": torch.zeros(int(SLOWEST_LINK) * 5 // 4)}
+    monkeypatch.setattr(diloco.checkpoint.shards, "state_to_write", lambda inner, rank: state)
+    checkpoints = Checkpoints(
+        CkptConfig(path=f"memory://{uuid.uuid4().hex}", interval=1, required=True),
+        World(),
+        SimpleNamespace(),
+        scratch=tmp_path,
+    )
+    is_closing, wait, send = threading.Event(), checkpoints._saver.wait, checkpoints._store.send
+
+    def told_to_close(timeout_s=None):
+        if timeout_s is not None:
+            is_closing.set()
+        return wait(timeout_s)
+
+    def slow_send(*args):
+        assert is_closing.wait(20)
+        send(*args)
+
+    monkeypatch.setattr(checkpoints._saver, "wait", told_to_close)
+    monkeypatch.setattr(checkpoints._store, "send", slow_send)
+    checkpoints.begin(0)
+    checkpoints.save(outer_of_no_swarm(), step=1)
+    checkpoints.close()
+    assert [event["event"] for event in checkpoints.events()] == ["checkpoint"]
 
 
 def test_a_directory_is_removed_that_was_made_a_moment_ago(tmp_path, monkeypatch):
