@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -25,11 +26,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from diloco.checkpoint.mark import COMPLETE, checked_mark, mark_whole
+from diloco.checkpoint.digests import checked_mark, records_by_ranks
+from diloco.checkpoint.mark import COMPLETE, mark_whole
 from diloco.checkpoint.restore import others_state
 from diloco.errors import DilocoError, UserError
 from diloco.outer.diloco import Commit, Diloco, Restored
-from diloco.outer.world import barrier, on_rank_zero
+from diloco.outer.world import barrier, on_rank_zero, world_of_worker
 
 log = logging.getLogger(__name__)
 
@@ -162,8 +164,9 @@ class DilocoCallback(TrainerCallback):
         barrier()
         try:
             if on_rank_zero(directory.is_dir):
-                outer.checkpoint(directory)
-                on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
+                written = outer.checkpoint(directory)
+                files = records_by_ranks(directory, world_of_worker(os.environ), written)
+                on_rank_zero(lambda: mark_whole(directory, outer, files, num_ranks=args.world_size))
         except (DilocoError, OSError) as error:
             log.error("the swarm's state was not saved, so %s cannot be resumed: %s", directory, error)
 
@@ -207,14 +210,15 @@ class DilocoCallback(TrainerCallback):
         """The position in the run. The trainer has restored the weights and the optimizer itself."""
         if world_rank is None:
             return None
+        world = world_of_worker(os.environ)
         if self._resume is not None and not self._is_own:
-            return others_state(on_rank_zero(partial(checked_mark, self._resume)), self._resume)
+            return others_state(checked_mark(self._resume, world), self._resume)
         if state.global_step == 0:
             return None
         directory = self._resumed_from(args, state)
         if not on_rank_zero((directory / COMPLETE).is_file):
             return None
-        mark = on_rank_zero(lambda: checked_mark(directory))
+        mark = checked_mark(directory, world)
         if mark.num_ranks != args.world_size:
             raise UserError(
                 f"{directory} was saved by {mark.num_ranks} ranks, but this peer has {args.world_size}; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,7 +18,7 @@ from blake3 import blake3
 from diloco.errors import UserError
 from diloco.outer.diloco import Diloco, Position
 from peers.state.header import HEADER_FILE
-from peers.state.whole_files import FileRecord, flush_to_disk, problem_with, record_of, write_bytes
+from peers.state.whole_files import FileRecord, problem_with, write_bytes
 
 COMPLETE = "complete.json"
 PEER_PART = "diloco_rank_"
@@ -107,33 +107,20 @@ def write_mark(directory: Path, mark: Mark) -> None:
     write_bytes(directory / COMPLETE, mark.to_bytes())
 
 
-def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
-    """Flush and hash every file of a checkpoint that transformers' Trainer has written, and write its mark.
-
-    Raises OSError.
-    """
+def mark_whole(directory: Path, outer: Diloco, files: Mapping[str, FileRecord], *, num_ranks: int) -> Mark:
+    """Write the mark of a checkpoint by transformers' Trainer whose files, all on disk, are these. Raises OSError."""
     commit, header = outer.last_commit, directory / HEADER_FILE
-    for path in [path for path in directory.rglob("*") if path.is_file()]:
-        flush_to_disk(path)
     mark = Mark(
         position=outer.position,
         tokens=tuple(outer.tokens),
         num_ranks=num_ranks,
         steps_per_epoch=outer.steps_per_epoch,
-        files=records_below(directory),
+        files=files,
         saved_at_ms=time.time_ns() // 1_000_000,
         contributors=tuple(commit.contributors) if commit else (),
         head=str(json.loads(header.read_bytes())["head"]) if header.exists() else "",
     )
     write_mark(directory, mark)
-    return mark
-
-
-def checked_mark(directory: Path) -> Mark:
-    """The mark of a checkpoint, after verifying all files. Raises Damaged, which names the file that does not match."""
-    mark = read_mark(directory)
-    if problems := problems_of(directory, mark.files):
-        raise Damaged(f"{problems[0]}; resume from another checkpoint")
     return mark
 
 
@@ -143,16 +130,14 @@ def problems_of(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
     return [f"{path} {problem}" for path, problem in found if problem]
 
 
-def records_below(directory: Path) -> dict[str, FileRecord]:
-    """Size and digest of every file of a checkpoint that has no mark yet, except other peers' parts. Raises OSError."""
-    return {name: record_of(directory / name) for name in sorted(_names_below(directory))}
-
-
-def _names_below(directory: Path) -> Iterator[str]:
-    for path in directory.rglob("*"):
-        name = path.relative_to(directory)
-        if path.is_file() and name.name != COMPLETE and not name.parts[0].startswith((PEER_PART, ".")):
-            yield name.as_posix()
+def names_below(directory: Path) -> set[str]:
+    """The files of a checkpoint without its mark and other peers' parts, as POSIX paths."""
+    paths = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    return {
+        path.as_posix()
+        for path in paths
+        if path.name != COMPLETE and not path.parts[0].startswith((PEER_PART, "."))
+    }
 
 
 def _safe_name(name: str) -> str:

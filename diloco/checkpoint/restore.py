@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.choice import Candidate, newest_first, of_others, to_delete, to_resume
-from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, problems_of, write_mark
-from diloco.checkpoint.shards import rank_of
+from diloco.checkpoint.digests import problems_by_ranks
+from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, write_mark
 from diloco.checkpoint.store import Store, open_store, own_part
 from diloco.errors import UserError
 from diloco.options.flags import CkptConfig
@@ -131,11 +131,7 @@ def fetched(
     try:
         while (candidate := on_rank_zero(finder.next)) is not None:
             directory = _fetch_to_node(finder.store, candidate, world, stack)
-            problems = [
-                found
-                for each in on_every_rank(partial(_problems, directory, candidate.mark, world))
-                for found in each
-            ]
+            problems = problems_by_ranks(directory, candidate.mark, world)
             if not problems:
                 return Found(candidate.mark, directory, candidate.part == own_part(world_rank))
             stack.close()
@@ -334,17 +330,3 @@ def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: cont
     found = on_every_rank(fetched)[world.node * world.num_local_ranks]
     assert found is not None
     return found
-
-
-def _problems(directory: Path, mark: Mark, world: World) -> list[str]:
-    """What is wrong with this rank's share of the files. The ranks divide the files, so each is verified once."""
-    ranks = {name: rank for name in mark.files if (rank := rank_of(name)) is not None}
-    # Files of transformers' Trainer have other names.
-    if ranks and mark.num_ranks != len(ranks):
-        return [f"{directory / COMPLETE} names {mark.num_ranks} ranks, but the files of {len(ranks)}"]
-    mine = {
-        name: record
-        for name, record in mark.files.items()
-        if ranks.get(name, 0) % world.num_ranks == world.rank
-    }
-    return problems_of(directory, mine)

@@ -27,6 +27,7 @@ from diloco.outer.world import barrier, on_rank_zero, summed
 from peers.core.schedule import Schedule
 from peers.daemon.link import LINK_ENV
 from peers.state.handover import EpochFigures
+from peers.state.whole_files import FileRecord
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -224,10 +225,13 @@ class Diloco:
             self._report(exchange, num_tokens)
         return commit
 
-    def checkpoint(self, directory: Path) -> None:
-        """Have the daemon write its outer state into `directory`, and wait for it. Raises DilocoError if it cannot."""
+    def checkpoint(self, directory: Path) -> dict[str, FileRecord]:
+        """Have the daemon write its outer state into `directory`, and wait for it. Raises DilocoError if it cannot.
+
+        Returns the size and digest of what it wrote, by file name.
+        """
         files = self.snapshot(directory)
-        on_rank_zero(files.wait)
+        return on_rank_zero(files.wait).files
 
     def snapshot(self, directory: Path) -> OuterFiles:
         """Have the daemon write its outer state, as it is now, into `directory` while training continues.

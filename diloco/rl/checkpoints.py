@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.callback import checkpoint_of
-from diloco.checkpoint.mark import COMPLETE, mark_whole, read_mark
+from diloco.checkpoint.digests import flushed_records
+from diloco.checkpoint.mark import COMPLETE, mark_whole, names_below, read_mark
 from diloco.checkpoint.restore import Found, OwnCheckpoints
 from diloco.checkpoint.saver import Saved
 from diloco.checkpoint.store import own_part
@@ -82,7 +83,8 @@ class KeepCheckpoints(TrainerCallback):
         elif outer.active or not written.is_dir():
             raise OSError("it was not written completely; the log above says why")
         else:
-            mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
+            files = flushed_records(written, names_below(written))
+            mark = mark_whole(written, outer, files, num_ranks=self._world.num_ranks)
         self._own.store.send(written, mark.files, step, own_part(outer.world_rank))
         self._own.complete(written, mark, step, outer.world_rank)
         self._own.delete_old(outer.world_rank)

@@ -1,4 +1,4 @@
-"""The callback when the nominal step is ahead of the trainer's own count."""
+"""The callback when the nominal step is ahead of the trainer's own count, and when the trainer saves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from diloco.callback import DilocoCallback, _set_schedule
+from diloco.checkpoint import digests
+from diloco.checkpoint.digests import checked_mark
+from diloco.checkpoint.mark import Damaged
+from diloco.outer.diloco import Position
+from diloco.outer.world import World
+from peers.state.whole_files import record_of, write_bytes
 
 
 def due_at(tmp_path, nominal_steps, *, in_flight=False, **settings):
@@ -39,6 +45,35 @@ def test_what_is_due_at_a_multiple_is_done_where_the_nominal_step_jumps_over_it(
     assert due_at(tmp_path, [250], in_flight=True) == [(False, True, True)]
     never = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
     assert due_at(tmp_path, [250], **never) == [nothing]
+
+
+def test_what_the_daemon_has_just_written_is_not_read_again_for_the_mark(tmp_path, monkeypatch):
+    args, state = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), TrainerState()
+    state.global_step, directory = 4, tmp_path / "checkpoint-4"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+
+    def checkpoint(into):
+        return {"outer.safetensors": write_bytes(into / "outer.safetensors", b"anchor")}
+
+    read = []
+    monkeypatch.setattr(digests, "record_of", lambda path: read.append(path.name) or record_of(path))
+    callback = DilocoCallback()
+    callback.outer = SimpleNamespace(
+        active=True,
+        in_flight=False,
+        checkpoint=checkpoint,
+        position=Position(),
+        tokens=[0],
+        steps_per_epoch=1,
+        last_commit=None,
+    )
+    callback.on_save(args, state, TrainerControl())
+    assert read == ["model.safetensors"]
+    assert checked_mark(directory, World()).files.keys() == {"outer.safetensors", "model.safetensors"}
+    (directory / "outer.safetensors").write_bytes(b"damage")
+    with pytest.raises(Damaged, match=r"outer\.safetensors does not hold what was saved"):
+        checked_mark(directory, World())
 
 
 @pytest.mark.parametrize(

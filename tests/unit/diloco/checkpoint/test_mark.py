@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, records_below, write_mark
+from diloco.checkpoint.digests import flushed_records
+from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, names_below, write_mark
 from diloco.checkpoint.restore import fetched
 from diloco.checkpoint.store import own_part
 from diloco.errors import UserError
@@ -53,7 +54,7 @@ def checkpoint(path: Path, step: int) -> Path:
         position=position,
         tokens=(step,),
         num_ranks=2,
-        files=records_below(directory),
+        files=flushed_records(directory, names_below(directory)),
         saved_at_ms=step,
         contributors=(3,),
         head=state.head,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from diloco.checkpoint.choice import Candidate, Registration
-from diloco.checkpoint.mark import COMPLETE, Mark, records_below, write_mark
+from diloco.checkpoint.digests import flushed_records
+from diloco.checkpoint.mark import COMPLETE, Mark, names_below, write_mark
 from diloco.checkpoint.store import RemoteStore, Store, open_store, own_part
 from diloco.errors import UserError
 from diloco.outer.diloco import Position
@@ -40,7 +41,13 @@ def put(
     for name in files:
         (staging / name).parent.mkdir(exist_ok=True)
         (staging / name).write_text(f"{name} of {step}")
-    mark = Mark(position=Position(), tokens=(0,), num_ranks=1, files=records_below(staging), saved_at_ms=step)
+    mark = Mark(
+        position=Position(),
+        tokens=(0,),
+        num_ranks=1,
+        files=flushed_records(staging, names_below(staging)),
+        saved_at_ms=step,
+    )
     store.send(staging, mark.files, step, part)
     write_mark(staging, mark)
     store.finish(staging, step, part)
@@ -82,7 +89,7 @@ def test_a_file_that_another_node_wrote_on_its_own_disk_makes_no_checkpoint(tmp_
     store = open_store(str(tmp_path / "kept"), tmp_path / "scratch")
     staging = store.staging(4, PART)
     (staging / "rank_0.safetensors").write_text("mine")
-    files = records_below(staging)
+    files = flushed_records(staging, names_below(staging))
     files["rank_1.safetensors"] = files["rank_0.safetensors"]
     write_mark(staging, Mark(position=Position(), tokens=(0,), num_ranks=2, files=files))
     with pytest.raises(OSError, match=r"rank_1\.safetensors was written on another node: --ckpt\.path"):

@@ -1,0 +1,73 @@
+"""Digests of a checkpoint's files, which all ranks of a peer compute together: each file is read by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, names_below, problems_of, read_mark
+from diloco.checkpoint.shards import rank_of
+from diloco.outer.world import World, on_every_rank, on_rank_zero
+from peers.state.whole_files import FileRecord, flush_to_disk, record_of
+
+
+def checked_mark(directory: Path, world: World) -> Mark:
+    """The mark of a checkpoint, after verifying all files. A collective. Raises Damaged, which names a file at fault."""
+    mark = on_rank_zero(partial(read_mark, directory))
+    if problems := problems_by_ranks(directory, mark, world):
+        raise Damaged(f"{problems[0]}; resume from another checkpoint")
+    return mark
+
+
+def problems_by_ranks(directory: Path, mark: Mark, world: World) -> list[str]:
+    """One sentence for each of the mark's files that is missing, truncated or altered. A collective."""
+    shares = on_every_rank(partial(_problems, directory, mark, world))
+    return [problem for share in shares for problem in share]
+
+
+def records_by_ranks(
+    directory: Path, world: World, known: Mapping[str, FileRecord]
+) -> dict[str, FileRecord]:
+    """Size and digest of every file of a checkpoint that has no mark yet, on disk by then. A collective.
+
+    Those in `known` are neither flushed nor read. Raises OSError.
+    """
+
+    def mine() -> dict[str, FileRecord]:
+        return flushed_records(directory, share_of(names_below(directory) - known.keys(), world))
+
+    records = dict(known)
+    for share in on_every_rank(mine):
+        records |= share
+    return records
+
+
+def flushed_records(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Size and digest of these files, which are on disk by then. Raises OSError."""
+    records = {}
+    for name in sorted(names):
+        flush_to_disk(directory / name)
+        records[name] = record_of(directory / name)
+    return records
+
+
+def share_of(names: Iterable[str], world: World) -> list[str]:
+    """Those of the files that this rank is to read.
+
+    Files that no rank wrote are divided among the ranks of the first node, where the daemon reads them.
+    """
+    numbers = {name: rank_of(name) for name in names}
+    others = sorted(name for name, number in numbers.items() if number is None)
+    mine = others[world.rank :: world.num_local_ranks] if world.node == 0 else []
+    return mine + [
+        name for name, number in numbers.items() if number is not None and number % world.num_ranks == world.rank
+    ]
+
+
+def _problems(directory: Path, mark: Mark, world: World) -> list[str]:
+    num_files = sum(rank_of(name) is not None for name in mark.files)
+    # Files of transformers' Trainer have other names.
+    if num_files and mark.num_ranks != num_files:
+        return [f"{directory / COMPLETE} names {mark.num_ranks} ranks, but the files of {num_files}"]
+    return problems_of(directory, {name: mark.files[name] for name in share_of(mark.files, world)})
