@@ -205,20 +205,20 @@ class DilocoCallback(TrainerCallback):
                 self._on_commit(commit)
 
     def _restore(
-        self, args: TrainingArguments, state: TrainerState, world_rank: int | None
+        self, args: TrainingArguments, state: TrainerState, world_rank: int | None, needs_outer: bool
     ) -> Restored | None:
         """The position in the run. The trainer has restored the weights and the optimizer itself."""
         if world_rank is None:
             return None
         world = world_of_worker(os.environ)
         if self._resume is not None and not self._is_own:
-            return others_state(checked_mark(self._resume, world), self._resume)
+            return others_state(checked_mark(self._resume, world, needs_outer=needs_outer), self._resume)
         if state.global_step == 0:
             return None
         directory = self._resumed_from(args, state)
         if not on_rank_zero((directory / COMPLETE).is_file):
             return None
-        mark = checked_mark(directory, world)
+        mark = checked_mark(directory, world, needs_outer=needs_outer)
         if mark.num_ranks != args.world_size:
             raise UserError(
                 f"{directory} was saved by {mark.num_ranks} ranks, but this peer has {args.world_size}; "

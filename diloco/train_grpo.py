@@ -102,7 +102,7 @@ class Training:
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
         self.progress = progress = progress or Progress(tells=False)
-        self.world_rank = on_rank_zero(known_world_rank)
+        self.world_rank, needs_outer = on_rank_zero(asked_daemon)
         self.end_step = config.end_step
         self.task = open_task(config.grpo, seed=config.seed)
         args = grpo_arguments(
@@ -148,7 +148,7 @@ class Training:
             scratch=self.scratch,
             on_event=self.record_checkpoint,
         )
-        self.resume = self.kept.restore(self.fetched, self.skipped.append)
+        self.resume = self.kept.restore(self.fetched, self.skipped.append, needs_outer=needs_outer)
         self.precision = Precision.of(config.precision, device)
         alarm = math.inf if config.grpo.rollout == "peers" else config.grpo.logp_alarm
         self.recorder = Recorder(
@@ -536,15 +536,19 @@ def check_reference(config: TrainConfig) -> None:
         )
 
 
-def known_world_rank() -> int | None:
-    """This peer's world rank, asked from the daemon before the model is loaded; None without a daemon."""
+def asked_daemon() -> tuple[int | None, bool]:
+    """This peer's world rank, and whether the daemon may need a checkpoint's outer state, before the model is loaded.
+
+    Without a daemon: None and False.
+    """
     path = os.environ.get(LINK_ENV)
     if not path:
-        return None
+        return None, False
     link = WorkerLink.connect(Path(path))
     try:
         link.send("adopt")
-        return int(link.receive("manifest")["world_rank"])
+        answer = link.receive("manifest")
+        return int(answer["world_rank"]), bool(answer["needs_offer"])
     finally:
         link.close()
 

@@ -75,9 +75,14 @@ class Checkpoints:
         """What was wrong with each checkpoint that was skipped."""
         self._num_reported_skips = 0
 
-    def restore(self, world_rank: int | None) -> Restored | None:
-        """Load the checkpoint that the configuration names, if any, into model and optimizer. Raises UserError."""
-        found = self._own.resumed(self._world, world_rank, self._fetched, self._skipped.append)
+    def restore(self, world_rank: int | None, needs_outer: bool) -> Restored | None:
+        """Load the checkpoint that the configuration names, if any, into model and optimizer. Raises UserError.
+
+        Without `needs_outer` the files of its outer state are neither fetched nor verified.
+        """
+        found = self._own.resumed(
+            self._world, world_rank, self._fetched, self._skipped.append, needs_outer=needs_outer
+        )
         if found is None:
             return None
         mark, directory, self._is_restored = found.mark, found.directory, True

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, names_below, problems_of, read_mark
 from diloco.checkpoint.shards import rank_of
 from diloco.outer.world import World, on_every_rank, on_rank_zero
+from peers.state.files import RESIDUALS_FILE, TENSORS_FILE
+from peers.state.header import HEADER_FILE
 from peers.state.whole_files import FileRecord, flush_to_disk, record_of
 
+_OUTER_FILES = frozenset({HEADER_FILE, TENSORS_FILE, RESIDUALS_FILE})
 
-def checked_mark(directory: Path, world: World) -> Mark:
-    """The mark of a checkpoint, after verifying all files. A collective. Raises Damaged, which names a file at fault."""
+
+def checked_mark(directory: Path, world: World, *, needs_outer: bool = True) -> Mark:
+    """The mark of a checkpoint, after verifying its files, those of the outer state with `needs_outer` only.
+
+    A collective. Raises Damaged, which names a file at fault.
+    """
     mark = on_rank_zero(partial(read_mark, directory))
+    if not needs_outer:
+        mark = without_outer(mark)
     if problems := problems_by_ranks(directory, mark, world):
         raise Damaged(f"{problems[0]}; resume from another checkpoint")
     return mark
@@ -26,9 +36,12 @@ def problems_by_ranks(directory: Path, mark: Mark, world: World) -> list[str]:
     return [problem for share in shares for problem in share]
 
 
-def records_by_ranks(
-    directory: Path, world: World, known: Mapping[str, FileRecord]
-) -> dict[str, FileRecord]:
+def without_outer(mark: Mark) -> Mark:
+    """The mark without the files that the daemon has written."""
+    return replace(mark, files={name: mark.files[name] for name in mark.files if name not in _OUTER_FILES})
+
+
+def records_by_ranks(directory: Path, world: World, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Size and digest of every file of a checkpoint that has no mark yet, on disk by then. A collective.
 
     Those in `known` are neither flushed nor read. Raises OSError.
@@ -60,9 +73,10 @@ def share_of(names: Iterable[str], world: World) -> list[str]:
     numbers = {name: rank_of(name) for name in names}
     others = sorted(name for name, number in numbers.items() if number is None)
     mine = others[world.rank :: world.num_local_ranks] if world.node == 0 else []
-    return mine + [
-        name for name, number in numbers.items() if number is not None and number % world.num_ranks == world.rank
-    ]
+    for name, number in numbers.items():
+        if number is not None and number % world.num_ranks == world.rank:
+            mine.append(name)
+    return mine
 
 
 def _problems(directory: Path, mark: Mark, world: World) -> list[str]:

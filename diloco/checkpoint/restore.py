@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.choice import Candidate, newest_first, of_others, to_delete, to_resume
-from diloco.checkpoint.digests import problems_by_ranks
+from diloco.checkpoint.digests import problems_by_ranks, without_outer
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, write_mark
 from diloco.checkpoint.store import Store, open_store, own_part
 from diloco.errors import UserError
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose files have all been verified."""
+    """A checkpoint whose files have all been verified, except those of an outer state that is not needed."""
 
     mark: Mark
     directory: Path
@@ -56,11 +56,21 @@ class OwnCheckpoints:
         world_rank: int | None,
         stack: contextlib.ExitStack,
         on_skipped: Callable[[str], None],
+        *,
+        needs_outer: bool,
     ) -> Found | None:
         """As `fetched`; checkpoints saved afterwards continue the history of the one that was found."""
         if self._config.interval is not None:
             self._saved_at_ms = on_rank_zero(lambda: self._register(world_rank))
-        found = fetched(self._config, world, world_rank, self._scratch, stack, on_skipped=on_skipped)
+        found = fetched(
+            self._config,
+            world,
+            world_rank,
+            self._scratch,
+            stack,
+            needs_outer=needs_outer,
+            on_skipped=on_skipped,
+        )
         if found is not None:
             self._number, self._contributors = found.mark.number + 1, found.mark.contributors
         return found
@@ -118,18 +128,22 @@ def fetched(
     scratch: Path,
     stack: contextlib.ExitStack,
     *,
+    needs_outer: bool = True,
     on_skipped: Callable[[str], None] = lambda problem: None,
 ) -> Found | None:
     """The checkpoint to resume; its directory exists until the stack is closed. A collective. Raises UserError.
 
-    If this peer has no checkpoint, the result may be another peer's. `on_skipped` is called on rank 0 with what is
-    wrong with each checkpoint that was skipped.
+    If this peer has no checkpoint, the result may be another peer's. Without `needs_outer` the files of the outer state
+    are neither fetched nor verified. `on_skipped` is called on rank 0 with what is wrong with each checkpoint that was
+    skipped.
     """
     if config.resume is None:
         return None
     finder = Finder(config.resume, config.path, world_rank, scratch, on_skipped=on_skipped)
     try:
         while (candidate := on_rank_zero(finder.next)) is not None:
+            if not needs_outer:
+                candidate = replace(candidate, mark=without_outer(candidate.mark))
             directory = _fetch_to_node(finder.store, candidate, world, stack)
             problems = problems_by_ranks(directory, candidate.mark, world)
             if not problems:

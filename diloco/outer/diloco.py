@@ -64,8 +64,9 @@ class Commit(EpochFigures):
     """How long this peer's training waited for the epoch."""
 
 
-Restore = Callable[[int | None], Restored | None]
-"""Loads the checkpoint of this world rank into the model. Returns None if there is none."""
+Restore = Callable[[int | None, bool], Restored | None]
+"""Loads the checkpoint of this world rank into the model. Returns None if there is none. The second argument is whether
+the daemon may need the checkpoint's outer state."""
 
 
 class Diloco:
@@ -124,7 +125,8 @@ class Diloco:
             agreed = self._exchange.schedule
             self._schedule = replace(agreed, local_steps=local_steps) if local_steps else agreed
             self.tokens = [0] * agreed.num_fragments
-        restored = restore(self.world_rank) if restore else None
+        needs_outer = self._exchange is not None and self._exchange.needs_offer
+        restored = restore(self.world_rank, needs_outer) if restore else None
         if restored is not None:
             self._check_fits(restored)
             self.position, self.tokens = restored.position, list(restored.tokens)

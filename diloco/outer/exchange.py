@@ -40,8 +40,11 @@ class Exchange:
             self._link = WorkerLink.connect(link_path)
             if on_waiting is not None:
                 self._link.on_waiting = on_waiting
-        self.schedule = Schedule.of(self.ask("adopt", "manifest")["manifest"])
+        agreed = self.ask("adopt", "manifest")
+        self.schedule = Schedule.of(agreed["manifest"])
         """When the swarm averages which fragment."""
+        self.needs_offer = bool(agreed["needs_offer"])
+        """Whether the run may begin from the state that this worker offers. If not, its checkpoint's is not read."""
         layout = layout_of(model, self.schedule.num_fragments)
         pieces = pieces_of(model, layout)
         if summed(int(world.node > 0 and any(piece.is_first for piece in pieces))):

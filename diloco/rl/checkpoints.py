@@ -47,12 +47,15 @@ class KeepCheckpoints(TrainerCallback):
         self._on_event, self._outer, self._world, self._world_rank = on_event, outer, world, world_rank
         self._own = OwnCheckpoints(config, scratch)
 
-    def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
+    def restore(
+        self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None], *, needs_outer: bool
+    ) -> Found | None:
         """The checkpoint that --ckpt.resume means; its directory exists until the stack is closed. Raises UserError.
 
-        `on_skipped` is called with what is wrong with each checkpoint that is skipped.
+        `on_skipped` is called with what is wrong with each checkpoint that is skipped. Without `needs_outer` the files
+        of the outer state are neither fetched nor verified.
         """
-        return self._own.resumed(self._world, self._world_rank, stack, on_skipped)
+        return self._own.resumed(self._world, self._world_rank, stack, on_skipped, needs_outer=needs_outer)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

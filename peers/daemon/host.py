@@ -118,7 +118,8 @@ class WorkerHost:
             if hello["kind"] == "adopt":
                 runtime = await self._answer(connection, asyncio.shield(self._ready))
                 manifest = dict(self._agreement.manifest)
-                await connection.send("manifest", manifest=manifest, world_rank=runtime.core.world_rank)
+                agreed = {"world_rank": runtime.core.world_rank, "needs_offer": runtime.needs_offer}
+                await connection.send("manifest", manifest=manifest, **agreed)
                 hello = await connection.receive()
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))

@@ -132,6 +132,7 @@ class ScriptedDaemon:
         *,
         world_rank: int = 0,
         local_steps: int = 2,
+        needs_offer: bool = True,
         **manifest: Any,
     ) -> None:
         self.path = path
@@ -139,7 +140,7 @@ class ScriptedDaemon:
         self.collects: list[dict[str, Any]] = []
         """The `collect` messages of the worker."""
         self._rule = rule
-        self._welcome = {"world_rank": world_rank}
+        self._welcome, self._needs_offer = {"world_rank": world_rank}, needs_offer
         self._manifest = {"hv.local_steps": local_steps, **{f"hv.{k}": v for k, v in manifest.items()}}
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
@@ -186,7 +187,7 @@ class ScriptedDaemon:
             hello = await connection.receive()
             if hello["kind"] == "adopt":
                 await connection.send(
-                    "manifest", manifest=self._manifest, world_rank=self._welcome["world_rank"]
+                    "manifest", manifest=self._manifest, needs_offer=self._needs_offer, **self._welcome
                 )
                 hello = await connection.receive()
             if hello["kind"] == "written":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +84,38 @@ def found(path: Path, resume: str, skipped: list[str] | None = None) -> int:
         what = fetched(config, World(), 3, path / "scratch", stack, on_skipped=told.append)
     assert what is not None and what.is_own
     return what.mark.position.epoch
+
+
+def test_a_worker_that_starts_again_in_a_live_run_fetches_no_outer_state(saved, tmp_path, monkeypatch):
+    url, files = f"memory://{uuid.uuid4().hex}", MemoryFileSystem()
+    files.put(str(saved), url, recursive=True)
+    asked = []
+
+    def get_file(self, path, local, **kwargs):
+        asked.append(Path(path).name)
+        AbstractFileSystem.get_file(self, path, local, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file, raising=False)
+    config = CkptConfig(path=url, resume="auto")
+    for needs_outer in (True, False):
+        asked.clear()
+        with contextlib.ExitStack() as stack:
+            what = fetched(config, World(), 3, tmp_path, stack, needs_outer=needs_outer)
+            names = {path.name for path in what.directory.rglob("*") if path.is_file()}
+        of_daemon = {"outer.json", "outer.safetensors", "residuals.safetensors"}
+        assert names == {Path(name).name for name in FILES} - (set() if needs_outer else of_daemon)
+        assert set(asked) == names
+        assert what.is_own and what.mark.position.epoch == 2
+
+
+def test_damage_to_an_outer_state_that_nobody_needs_is_passed_over(saved):
+    directory = saved / "model_step_8" / own_part(3)
+    config = CkptConfig(path=str(saved), resume="auto")
+    with damaged(directory / "outer.safetensors", lambda before: before[:-1] + b"!"):
+        for needs_outer, epoch in ((True, 1), (False, 2)):
+            with contextlib.ExitStack() as stack:
+                what = fetched(config, World(), 3, saved / "scratch", stack, needs_outer=needs_outer)
+            assert what.mark.position.epoch == epoch
 
 
 @contextlib.contextmanager

@@ -211,8 +211,8 @@ def test_a_joiner_starts_where_the_swarm_is(model, path):
 
 
 def test_a_checkpoint_of_the_swarms_state_keeps_its_own_weights(model, path, tmp_path):
-    def restore(world_rank):
-        assert world_rank == 0
+    def restore(world_rank, needs_outer):
+        assert (world_rank, needs_outer) == (0, True)
         nn.init.constant_(model.weight, 3.0)
         return Restored(
             position=Position(epoch=6, local_step=1, data_base=4), tokens=(30,), directory=tmp_path
@@ -226,6 +226,13 @@ def test_a_checkpoint_of_the_swarms_state_keeps_its_own_weights(model, path, tmp
     assert daemon.messages[0]["resume"] == str(tmp_path)
     # Those before the checkpoint weigh as much as those after it.
     assert daemon.messages[1]["tokens"] == 42
+
+
+def test_a_worker_that_starts_again_in_a_live_run_needs_no_outer_state_of_its_checkpoint(model, path):
+    needed = []
+    with ScriptedDaemon(path, joining(4, 1.0), needs_offer=False):
+        Diloco(model, restore=lambda _rank, needs_outer: needed.append(needs_outer))
+    assert needed == [False]
 
 
 def test_the_daemon_adds_its_state_to_a_checkpoint(model, path, tmp_path):
@@ -409,7 +416,7 @@ def test_fragments_whose_anchor_moved_meanwhile_are_shifted(path):
 
 
 def test_a_checkpoint_with_other_fragments_is_refused(model, path, tmp_path):
-    def restore(world_rank):
+    def restore(world_rank, needs_outer):
         return Restored(position=Position(), tokens=(1, 2), directory=tmp_path)
 
     with ScriptedDaemon(path), pytest.raises(DilocoUserError, match="num-fragments 2"):
@@ -432,7 +439,7 @@ def test_a_checkpoint_of_epochs_of_another_length_is_refused(
     """Its epoch and its step would be another place in this run; a place beyond the epoch would never be left."""
     place = Position(epoch=3, local_step=local_step)
 
-    def restore(world_rank):
+    def restore(world_rank, needs_outer):
         return Restored(position=place, tokens=(1,), directory=tmp_path, steps_per_epoch=saved)
 
     refused = pytest.raises(DilocoUserError, match=message) if message else contextlib.nullcontext()

@@ -39,6 +39,7 @@ class SlowHost(WorkerHost):
     phase = Phase(name="testing")
     core = SimpleNamespace(world_rank=0, timing=SimpleNamespace(set_sizes=lambda **_: None))
     state, averaging, is_workers_base = "training", SimpleNamespace(residuals=[]), True
+    needs_offer = False
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(manifest={}), self, None)
@@ -194,7 +195,7 @@ async def test_a_worker_may_load_for_long_between_its_connection_and_its_first_m
     def work() -> None:
         loading, link = WorkerLink.connect(tmp_path / "link"), WorkerLink.connect(tmp_path / "link")
         link.send("adopt")
-        link.receive("manifest")
+        assert link.receive("manifest")["needs_offer"] is False
         link.close()
         loading.hello(LAYOUT, local_rank=0)
         loading.close()
@@ -210,8 +211,6 @@ async def test_a_worker_may_load_for_long_between_its_connection_and_its_first_m
 
 class TrainingHost(SlowHost):
     """A host that already has a state, as every life of a worker finds it after the first one."""
-
-    needs_offer = False
 
     async def begin_worker(self, inn: Any, offered: Any, residuals: Any) -> Start:
         assert offered is None and residuals is None
