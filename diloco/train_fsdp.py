@@ -287,9 +287,8 @@ class Trainer:
 def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
     """Raise UserError if this machine has too little memory to train the model."""
     model_config = load_model_config(config.path_model)
-    copies = world.num_local_ranks if config.sharding_strategy == "NO_SHARD" else 1
     need = memory_needed_bytes(
-        num_parameters(model_config) * copies,
+        num_parameters(model_config),
         activation_tokens=config.per_device_train_batch_size * config.seq_length * world.num_local_ranks,
         config=model_config,
         optimizer=config.optimizer,
@@ -297,6 +296,7 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
         recomputes=config.activation_checkpointing,
         # If this worker was restarted, its daemon has already allocated its share of the memory.
         in_swarm=False,
+        num_copies=None if config.shards_model else world.num_local_ranks,
     )
     gpu_bytes = torch.cuda.mem_get_info(device)[0] * world.num_local_ranks if device.type == "cuda" else None
     # Rank 0 checks while no rank has allocated memory yet.

@@ -114,7 +114,7 @@ def _check_with_torch(
     if has_own_worker:
         # The model of the user's program is not known.
         return
-    memory = list(run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes())))
+    memory = list(run_check("memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes(ranks))))
     yield from memory
     if train.mode == "pretrain" and all(finding.verdict == "pass" for finding in memory):
         yield from run_check("speed", lambda: check_speed(train, ranks, num_peers=machine.num_peers))

@@ -34,16 +34,23 @@ def check_memory_and_disk(
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
     tokens = samples * config.seq_length * num_ranks if is_counted else 0
-    check_peers_fit(
-        config.path_model,
-        num_peers=num_peers,
-        on_gpu=machine.num_gpus > 0,
-        activation_tokens=tokens,
-        gpu_bytes=machine.gpu_bytes * machine.num_gpus // num_peers or None,
-        has_adapters=config.trains_adapters or (not is_settled and config.mode == "grpo"),
-        recomputes=config.activation_checkpointing,
-        compression=config.hv.compression,
-    )
+    has_adapters = config.trains_adapters or (not is_settled and config.mode == "grpo")
+    try:
+        check_peers_fit(
+            config.path_model,
+            num_peers=num_peers,
+            on_gpu=machine.num_gpus > 0,
+            activation_tokens=tokens,
+            gpu_bytes=machine.gpu_bytes_each * num_ranks or None,
+            has_adapters=has_adapters,
+            recomputes=config.activation_checkpointing,
+            num_copies=None if config.shards_model else num_ranks,
+            compression=config.hv.compression,
+        )
+    except UserError as error:
+        if config.mode == "pretrain" or has_adapters:
+            raise
+        raise UserError(f"{error}; or train adapters only (--grpo.lora-rank)") from error
     for finding in check_disk(config, state_dir, num_peers=num_peers, is_settled=is_settled):
         if finding.verdict == "fail":
             raise UserError(f"{finding.name}: {finding.said}; try {finding.fix}")

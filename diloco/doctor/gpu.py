@@ -44,10 +44,12 @@ def judge_gpus(gpus: Sequence[str], built_for: str | None, names: Sequence[str])
     return passed("gpu", f"{len(names)} x {names[0]}")
 
 
-def gpu_memory_bytes() -> int | None:
-    """Free memory of all GPUs together; None if torch cannot use any."""
+def gpu_memory_bytes(num_ranks: int) -> int | None:
+    """Free memory of the GPUs of so many ranks together; None if torch cannot use any."""
     import torch
 
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
-    return sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+    return sum(
+        torch.cuda.mem_get_info(index)[0] for index in range(min(num_ranks, torch.cuda.device_count()))
+    )

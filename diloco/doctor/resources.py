@@ -84,6 +84,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         yield failed("memory", str(error), _SMALLER_MODEL)
         return
     num_parameters = _num_parameters(config.path_model)
+    num_copies = None if config.shards_model else num_ranks
 
     def need_of(samples: int) -> MemoryNeed:
         return memory_needed_bytes(
@@ -95,6 +96,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             has_adapters=config.trains_adapters,
             recomputes=config.activation_checkpointing,
             compression=config.hv.compression,
+            num_copies=num_copies,
         )
 
     def problem_of(samples: int) -> str:

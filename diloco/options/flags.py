@@ -331,6 +331,11 @@ class TrainConfig:
         return self.mode == "grpo" and self.grpo.lora_rank is not None
 
     @property
+    def shards_model(self) -> bool:
+        """Whether this peer's ranks share one copy of the model; in GRPO each has its own."""
+        return self.mode == "pretrain" and self.sharding_strategy != "NO_SHARD"
+
+    @property
     def end_step(self) -> int:
         """Nominal steps at which training ends."""
         return min(self.max_steps or self.total_steps, self.total_steps)

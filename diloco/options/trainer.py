@@ -123,12 +123,17 @@ def notes_on_unused_flags(config: TrainConfig, named: Collection[str]) -> list[s
         ),
         (
             "sharding_strategy",
-            config.sharding_strategy == "SHARD_GRAD_OP",
+            config.mode == "grpo",
+            "has no effect with GRPO: each rank has the whole model",
+        ),
+        (
+            "sharding_strategy",
+            config.shards_model and config.sharding_strategy == "SHARD_GRAD_OP",
             "SHARD_GRAD_OP is treated as FULL_SHARD",
         ),
         (
             "sharding_strategy",
-            config.sharding_strategy == "_HYBRID_SHARD_ZERO2",
+            config.shards_model and config.sharding_strategy == "_HYBRID_SHARD_ZERO2",
             "_HYBRID_SHARD_ZERO2 is treated as HYBRID_SHARD",
         ),
     )

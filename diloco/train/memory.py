@@ -35,6 +35,8 @@ class MemoryNeed:
     """Summed over its GPUs; 0 if it trains on the CPU."""
     activation_bytes: int = 0
     """The part of `device_bytes`, or of `host_bytes` on the CPU, that depends on batch size and sequence length."""
+    is_sharded: bool = True
+    """Whether its ranks share one copy of the model, so that more GPUs help."""
 
 
 def memory_needed_bytes(
@@ -48,22 +50,27 @@ def memory_needed_bytes(
     has_adapters: bool = False,
     recomputes: bool = False,
     compression: CodecName = "fp32",
+    num_copies: int | None = None,
 ) -> MemoryNeed:
     """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks on this machine.
 
-    `recomputes` is --activation-checkpointing, `compression` is --hv.compression.
+    `recomputes` is --activation-checkpointing, `compression` is --hv.compression. `num_copies` is how many ranks here
+    hold the whole model each; None: they share it.
 
     The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
     activations are underestimated, and adapters, which are trained in place of the weights, are not counted.
     """
     activations = activation_tokens * _activation_bytes_per_token(config, recomputes=recomputes)
     per_parameter = _FROZEN_BYTES_PER_PARAMETER if has_adapters else _WORKER_BYTES_PER_PARAMETER[optimizer]
-    worker = num_parameters * per_parameter + activations
+    worker = num_parameters * per_parameter * (num_copies or 1) + activations
     per_parameter = _SWARM_BYTES_PER_PARAMETER + residual_bytes_per_parameter(compression)
     swarm = num_parameters * per_parameter if in_swarm and not has_adapters else 0
-    if on_gpu:
-        return MemoryNeed(host_bytes=swarm, device_bytes=worker, activation_bytes=activations)
-    return MemoryNeed(host_bytes=worker + swarm, device_bytes=0, activation_bytes=activations)
+    return MemoryNeed(
+        host_bytes=swarm if on_gpu else worker + swarm,
+        device_bytes=worker if on_gpu else 0,
+        activation_bytes=activations,
+        is_sharded=num_copies is None,
+    )
 
 
 def residual_bytes_per_parameter(compression: CodecName) -> int:
@@ -82,10 +89,11 @@ def check_memory(
     """Raise UserError if host or GPUs lack memory for `num_peers` such peers. Unknown free memory passes."""
     if device_available is not None and need.device_bytes > device_available:
         has_room_for_model = need.device_bytes - need.activation_bytes <= device_available
+        gpus = "more GPUs" if need.is_sharded else "GPUs with more memory, since each holds all of it"
         raise UserError(
             f"training {path_model} needs about {need.device_bytes / _GIB:.1f} GiB of GPU memory, "
             f"{device_available / _GIB:.1f} GiB are free; take "
-            f"{_FEWER_TOKENS if has_room_for_model else 'a smaller model or more GPUs'}"
+            f"{_FEWER_TOKENS if has_room_for_model else f'a smaller model or {gpus}'}"
         )
     available = available_memory_bytes() if available is None else available
     wanted = need.host_bytes * num_peers
@@ -178,6 +186,7 @@ def check_peers_fit(
     has_adapters: bool = False,
     recomputes: bool = False,
     compression: CodecName = "fp32",
+    num_copies: int | None = None,
 ) -> None:
     """Raise UserError if the model is invalid, or if `num_peers` peers training it do not fit this machine.
 
@@ -194,6 +203,7 @@ def check_peers_fit(
         has_adapters=has_adapters,
         recomputes=recomputes,
         compression=compression,
+        num_copies=num_copies,
     )
     check_memory(need, path_model=path_model, num_peers=num_peers, device_available=gpu_bytes)
 

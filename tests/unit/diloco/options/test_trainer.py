@@ -208,6 +208,12 @@ def test_a_flag_that_another_one_makes_needless_is_remarked_upon(needless, neede
     assert notes_on_unused_flags(*parse_train_config([*needless.split(), *needed.split()])) == []
 
 
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP"])
+def test_sharding_is_remarked_upon_in_grpo_which_has_none(strategy):
+    (note,) = notes_on_unused_flags(*parse_train_config(["--sharding-strategy", strategy], mode="grpo"))
+    assert note.startswith("--sharding-strategy has no effect")
+
+
 def test_help_ends_the_process_without_an_error(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as exit_:
