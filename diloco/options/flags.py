@@ -247,7 +247,7 @@ class GrpoConfig:
     ] = ()
     """Additional arguments for this peer's server."""
     vllm_timeout: Seconds = 300.0
-    """Seconds to wait until this peer's server has answered its first request."""
+    """While this peer's server starts: seconds without a new line in its log after which it is given up."""
     logp_alarm: Rate | None = None
     """Limit of the mean difference between the server's log-probabilities and the trainer's; default: by dtype."""
     run_suffix: Annotated[str, Parameter(alias="--run-suffix")] = ""

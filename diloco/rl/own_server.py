@@ -13,7 +13,7 @@ from pathlib import Path
 
 import diloco
 from diloco.errors import UserError
-from diloco.rl.server_client import ServerClient, ServerLost
+from diloco.rl.server_client import NotListening, ServerClient, ServerLost
 from diloco.train.run_dir import last_words
 from peers.net.socket_directory import SocketDirectory
 
@@ -35,7 +35,7 @@ class ServerCommand:
     env: Mapping[str, str]
     log_path: Path
     timeout_s: float
-    """Limit from the start to the answer to a first request."""
+    """Limit of the time in which the log of a starting server does not grow, and of the answer to a first request."""
 
 
 class OwnServer:
@@ -114,8 +114,12 @@ class OwnServer:
             )
 
     def _wait_until_it_serves(self) -> None:
-        """Wait for a real answer, since a server may report healthy and die of its first request. Raises ServerLost."""
-        deadline, client = time.monotonic() + self.command.timeout_s, ServerClient(self.socket)
+        """Wait for a real answer, since a server may report healthy and die of its first request. Raises ServerLost.
+
+        Loading and compiling a large model takes as long as it takes: only a server that says nothing is given up.
+        """
+        client, timeout_s = ServerClient(self.socket), self.command.timeout_s
+        log_bytes, grew_at = self._log_bytes(), time.monotonic()
         while True:
             # Another thread may call `stop` meanwhile.
             process = self._process
@@ -127,10 +131,18 @@ class OwnServer:
                 client.check_health(timeout_s=_PROBE_TIMEOUT_S)
                 break
             except ServerLost as error:
-                if time.monotonic() > deadline:
-                    raise ServerLost(f"it was not healthy within {self.command.timeout_s:g} s") from error
+                # Once it listens, it may log these very requests.
+                if isinstance(error, NotListening) and log_bytes != (log_bytes := self._log_bytes()):
+                    grew_at = time.monotonic()
+                if time.monotonic() - grew_at > timeout_s:
+                    raise ServerLost(
+                        f"it was not healthy, and its log did not grow for {timeout_s:g} s (--grpo.vllm-timeout)"
+                    ) from error
             time.sleep(_POLL_S)
-        client.try_out(timeout_s=max(deadline - time.monotonic(), 1.0))
+        client.try_out(timeout_s=max(timeout_s, 1.0))
+
+    def _log_bytes(self) -> int:
+        return self.command.log_path.stat().st_size
 
 
 def in_words(exit_code: int) -> str:
@@ -156,6 +168,8 @@ def vllm_command(
     check_has_vllm(program, environment)
     argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
     argv += ["--worker-extension-cls", EXTENSION]
+    # By default vLLM insists on a KV cache for the model's whole context, which no completion here may ever need.
+    argv += ["--max-model-len", "auto"]
     argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     argv += _CPU_ARGS if gpu is None else []
     return ServerCommand(

@@ -111,7 +111,7 @@ class Rollouts:
         longest, context = max(map(len, prompts)), self._client.model.context
         if longest + sampling.max_tokens > context:
             raise UserError(
-                f"a prompt of {longest} tokens and {sampling.max_tokens} more do not fit into the model's "
+                f"a prompt of {longest} tokens and {sampling.max_tokens} more do not fit into the server's "
                 f"context of {context}; lower --grpo.max-completion-length"
             )
         # vLLM counts on from a request's seed, one for each completion; completions with the same seed may be copies of

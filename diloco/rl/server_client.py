@@ -24,6 +24,10 @@ class ServerLost(Exception):
     """A server did not answer, or answered with an error. Nothing from the request may be used."""
 
 
+class NotListening(ServerLost):
+    """Nobody accepts connections there: the server is still starting, or is gone."""
+
+
 class RequestRefused(ServerLost):
     """The server works but rejects the request; repeating it is useless. vLLM rejects what leads to NaN."""
 
@@ -150,7 +154,8 @@ class ServerClient:
                 raise kind(f"{path} answered {answer.status_code}: {answer.text[:MAX_QUOTED]}")
             return answer.json() if answer.content.strip() else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise ServerLost(f"{path}: {error or type(error).__name__}") from error
+            lost = NotListening if isinstance(error, httpx.ConnectError) else ServerLost
+            raise lost(f"{path}: {error or type(error).__name__}") from error
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory
     with training(directory, tmp_path) as trainer:
         trainer.publisher.take(trainer.model.named_parameters())
         with pytest.raises(
-            UserError, match=r"do not fit into the model's context.*--grpo\.max-completion-length"
+            UserError, match=r"do not fit into the server's context.*--grpo\.max-completion-length"
         ):
             trainer.rollouts.complete(PROMPTS, 1, Sampling(max_tokens=1_000_000), seed=1)
         assert trainer.events == []
