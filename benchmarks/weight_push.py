@@ -84,7 +84,7 @@ def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) 
         held = publisher.digest
         publisher.take(parameters)
         if not served:
-            served = dict(publisher.state)
+            served = unpacked(publisher.blob_for(held)[1])[1]
             continue
         began = time.perf_counter()
         _, blob = publisher.blob_for(held)

@@ -55,7 +55,11 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
     dtype = Precision.of(config.precision, torch.device("cuda" if gpus else "cpu")).compute
     task, tokenizer = open_task(config.grpo, seed=config.seed), load_tokenizer(config.path_model)
     model = load_model(
-        config.path_model, seed=config.seed, device=device, attn_implementation=config.attn_implementation
+        config.path_model,
+        seed=config.seed,
+        device=device,
+        attn_implementation=config.attn_implementation,
+        keeps_dtype=uses_server,
     )
     model = with_adapters(model, config.grpo.lora_rank, seed=config.seed)
     if not uses_server:
@@ -65,7 +69,7 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
     server = opened_server(
         config,
         Path(config.run_dir),
-        dict(merged(model, full_state(model).items())),
+        merged(model, full_state(model).items()),
         tokenizer,
         dtype=dtype,
         gpu=config.grpo.vllm_gpu or (gpus[-1] if gpus else None),
@@ -74,7 +78,10 @@ def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
     )
     clean_ups.append(server.close)
     with contextlib.closing(server):
-        yield of_server(config, task, tokenizer, model, server)
+        generator = of_server(config, task, tokenizer, model, server)
+        # Most machines with a GPU for 8B have main memory for few copies.
+        del model
+        yield generator
 
 
 def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:
@@ -104,8 +111,7 @@ def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:
 def _unloaded(generator: Generator, paths: Sequence[str], digest: str) -> str:
     """Load the policy of this digest. Returns why it cannot be used; empty if it can."""
     try:
-        for path in paths:
-            generator.load(Path(path).read_bytes())
+        generator.load(Path(path).read_bytes() for path in paths)
         if generator.digest == digest:
             return ""
         reason = "they do not produce the announced weights"

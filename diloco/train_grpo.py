@@ -231,7 +231,7 @@ class Training:
             self.server = opened_server(
                 self.config,
                 self.run_dir,
-                weights,
+                weights.items(),
                 self.tokenizer,
                 dtype=self.precision.compute,
                 gpu=gpu,

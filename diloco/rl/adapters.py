@@ -49,7 +49,10 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields these weights of the model with the adapters added, under the names that a model without adapters has."""
+    """Yields these weights of the model with the adapters added, under the names that a model without adapters has.
+
+    Sums are in fp32, whatever type the weights are kept in.
+    """
     if not has_adapters(model):
         yield from weights
         return
@@ -64,5 +67,6 @@ def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
         layer, _, kind = name.rpartition(".base_layer.")
         if layer in layers and kind == "weight":
             with torch.no_grad():
-                tensor = tensor.detach() + layers[layer].get_delta_weight(_ADAPTER).to(tensor)
+                delta = layers[layer].get_delta_weight(_ADAPTER)
+                tensor = tensor.detach().float() + delta.to(tensor.device, torch.float32)
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,9 @@ class Generator:
         values = sum(torch.Size(shape).numel() for _, shape in self._expected.values())
         return 3 * _FLOAT_BYTES * values + _ROOM_BYTES
 
-    def load(self, blob: bytes) -> None:
-        """Use the weights after this blob. Raises BadBlob; the weights in use then stay the same."""
-        digest, state = self._held.after(blob, self._expected)
+    def load(self, blobs: Iterable[bytes]) -> None:
+        """Use the weights after these blobs in turn. Raises BadBlob; the weights in use then stay the same."""
+        digest, state = self._held.after(blobs, self._expected)
         self._use(state)
         self._held.state, self._held.digest = state, digest
 
@@ -111,19 +111,25 @@ def of_server(
     model: PreTrainedModel,
     server: Rollouts,
 ) -> Generator:
-    """A Generator that uses a vLLM server, to which each policy is pushed before its first rollout."""
+    """A Generator that uses a vLLM server, to which each policy is pushed before its first rollout.
+
+    It keeps the model only if that has adapters, to merge them into the other weights.
+    """
+    publisher, expected = server.publisher, expected_of(model)
+    base = model if has_adapters(model) else None
+    del model
 
     def use(state: dict[str, Tensor]) -> None:
-        if not has_adapters(model):
-            server.publisher.take(state.items())
-            return
-        _load(model, state)
-        server.publisher.take(merged(model, model.named_parameters()))
+        weights: Iterable[tuple[str, Tensor]] = state.items()
+        if base is not None:
+            _load(base, state)
+            weights = merged(base, base.named_parameters())
+        publisher.take(weights, may_change=False)
 
     def complete(prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int) -> list[Written]:
         return server.complete(prompts, count, sampling, seed=seed)
 
-    return Generator(config, task, tokenizer, expected_of(model), use=use, complete=complete)
+    return Generator(config, task, tokenizer, expected, use=use, complete=complete)
 
 
 def expected_of(model: PreTrainedModel) -> Expected:

@@ -15,31 +15,35 @@ from diloco.rl.weights import Label, State, digest_of, own_copies, packed, packe
 
 
 class Publisher:
-    """Keeps the last two of one trainer's weights that differ, in the dtype that generators compute in."""
+    """One trainer's newest weights, and those that it handed out last, in the dtype that generators compute in."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.state: State = {}
         self.digest = ""
         self._dtype = dtype
-        self._before: State = {}
-        self._digest_before = ""
+        self._handed_out: State = {}
+        self._digest_handed_out = ""
 
     @property
     def whole_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.state.values())
 
-    def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights to the CPU in that dtype."""
-        state = own_copies(parameters, self._dtype)
+    def take(self, parameters: Iterable[tuple[str, Tensor]], *, may_change: bool = True) -> None:
+        """Copy the weights to the CPU in that dtype; see `own_copies`."""
+        state = own_copies(parameters, self._dtype, may_change=may_change)
         digest = digest_of(state)
         if digest != self.digest:
-            self._before, self._digest_before = self.state, self.digest
             self.state, self.digest = state, digest
 
     def blob_for(self, held: str) -> tuple[Label, bytes]:
-        """The blob for who holds the weights of this digest: a patch if they are the last but one, else all weights."""
-        if held and held == self._digest_before:
-            return packed_smaller(self._before, self.state, Label(digest=self.digest, base=held))
+        """The blob for who holds the weights of this digest: a patch if they were handed out last, else all weights.
+
+        The newest weights then count as handed out.
+        """
+        before, is_known = self._handed_out, bool(held) and held == self._digest_handed_out
+        self._handed_out, self._digest_handed_out = self.state, self.digest
+        if is_known:
+            return packed_smaller(before, self.state, Label(digest=self.digest, base=held))
         label = Label(digest=self.digest)
         return label, packed(self.state, label)
 

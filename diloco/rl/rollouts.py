@@ -6,7 +6,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +166,7 @@ class Rollouts:
 def opened_server(
     config: TrainConfig,
     run_dir: Path,
-    weights: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     *,
     dtype: torch.dtype,
@@ -179,9 +179,9 @@ def opened_server(
     `weights` are written to disk for its start; the weights to serve are pushed before each rollout.
     """
     grpo, served = config.grpo, run_dir.resolve() / "served"
-    save_pretrained_dir(
-        served, own_copies(weights.items(), dtype), load_model_config(config.path_model), tokenizer
-    )
+    state = own_copies(weights, dtype, may_change=False)
+    save_pretrained_dir(served, state, load_model_config(config.path_model), tokenizer)
+    del state
     server = OwnServer(
         vllm_command(
             python=grpo.vllm_python,

@@ -38,7 +38,7 @@ class WeightsExtension:
             blob = Path(path).read_bytes()
             if hashlib.sha256(blob).hexdigest() != sha256:
                 raise BadBlob("its sha256 is not the one announced")
-            digest, state = held.after(blob, _expected(self))
+            digest, state = held.after([blob], _expected(self))
         except OSError as error:
             return {"ok": False, "is_lost": True, "error": str(error)}
         except BadBlob as error:

@@ -59,14 +59,17 @@ def digest_of(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def own_copies(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> State:
-    """Copies on the CPU, with floating-point tensors converted to `dtype`; training may change the originals.
+def own_copies(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, may_change: bool = True
+) -> State:
+    """Copies on the CPU, with floating-point tensors converted to `dtype`.
 
-    Copied one by one, since the device may have no room for all tensors if they are computed (rl/adapters.py).
+    Unless the originals may change, as in training, those that need no conversion are not copied. One by one, since
+    there may be no room for all tensors if they are computed (rl/adapters.py).
     """
     return {
         name: tensor.detach()
-        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=may_change)
         .contiguous()
         for name, tensor in tensors
     }
@@ -155,18 +158,22 @@ class Held:
         self.digest = ""
         """Empty if there are no weights."""
 
-    def after(self, blob: bytes, expected: Expected) -> tuple[str, State]:
-        """The complete weights after a blob, verified, with their digest. Raises BadBlob; changes nothing."""
+    def after(self, blobs: Iterable[bytes], expected: Expected) -> tuple[str, State]:
+        """The complete weights after these blobs in turn, verified, with their digest. Raises BadBlob; changes nothing.
+
+        Only the last weights are verified: nobody uses those between.
+        """
         values = sum(torch.Size(shape).numel() for _, shape in expected.values())
-        label, state = unpacked(blob, values)
-        if label.base:
-            if label.base != self.digest:
+        digest, state = self.digest, self.state
+        for blob in blobs:
+            label, content = unpacked(blob, values)
+            if label.base and label.base != digest:
                 raise BadBlob("the patch is for other weights than these")
-            state = patched(self.state, state)
+            digest, state = label.digest, patched(state, content) if label.base else content
         check_state(state, expected)
-        if digest_of(state) != label.digest:
+        if digest_of(state) != digest:
             raise BadBlob("the weights are not those that were sent: their digest differs")
-        return label.digest, state
+        return digest, state
 
 
 def check_state(state: Mapping[str, Tensor], expected: Expected) -> None:

@@ -24,15 +24,18 @@ def load_model(
     seed: int,
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
+    keeps_dtype: bool = False,
 ) -> PreTrainedModel:
     """The fp32 model of a preset, directory or hub id, with its safetensors if it has any, else initialized.
 
+    `keeps_dtype`: safetensors that are all bf16 or all fp16 stay what they are, in half the memory.
     Initial weights are drawn on the CPU and depend on (config, seed) only; torch's global generators are left
     as they were. Raises UserError if it is not a causal language model.
     """
     directory = directory_of(path_model, weights=True)
     if has_weights(directory):
-        return _moved(_from_weights(directory, path_model, attn_implementation), device)
+        dtype = _stored_dtype(directory) if keeps_dtype else torch.float32
+        return _moved(_from_weights(directory, path_model, attn_implementation, dtype), device)
     config = load_model_config(path_model)
     return model_from_config(config, seed=seed, device=device, attn_implementation=attn_implementation)
 
@@ -94,7 +97,25 @@ def _build(config: PretrainedConfig, attn_implementation: str) -> PreTrainedMode
     return model
 
 
-def _from_weights(directory: Path, path_model: str, attn_implementation: str) -> PreTrainedModel:
+def _stored_dtype(directory: Path) -> torch.dtype:
+    """The floating-point type of the directory's weights; fp32 if it has several, or cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    found = set[str]()
+    try:
+        for path in directory.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError):
+        # `_from_weights` says what is wrong.
+        return torch.float32
+    names = {name for name in found if "F" in name}
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(names), torch.float32)
+
+
+def _from_weights(
+    directory: Path, path_model: str, attn_implementation: str, dtype: torch.dtype
+) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -102,7 +123,7 @@ def _from_weights(directory: Path, path_model: str, attn_implementation: str) ->
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             directory,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attn_implementation,
             use_safetensors=True,
             trust_remote_code=False,

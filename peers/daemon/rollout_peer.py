@@ -269,9 +269,11 @@ class RolloutPeer:
             if num_bytes > most_bytes:
                 raise ProtocolError("its policy is larger than the model")
             if policy.digest != held:
-                num_files = len(self._fetched) + len(policy.blobs)
                 # The files that wait have the limits of one policy together: no learner can fill the disk.
-                if self._fetched_bytes + num_bytes <= most_bytes and num_files <= MAX_BLOBS:
+                if policy.base:
+                    num_bytes += self._fetched_bytes
+                num_files = len(policy.blobs) + (len(self._fetched) if policy.base else 0)
+                if num_bytes <= most_bytes and num_files <= MAX_BLOBS:
                     await self._fetch(stream, policy)
             else:
                 self._step = policy.step
@@ -297,6 +299,8 @@ class RolloutPeer:
                     # The learner has newer weights: ask again.
                     return
                 paths.append(path)
+            if not policy.base:
+                self._drop_fetched(but=paths)
             self._fetched += paths
             self._fetched_bytes += sum(name.num_bytes for name in policy.blobs)
             self._fetched_digest, self._step = policy.digest, policy.step
@@ -352,7 +356,10 @@ class RolloutPeer:
         """Remove the fetched files, which are of no use now: ask again, from the weights that the generator has."""
         self._policy.clear()
         self._fetched_digest = ""
-        for path in self._fetched:
+        self._drop_fetched()
+
+    def _drop_fetched(self, *, but: Sequence[Path] = ()) -> None:
+        for path in set(self._fetched) - set(but):
             path.unlink(missing_ok=True)
         self._fetched, self._fetched_bytes = [], 0
 

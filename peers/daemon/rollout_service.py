@@ -253,7 +253,8 @@ class RolloutService:
         if files is None:
             return NoPolicy()
         names = tuple(BlobName(digest=file.sha256, num_bytes=file.num_bytes) for file in files)
-        return Policy(digest=self._digest, step=self.queue.step, blobs=names)
+        base = files[0].base if files else ""
+        return Policy(digest=self._digest, step=self.queue.step, base=base, blobs=names)
 
     async def _send_blob(self, digest: str, channel: Channel) -> None:
         file = next((file for file in self._files if file.sha256 == digest), None)

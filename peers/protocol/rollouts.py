@@ -110,6 +110,8 @@ class Policy(Struct, frozen=True, tag="policy"):
     """Of the weights themselves."""
     step: Step
     """The learner's optimizer steps that led to them."""
+    base: HashOrNone
+    """Digest of the weights that the first file changes; empty if it holds all weights, or there is none."""
     blobs: Annotated[tuple[BlobName, ...], Meta(max_length=MAX_BLOBS)]
     """To be applied in this order; none if the weights are held."""
 

@@ -89,6 +89,15 @@ def test_merged_weights_are_a_plain_model_with_the_same_outputs(directory, model
     assert torch.allclose(logits(plain), logits(adapted), atol=CLOSE)
 
 
+def test_a_model_that_is_kept_in_bf16_is_merged_in_fp32(directory):
+    """Otherwise a rollout peer's server would not have the learner's weights."""
+    kept, widened = (adapted_and_moved(load_model(directory, seed=0).bfloat16()) for _ in range(2))
+    widened.float()
+    assert {tensor.dtype for tensor in trained(kept).values()} == {torch.float32}
+    ours, theirs = (dict(merged(one, one.named_parameters())) for one in (kept, widened))
+    assert all(torch.equal(tensor.float(), theirs[name]) for name, tensor in ours.items())
+
+
 @pytest.fixture
 def config():
     return TrainConfig(grpo=GrpoConfig(num_generations=2, max_completion_length=4, lora_rank=RANK))
@@ -102,13 +111,13 @@ def test_a_rollout_peer_takes_the_adapters_alone(directory, model, config):
     )
     publisher.take(trained(learner).items())
     assert publisher.whole_bytes < sum(p.nbytes for p in model.parameters()) / 2
-    generator.load(publisher.blob_for("")[1])
+    generator.load([publisher.blob_for("")[1]])
     assert torch.equal(logits(own), logits(learner))
 
     whole = Publisher(torch.float32)
     whole.take(merged(learner, learner.named_parameters()))
     with pytest.raises(BadBlob, match="is missing"):
-        generator.load(whole.blob_for("")[1])
+        generator.load([whole.blob_for("")[1]])
 
 
 def test_its_server_is_given_whole_weights(directory, model, config):
@@ -117,7 +126,7 @@ def test_its_server_is_given_whole_weights(directory, model, config):
     own = with_adapters(load_model(directory, seed=0), RANK, seed=0)
     server = SimpleNamespace(publisher=Publisher(torch.float32))
     task, tokenizer = open_task(config.grpo, seed=0), load_tokenizer(directory)
-    of_server(config, task, tokenizer, own, server).load(publisher.blob_for("")[1])
+    of_server(config, task, tokenizer, own, server).load([publisher.blob_for("")[1]])
     served = load_model(directory, seed=0)
     assert served.load_state_dict(server.publisher.state).missing_keys == []
     assert torch.allclose(logits(served), logits(learner), atol=CLOSE)

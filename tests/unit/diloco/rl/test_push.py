@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diloco.rl import push
+from diloco.rl import weights as rl_weights
 from diloco.rl.push import PolicyFiles, Publisher
 from diloco.rl.weights import ANY_FLOAT, BadBlob, Held, digest_of
 
@@ -33,7 +34,7 @@ def written(files: PolicyFiles, publisher: Publisher, step: int, num_changed: in
 
 def read(held: Held, entries: list[dict]) -> None:
     for entry in entries:
-        held.digest, held.state = held.after(Path(entry["path"]).read_bytes(), EXPECTED)
+        held.digest, held.state = held.after([Path(entry["path"]).read_bytes()], EXPECTED)
 
 
 def test_the_first_file_holds_all_weights_and_later_ones_what_has_changed(tmp_path, publisher):
@@ -100,8 +101,24 @@ def test_a_patch_is_from_the_weights_that_were_written_last(tmp_path, publisher)
     written(files, publisher, 1)
     publisher.take(weights(2).items())
     publisher.take(weights(3).items())
-    read(held, files.write(publisher)[-1:])
+    whole, patch = files.write(publisher)
+    assert patch["base"] == whole["leads_to"]
+    read(held, [whole, patch])
     assert held.digest == publisher.digest
+
+
+def test_files_that_are_read_together_are_verified_once(tmp_path, publisher, monkeypatch):
+    files = PolicyFiles(tmp_path / "policies")
+    for step in (1, 2, 3):
+        entries = written(files, publisher, step)
+    blobs = [Path(entry["path"]).read_bytes() for entry in entries]
+    with pytest.raises(BadBlob, match="the patch is for other weights"):
+        Held().after([blobs[0], blobs[2]], EXPECTED)
+    hashed = []
+    monkeypatch.setattr(rl_weights, "digest_of", lambda state: hashed.append(state) or digest_of(state))
+    digest, state = Held().after(iter(blobs), EXPECTED)
+    assert digest == publisher.digest == digest_of(state)
+    assert len(blobs) == 3 and len(hashed) == 1
 
 
 def test_the_directory_goes_with_them(tmp_path, publisher):

@@ -103,7 +103,7 @@ def test_a_blob_whose_metadata_has_other_types_is_refused(label, shapes):
     planes = torch.frombuffer(bytearray(zlib.compress(b"\0\0\0")), dtype=torch.uint8)
     blob = save({"b::at": planes}, {"format": FORMAT, "label": json.dumps(label), "shapes": shapes})
     with pytest.raises(BadBlob):
-        Held().after(blob, {"b": (ANY_FLOAT, (4,))})
+        Held().after([blob], {"b": (ANY_FLOAT, (4,))})
 
 
 @pytest.mark.parametrize("more", [{"none": [-1000, 1]}, {"none": [0, 1]}, {}])

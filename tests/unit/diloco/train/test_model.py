@@ -113,6 +113,27 @@ def test_a_saved_model_loads_with_transformers_and_with_us(tmp_path, tied):
     assert torch.equal(ours(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("stored", "kept"),
+    [
+        ([torch.bfloat16, torch.bfloat16], torch.bfloat16),
+        ([torch.float16, torch.float16], torch.float16),
+        ([torch.float32, torch.bfloat16], torch.float32),
+    ],
+)
+def test_a_model_keeps_the_type_of_its_files_on_demand_if_they_have_one(tmp_path, stored, kept):
+    state = model_from_config(SMALL, seed=1).state_dict()
+    # The config.json names the first type, whatever the others are.
+    types = [stored[0], *[stored[1]] * (len(state) - 1)]
+    state = {name: tensor.to(dtype) for (name, tensor), dtype in zip(state.items(), types, strict=True)}
+    save_pretrained_dir(tmp_path / "model", state, SMALL, None)
+    ours = load_model(str(tmp_path / "model"), seed=1, keeps_dtype=True).state_dict()
+    assert {tensor.dtype for tensor in ours.values()} == {kept}
+    assert all(torch.equal(ours[name].float(), tensor.float()) for name, tensor in state.items())
+    assert load_model(str(tmp_path / "model"), seed=1).dtype == torch.float32
+    assert load_model(write_config(tmp_path / "new"), seed=1, keeps_dtype=True).dtype == torch.float32
+
+
 def test_a_model_that_is_tied_by_default_is_saved_without_its_second_name(tmp_path):
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 264}
     model = model_from_config(config, seed=1)

@@ -254,15 +254,16 @@ async def test_a_generator_is_not_given_up_on_as_long_as_learners_take_its_rollo
 class Announcing:
     """A learner's stream that names another policy at every question."""
 
-    def __init__(self, num_files: int, num_bytes: int, *, keeps: int = 1 << 30) -> None:
-        self._num_files, self._num_bytes, self._keeps = num_files, num_bytes, keeps
+    def __init__(self, num_files: int, num_bytes: int, *, keeps: int = 1 << 30, base: str = "0" * 64) -> None:
+        self._num_files, self._num_bytes, self._keeps, self._base = num_files, num_bytes, keeps, base
         self.num_asked = 0
 
     async def newest(self, _held: str) -> Policy:
         self.num_asked += 1
         digests = [f"{self.num_asked:032x}{index:032x}" for index in range(self._num_files)]
         blobs = tuple(BlobName(digest=digest, num_bytes=self._num_bytes) for digest in digests)
-        return Policy(digest=f"{self.num_asked:064x}", step=self.num_asked, blobs=blobs)
+        step = self.num_asked
+        return Policy(digest=f"{step:064x}", step=step, base=self._base, blobs=blobs)
 
     async def download(self, name: BlobName, directory: Path) -> Path | None:
         if int(name.digest[32:], 16) >= self._keeps:
@@ -285,8 +286,13 @@ async def test_a_peer_whose_generator_takes_long_to_start_lets_its_learner_hear_
 
 @pytest.mark.parametrize(
     ("stream", "num_left"),
-    [(Announcing(1, 10), 3), (Announcing(3, 0), MAX_BLOBS // 3 * 3), (Announcing(2, 10, keeps=1), 0)],
-    ids=["bytes", "files", "files of policies that were left"],
+    [
+        (Announcing(1, 10), 3),
+        (Announcing(3, 0), MAX_BLOBS // 3 * 3),
+        (Announcing(2, 10, keeps=1), 0),
+        (Announcing(2, 10, base=""), 2),
+    ],
+    ids=["bytes", "files", "files of policies that were left", "files that later ones replace"],
 )
 async def test_a_learner_whose_policies_nobody_loads_does_not_fill_the_disk(
     peer, learners, tmp_path, stream, num_left
@@ -301,6 +307,8 @@ async def test_a_learner_whose_policies_nobody_loads_does_not_fill_the_disk(
     following.cancel()
     await asyncio.wait({following})
     assert len(list(tmp_path.iterdir())) == num_left == len(peer._fetched)
+    # A policy of all weights always has room.
+    assert stream._base or peer._step >= MAX_BLOBS
     loaded = []
 
     async def load(paths, digest):

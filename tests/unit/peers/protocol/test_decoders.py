@@ -194,7 +194,9 @@ WORDS: dict[str, list[Any]] = {
         rollouts.Welcome(manifest=Manifest(fields=MANIFEST), next_number=7),
         rollouts.NoPolicy(why="it was left out: lies"),
         rollouts.WantPolicy(held="a" * 64),
-        rollouts.Policy(digest="a" * 64, step=3, blobs=(rollouts.BlobName(digest="b" * 64, num_bytes=9),)),
+        rollouts.Policy(
+            digest="a" * 64, step=3, base="", blobs=(rollouts.BlobName(digest="b" * 64, num_bytes=9),)
+        ),
         rollouts.WantBlob(digest="b" * 64),
         rollouts.Blob(),
         rollouts.NoBlob(),
