@@ -89,7 +89,7 @@ def test_a_blob_that_is_not_a_policy_of_this_model_changes_nothing(generator):
     assert generator.digest == ""
 
 
-def test_files_that_have_gathered_make_one_policy_and_the_server_is_sent_what_has_changed(directory, tmp_path):
+def test_files_that_have_gathered_make_one_policy_of_which_the_server_gets_the_changes(directory, tmp_path):
     learner, publisher = load_model(directory, seed=0), Publisher(torch.float32)
     paths, digests = [], []
     for seed in range(5):

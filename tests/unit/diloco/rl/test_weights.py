@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,6 +162,35 @@ def test_weights_that_are_not_the_models_are_refused_by_name(change, says):
     weights = {name: tensor for name, tensor in {**weights, **change}.items() if tensor is not None}
     with pytest.raises(BadBlob, match=says):
         check_state(weights, EXPECTED)
+
+
+def test_values_that_a_patch_makes_infinite_are_refused_and_only_those_are_looked_at(monkeypatch):
+    held, expected = Held(), {"a.weight": (ANY_FLOAT, (7, 5)), "b": (ANY_FLOAT, (11,))}
+    held.state, held.digest = state(), digest_of(state())
+    new = state()
+    new["b"][3] = torch.inf
+    label = Label(digest=digest_of(new), base=held.digest)
+    with pytest.raises(BadBlob, match="b holds values that are not finite"):
+        held.after([packed_changes(held.state, new, label)], expected)
+    new["b"][3] = 1.5
+    looked_at = []
+    monkeypatch.setattr(weights, "_check_finite", lambda tensors: looked_at.extend(tensors))
+    held.after([packed_changes(held.state, new, replace(label, digest=digest_of(new)))], expected)
+    assert [(name, values.tolist()) for name, values in looked_at] == [("b", [1.5])]
+
+
+def test_a_digest_says_which_tensor_has_which_type_shape_and_bits():
+    ours = state()
+    others = [
+        {**ours, "b": ours["b"].half()},
+        {**ours, "b": ours["b"].view(torch.int16)},
+        {**ours, "b": ours["b"][None]},
+        {"a.weight": ours["a.weight"], "c": ours["b"]},
+        {**ours, "b": -ours["b"]},
+        {"a.weight": ours["a.weight"]},
+    ]
+    assert len({digest_of(one) for one in [ours, *others]}) == 7
+    assert digest_of(dict(reversed(ours.items()))) == digest_of(ours)
 
 
 def test_a_publisher_sends_changes_to_who_has_the_weights_before_and_all_to_others():

@@ -118,7 +118,7 @@ def test_a_saved_model_loads_with_transformers_and_with_us(tmp_path, tied):
     [
         ([torch.bfloat16, torch.bfloat16], torch.bfloat16),
         ([torch.float16, torch.float16], torch.float16),
-        ([torch.float32, torch.bfloat16], torch.float32),
+        ([torch.bfloat16, torch.float32], torch.float32),
     ],
 )
 def test_a_model_keeps_the_type_of_its_files_on_demand_if_they_have_one(tmp_path, stored, kept):
