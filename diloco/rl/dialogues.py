@@ -8,16 +8,21 @@ and so on; the last turn is the model's.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from diloco.rl.sampling import token_ids
 from diloco.rl.server_client import Sampling, Written
 from diloco.rl.tasks import Example, Message, Task
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 Complete = Callable[[Sequence[list[int]], int, Sampling, int], list[Written]]
 """(prompts, completions of each, sampling, seed) -> completions by the newest weights."""
@@ -69,7 +74,15 @@ def judged(
         talking = [
             dialogue
             for dialogue, one in zip(talking, _each(written), strict=True)
-            if _goes_on(task, tokenizer, dialogue, *one, is_last=turn == task.max_turns)
+            if _speaks(tokenizer, dialogue, *one)
+        ]
+        if turn == task.max_turns:
+            break
+        replies = task.pool.each("reply", task.reply, [(one.example, one.said) for one in talking])
+        talking = [
+            dialogue
+            for dialogue, reply in zip(talking, replies, strict=True)
+            if _hears(tokenizer, dialogue, reply)
         ]
         if not talking:
             break
@@ -77,14 +90,15 @@ def judged(
         written = complete(
             [dialogue.prompt + dialogue.tokens for dialogue in talking], 1, longest, seed + turn
         )
+    scores = task.pool.each("scores", task.scores, [(one.example, one.said) for one in every])
     found = [
         {
             "tokens": one.tokens,
             "logprobs": one.logprobs,
             "turns": one.turns if len(one.turns) > 1 else [],
-            "scores": task.scores(one.example, one.said),
+            "scores": of,
         }
-        for one in every
+        for one, of in zip(every, scores, strict=True)
     ]
     return [found[start : start + count] for start in range(0, len(found), count)]
 
@@ -92,12 +106,35 @@ def judged(
 def judged_again(
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    tokens: Sequence[int],
-    turns: Sequence[int],
-) -> list[float]:
-    """The scores that the generator of a completion should have found; infinite if the completion is impossible,
-    because the environment would not have given the replies in it."""
+    completions: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+) -> list[list[float]]:
+    """The scores that rollout peers should have found for these completions, each an example's number, tokens, turns.
+
+    They are infinite for a completion that cannot be judged, or is impossible, because the environment would not have
+    given the replies in it.
+    """
+
+    def scores(example: Example, said: Sequence[str]) -> list[float]:
+        return _judged_at_all(lambda: task.scores(example, said)) or [math.inf]
+
+    replayed = [_judged_at_all(partial(_replayed, task, tokenizer, *one)) for one in completions]
+    found = iter(task.pool.each("scores", scores, [one for one in replayed if one]))
+    return [next(found) if one else [math.inf] for one in replayed]
+
+
+def _judged_at_all(action: Callable[[], T]) -> T | None:
+    """None if it fails: no completion of a rollout peer may end a learner."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+        log.warning("a completion of a rollout peer cannot be judged: %s", error)
+        return None
+
+
+def _replayed(
+    task: Task, tokenizer: PreTrainedTokenizerBase, number: int, tokens: Sequence[int], turns: Sequence[int]
+) -> tuple[Example, list[str]] | None:
+    """The example and the texts of the model's turns; None if the environment would have given other replies."""
     example = task.example(number)
     messages, said = list(example.prompt), list[str]()
     for spoken, told in _turns_of(tokens, turns):
@@ -105,16 +142,14 @@ def judged_again(
         if told:
             reply = task.reply(example, said)
             if reply is None or told != _told(tokenizer, messages, spoken, reply):
-                return [math.inf]
+                return None
             messages += _exchange(said[-1], reply)
-    return task.scores(example, said)
+    return example, said
 
 
-def is_solved(
-    task: Task, tokenizer: PreTrainedTokenizerBase, example: Example, completion: Mapping[str, Any]
-) -> bool:
-    turns = _turns_of(completion["tokens"], completion["turns"])
-    return task.is_solved(example, [_text(tokenizer, spoken) for spoken, _ in turns])
+def said_in(tokenizer: PreTrainedTokenizerBase, completion: Mapping[str, Any]) -> list[str]:
+    """The texts of the model's turns."""
+    return [_text(tokenizer, spoken) for spoken, _ in _turns_of(completion["tokens"], completion["turns"])]
 
 
 def own_mask(turns: Sequence[int], num_tokens: int) -> list[int]:
@@ -135,24 +170,26 @@ def _each(written: Sequence[Written]) -> list[tuple[list[int], list[float | None
     return [one for group in written for one in zip(group.token_ids, group.logprobs, strict=True)]
 
 
-def _goes_on(
-    task: Task,
+def _speaks(
     tokenizer: PreTrainedTokenizerBase,
     dialogue: _Dialogue,
     tokens: list[int],
     logprobs: list[float | None],
-    *,
-    is_last: bool,
 ) -> bool:
-    """Add the model's turn and the environment's reply. Returns False if the dialogue is over."""
+    """Add the model's turn. Returns False if it was cut off."""
     # The batch was generated with the limit of the dialogue that has the most room, so this turn may be too long.
     is_cut_off = len(tokens) >= dialogue.room and tokens[dialogue.room - 1] != tokenizer.eos_token_id
     spoken = tokens[: dialogue.room]
     dialogue.append(spoken, logprobs[: dialogue.room])
     dialogue.said.append(_text(tokenizer, spoken))
-    if is_cut_off or is_last or (reply := task.reply(dialogue.example, dialogue.said)) is None:
+    return not is_cut_off
+
+
+def _hears(tokenizer: PreTrainedTokenizerBase, dialogue: _Dialogue, reply: str | None) -> bool:
+    """Add the environment's reply. Returns False if the dialogue is over."""
+    if reply is None:
         return False
-    told = _told(tokenizer, dialogue.messages, spoken, reply)
+    told = _told(tokenizer, dialogue.messages, dialogue.tokens, reply)
     if not told or len(told) >= dialogue.room:
         return False
     dialogue.append(told, [0.0] * len(told))
@@ -165,14 +202,14 @@ def _exchange(said: str, reply: str) -> list[Message]:
 
 
 def _told(
-    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], spoken: Sequence[int], reply: str
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], tokens: Sequence[int], reply: str
 ) -> list[int]:
-    """The tokens between the model's last turn and its next one, by the chat template."""
+    """The tokens between the model's last turn, which `tokens` end with, and its next one, by the chat template."""
     messages = [*before, *_exchange(_SAID, reply)]
     rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = list(tokenizer(rendered.rpartition(_SAID)[2], add_special_tokens=False)["input_ids"])
     # The model and the template may both end the model's turn with eos.
-    repeats_end = bool(ids) and spoken[-1] == tokenizer.eos_token_id == ids[0]
+    repeats_end = bool(ids) and tokens[-1] == tokenizer.eos_token_id == ids[0]
     return ids[1:] if repeats_end else ids
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
-from diloco.rl.dialogues import Complete, is_solved, judged
+from diloco.rl.dialogues import Complete, judged, said_in
 from diloco.rl.server_client import Sampling
 from diloco.rl.tasks import Example, Task, weighted
 
@@ -37,9 +38,15 @@ def measured(
     """For each example: the mean `reward` of its completions, `pass_at_1` and `pass_at_<samples>`."""
     sampling = Sampling(max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, top_k=TOP_K)
     groups = judged(task, tokenizer, examples, samples, complete, sampling, seed)
+    said = [
+        (example, said_in(tokenizer, one))
+        for example, group in zip(examples, groups, strict=True)
+        for one in group
+    ]
+    verdicts = iter(task.pool.each("is_solved", task.is_solved, said))
     found = []
-    for example, group in zip(examples, groups, strict=True):
-        solved = sum(is_solved(task, tokenizer, example, one) for one in group)
+    for group in groups:
+        solved = sum(islice(verdicts, len(group)))
         passes = {f"pass_at_{k}": pass_at_k(samples, solved, k) for k in sorted({1, samples})}
         found.append({"reward": fmean(weighted(task, one["scores"]) for one in group), **passes})
     return found

@@ -8,7 +8,6 @@ the other learners of the run wait for its work at every epoch.
 from __future__ import annotations
 
 import logging
-import math
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from diloco.options.trainer import TrainConfig
 from diloco.rl.dialogues import own_mask
 from diloco.rl.push import PolicyFiles, Publisher
-from diloco.rl.rollout_checks import RolloutChecks
+from diloco.rl.rollout_checks import ENOUGH, RolloutChecks
 from diloco.rl.tasks import Task
 from peers.daemon.link import WorkerLink
 
@@ -57,10 +56,10 @@ class PeerRollouts:
         terms: Mapping[str, Any],
         *,
         step_of: Callable[[], int],
-        judge: Callable[[int, Sequence[int], Sequence[int]], Sequence[float]],
+        judge: Callable[[Sequence[tuple[int, Sequence[int], Sequence[int]]]], Sequence[Sequence[float]]],
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        """`judge` scores an example's completion, by its tokens and turns."""
+        """`judge` scores completions, each given by its example, tokens and turns."""
         self.publisher = Publisher(dtype)
         self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
@@ -136,16 +135,19 @@ class PeerRollouts:
             self._checks.forget(peer_id)
 
     def _check(self, groups: Sequence[Group]) -> None:
+        sent: dict[str, list[Group]] = {}
         for group in groups:
+            sent.setdefault(group.peer_id, []).append(group)
             for one in group.completions:
                 self._checks.came(group.peer_id, one["tokens"], one["logprobs"])
-            one = self._random.choice(group.completions)
-            try:
-                found = self._judge(group.example, one["tokens"], one["turns"])
-            except Exception as error:  # noqa: BLE001 - no rollout peer may end a learner
-                log.warning("a completion of rollout peer %s cannot be judged: %s", group.peer_id, error)
-                found = [math.inf]
-            self._checks.judged_again(group.peer_id, one["scores"], found)
+        chosen = [
+            (group, self._random.choice(group.completions))
+            for own in sent.values()
+            for group in self._random.sample(own, min(ENOUGH, len(own)))
+        ]
+        found = self._judge([(group.example, one["tokens"], one["turns"]) for group, one in chosen])
+        for (group, one), scores in zip(chosen, found, strict=True):
+            self._checks.judged_again(group.peer_id, one["scores"], scores)
 
     def figures(self) -> dict[str, Any]:
         """Figures of the last generation, for the step's record."""

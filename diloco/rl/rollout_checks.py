@@ -4,7 +4,7 @@ Three checks, each cheap for a learner, which trains on these completions anyway
 
 - *Weights.* The learner's log-probabilities of each completion must be close to the sampler's. A policy that is some
   steps old, or computed in another type or by other kernels, differs a little; other weights or models differ much.
-- *Rewards.* The learner judges one completion of each prompt again, chosen at random.
+- *Rewards.* The learner judges some completions of each peer again, chosen at random.
 - *Copies.* A completion that is too improbable to be sampled twice must not have come before.
 
 Not detected: completions of another model with forged log-probabilities of the learner's policy; a policy that is only
@@ -31,8 +31,8 @@ _COPY_NATS = 30.0
 """A completion with a probability below e^-30 is not sampled twice."""
 _NUM_COPIES = 2
 _NUM_REMEMBERED = 4096
-_ENOUGH = 8
-"""Least number of rewards or differences by which a peer is left out."""
+ENOUGH = 8
+"""Least number of rewards or differences by which a peer is left out; so many rewards are judged again at once."""
 _RECENT = 64
 
 
@@ -87,9 +87,9 @@ class RolloutChecks:
     def _fault(self, peer_id: str, record: _Record) -> str:
         if record.num_copies >= _NUM_COPIES:
             return f"{record.num_copies} of its completions are copies of earlier ones"
-        if len(record.falsely_judged) >= _ENOUGH and fmean(record.falsely_judged) > _FALSE_SHARE:
+        if len(record.falsely_judged) >= ENOUGH and fmean(record.falsely_judged) > _FALSE_SHARE:
             return f"{sum(record.falsely_judged)} of {len(record.falsely_judged)} rewards judged again were false"
-        if len(record.differences) >= _ENOUGH and (difference := fmean(record.differences)) > self._limit(
+        if len(record.differences) >= ENOUGH and (difference := fmean(record.differences)) > self._limit(
             peer_id
         ):
             return f"its log-probabilities are {difference:.2g} nats per token from those of the policy"
@@ -99,6 +99,6 @@ class RolloutChecks:
         others = [
             fmean(record.differences)
             for other, record in self._records.items()
-            if other != peer_id and len(record.differences) >= _ENOUGH
+            if other != peer_id and len(record.differences) >= ENOUGH
         ]
         return max(_LOGP_LIMIT, _LOGP_FACTOR * median(others) if others else 0.0)

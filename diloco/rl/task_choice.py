@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl.answers import Completion
 from diloco.rl.environments import named_of, open_environment
 from diloco.rl.hub_tasks import HUB_TASKS, PREFIX, open_generator, open_hub_task
 from diloco.rl.own_code import check_named, finite, loaded
+from diloco.rl.reward_pool import RewardPool
 from diloco.rl.sandbox.run import check_sandbox
 from diloco.rl.tasks import Component, Example, Reward, Task
 
@@ -41,6 +44,12 @@ def check_task_name(name: str) -> None:
 def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
     """The task that `--dataset` names. Raises UserError if it is unknown or cannot be loaded."""
     check_task(grpo)
+    task = _opened(grpo, seed)
+    task.pool = RewardPool(partial(_opened, grpo, seed))
+    return task
+
+
+def _opened(grpo: GrpoConfig, seed: int) -> Task:
     name = grpo.dataset
     kind, _, place = name.partition("=")
     if kind in HUB_TASKS:

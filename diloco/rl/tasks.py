@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.rl.answers import Completion, parsed
+from diloco.rl.reward_pool import RewardPool
 
 SYSTEM = (
     "Reason between <start_working_out> and <end_working_out>. "
@@ -57,6 +58,8 @@ class Task:
     solved: Component
     """1 for a completion that solves the example, less for others."""
     max_turns: int = 1
+    pool: RewardPool = field(default_factory=RewardPool)
+    """Judges many completions."""
 
     def reply(self, example: Example, said: Sequence[str]) -> str | None:
         """The environment's reply to the model's last turn; None if the dialogue is over."""

@@ -116,7 +116,7 @@ def test_an_environment_is_asked_once_a_turn(guess, tokenizer, monkeypatch):
     example = guess.example(SECRET_5)
     [[one]] = judged(guess, tokenizer, [example], 1, model.complete, Sampling(max_tokens=200), seed=1)
     assert asked == [1, 2, 3]
-    judged_again(guess, tokenizer, SECRET_5, one["tokens"], one["turns"])
+    judged_again(guess, tokenizer, [(SECRET_5, one["tokens"], one["turns"])])
     assert asked == [1, 2, 3, 1, 2]
 
 
@@ -126,13 +126,25 @@ def test_a_learner_finds_the_scores_again_and_words_that_the_environment_would_n
     model = Model(tokenizer, ["3", "5"], ["9", "8", "1", "2"]).goes_on(0, 1, 1, 1)
     grpo = GrpoConfig(num_generations=2, max_completion_length=200)
     [group] = generated(guess, tokenizer, [SECRET_5], grpo, model.complete, 1)
-    for one in group:
-        assert judged_again(guess, tokenizer, SECRET_5, one["tokens"], one["turns"]) == one["scores"]
+    honest = [(SECRET_5, one["tokens"], one["turns"]) for one in group]
     tokens, turns = list(group[0]["tokens"]), group[0]["turns"]
     tokens[turns[0] + 1] += 1
-    assert judged_again(guess, tokenizer, SECRET_5, tokens, turns) == [math.inf]
+    forged = (SECRET_5, tokens, turns)
+    first, second = (one["scores"] for one in group)
+    assert judged_again(guess, tokenizer, [honest[0], forged, honest[1]]) == [first, [math.inf], second]
     plain = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
-    assert judged_again(plain, tokenizer, 0, tokens, turns) == [math.inf]
+    assert judged_again(plain, tokenizer, [(0, tokens, turns)]) == [[math.inf]]
+
+
+@pytest.mark.parametrize(("part", "turns"), [("reply", [1, 1, 1]), ("scores", [])])
+def test_a_completion_that_cannot_be_judged_has_infinite_scores(guess, tokenizer, monkeypatch, part, turns):
+    """No completion of a rollout peer may end a learner."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(guess, part, fail)
+    assert judged_again(guess, tokenizer, [(SECRET_5, [65, 66, 67], turns)]) == [[math.inf]]
 
 
 def test_an_evaluation_counts_the_dialogues_that_earn_everything(guess, tokenizer):
@@ -141,6 +153,22 @@ def test_an_evaluation_counts_the_dialogues_that_earn_everything(guess, tokenize
         guess, tokenizer, [guess.example(SECRET_5)], model.complete, samples=2, max_tokens=200, seed=1
     )
     assert figures == {"reward": 0.5, "pass_at_1": 0.5, "pass_at_2": 1.0}
+
+
+def test_what_may_take_long_is_left_to_the_pool(guess, tokenizer, monkeypatch):
+    asked = []
+
+    def each(question, here, every):
+        asked.append((question, len(every)))
+        return [here(*one) for one in every]
+
+    monkeypatch.setattr(guess.pool, "each", each)
+    model = Model(tokenizer, ["3", "5"], ["5"]).goes_on(0)
+    example = guess.example(SECRET_5)
+    evaluated(guess, tokenizer, [example], model.complete, samples=2, max_tokens=200, seed=1)
+    assert asked == [("reply", 2), ("reply", 1), ("scores", 2), ("is_solved", 2)]
+    judged_again(guess, tokenizer, [(SECRET_5, [65], [])] * 3)
+    assert asked[4:] == [("scores", 3)]
 
 
 def test_held_out_examples_follow_those_that_are_trained_on(guess):

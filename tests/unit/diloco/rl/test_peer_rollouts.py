@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def source(daemon, tmp_path):
         torch.float32,
         TERMS,
         step_of=lambda: 12,
-        judge=lambda example, tokens, turns: [1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0],
+        judge=lambda asked: [[1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0] for _, tokens, _ in asked],
         on_event=lambda **fields: daemon.events.append(fields),
     )
 
@@ -162,14 +163,20 @@ def test_who_cheats_is_left_out_within_a_few_generations(daemon, source, differe
 
 
 def test_a_completion_that_cannot_be_judged_counts_as_falsely_judged(daemon, source):
-    def fail(*_):
-        raise ZeroDivisionError
-
-    source._judge = fail
+    source._judge = lambda asked: [[math.inf] for _ in asked]
     for _ in range(10):
         daemon.queue = [sent(0)]
         assert len(source.take(1)) == 1
     assert set(left_out(daemon)) == {"peer"}
+
+
+def test_no_more_of_a_peers_completions_are_judged_again_at_once_than_are_needed(daemon, source):
+    judge, num_judged = source._judge, []
+    source._judge = lambda asked: num_judged.append(len(asked)) or judge(asked)
+    daemon.queue = [sent(0, by=by) for by in ["few"] * 3 + ["many"] * 40]
+    daemon.uniform = [sent(0, [1.0, 1.0], [1.0, 1.0], by="uniform")] * 60
+    source.take(43)
+    assert num_judged == [3 + 8 + 8]
 
 
 def test_who_cheats_is_left_out_once_though_a_generation_is_compared_in_parts_and_again(daemon, source):
