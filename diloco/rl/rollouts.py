@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-_MAX_CONCURRENT = 64
+_MAX_SEQUENCES = 1024
+"""Completions that the server is asked for at once. A request is for all those of one prompt."""
+_MAX_REQUESTS = 512
+"""Each takes a thread and an open file, of which many systems allow a process 1024."""
 _LOOK_S = 30.0
 """While completions are awaited, the server is asked so often whether it lives."""
 
@@ -121,7 +124,8 @@ class Rollouts:
         def completed(number: int) -> Written:
             return self._client.complete(prompts[number], count, sampling, seed=first + number * count)
 
-        pool = ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts)))
+        num_requests = min(max(_MAX_SEQUENCES // count, 1), _MAX_REQUESTS, len(prompts))
+        pool = ThreadPoolExecutor(max_workers=num_requests)
         asked = [pool.submit(completed, number) for number in range(len(prompts))]
         pool.shutdown(wait=False)
         while wait(asked, _LOOK_S).not_done:

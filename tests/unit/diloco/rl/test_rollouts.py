@@ -178,6 +178,34 @@ def test_a_generation_may_take_long_as_long_as_the_server_answers(opened, tmp_pa
     assert server.num_restarts == 0 and not server.has_ended.is_set()
 
 
+@pytest.mark.parametrize(("count", "num_prompts", "at_once"), [(1, 128, 128), (16, 128, 64), (300, 9, 3)])
+def test_the_server_is_asked_for_as_many_sequences_at_once_for_one_completion_of_a_prompt_as_for_several(
+    opened, tmp_path, monkeypatch, count, num_prompts, at_once
+):
+    server, all_asked, lock = (
+        FakeServer(tmp_path / "log", "", failures=0),
+        threading.Barrier(at_once),
+        threading.Lock(),
+    )
+    found, open_now, most = opened(server), 0, 0
+
+    def request(path, body=None, **more):
+        nonlocal open_now, most
+        if path != "/v1/completions":
+            return server.request(path, body, **more)
+        with lock:
+            open_now += 1
+            most = max(most, open_now)
+        all_asked.wait(60)
+        with lock:
+            open_now -= 1
+            return server.request(path, body, **more)
+
+    monkeypatch.setattr(ServerClient, "_request", lambda _, *words, **more: request(*words, **more))
+    assert len(found.complete([[1]] * num_prompts, count, Sampling(max_tokens=1), seed=0)) == num_prompts
+    assert most == at_once
+
+
 def test_a_server_that_hangs_in_a_generation_is_ended_and_restarted(opened, tmp_path, monkeypatch):
     server, is_generating = FakeServer(tmp_path / "log", "", failures=0), threading.Event()
     monkeypatch.setattr(rollouts, "_LOOK_S", 0.0)
