@@ -66,7 +66,9 @@ class PeerRollouts:
         self._link, self._files = link, PolicyFiles(directory)
         self._terms = dict(terms)
         self._step_of, self._judge, self._on_event = step_of, judge, on_event
-        self._checks, self._random = RolloutChecks(), random.SystemRandom()
+        # All of the last two generations: one is half of `num_kept`, and `num_kept` of uniform reward may come with it.
+        self._checks = RolloutChecks(3 * terms["num_kept"] * terms["num_generations"])
+        self._random = random.SystemRandom()
         self._is_alone = False
         self._last: Sequence[Group] = ()
         self._differences: dict[int, float] = {}

@@ -30,7 +30,7 @@ _FALSE_SHARE = 0.2
 _COPY_NATS = 30.0
 """A completion with a probability below e^-30 is not sampled twice."""
 _NUM_COPIES = 2
-_NUM_REMEMBERED = 4096
+_LEAST_REMEMBERED = 4096
 ENOUGH = 8
 """Least number of rewards or differences by which a peer is left out; so many rewards are judged again at once."""
 _RECENT = 64
@@ -49,7 +49,9 @@ class _Record:
 class RolloutChecks:
     """What a learner has found out about each rollout peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_remembered: int = _LEAST_REMEMBERED) -> None:
+        """`num_remembered`: completions of which a copy is recognized; small runs remember more."""
+        self._num_remembered = max(num_remembered, _LEAST_REMEMBERED)
         self._records: dict[str, _Record] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
@@ -70,7 +72,7 @@ class RolloutChecks:
         self._record(peer_id).num_copies += name in self._seen
         self._seen[name] = None
         self._seen.move_to_end(name)
-        if len(self._seen) > _NUM_REMEMBERED:
+        if len(self._seen) > self._num_remembered:
             self._seen.popitem(last=False)
 
     def cheats(self) -> Mapping[str, str]:

@@ -165,7 +165,7 @@ def test_what_may_take_long_is_left_to_the_pool(guess, tokenizer, monkeypatch):
     monkeypatch.setattr(guess.pool, "each", each)
     model = Model(tokenizer, ["3", "5"], ["5"]).goes_on(0)
     example = guess.example(SECRET_5)
-    evaluated(guess, tokenizer, [example], model.complete, samples=2, max_tokens=200, seed=1)
+    measured(guess, tokenizer, [example], model.complete, samples=2, max_tokens=200, seed=1)
     assert asked == [("reply", 2), ("reply", 1), ("scores", 2), ("is_solved", 2)]
     judged_again(guess, tokenizer, [(SECRET_5, [65], [])] * 3)
     assert asked[4:] == [("scores", 3)]

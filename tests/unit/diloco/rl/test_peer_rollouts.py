@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ OWN = Group(
     example=5,
     completions=completions([0.0, 1.0], [1.0, 1.0], tokens=[[1], [2]], logprobs=[[-1.0], [-2.0]]),
 )
-TERMS = {"vocab_size": 9, "reward_weights": [0.9, 0.1]}
+TERMS = {"vocab_size": 9, "reward_weights": [0.9, 0.1], "num_generations": 2, "num_kept": 4}
 SENDER = {"dropped": 3, "rollouts_per_s": 2.0}
 
 
@@ -73,11 +74,15 @@ def daemon():
 
 @pytest.fixture
 def source(daemon, tmp_path):
+    return source_of(daemon, tmp_path)
+
+
+def source_of(daemon, tmp_path, **terms):
     return PeerRollouts(
         daemon,
         tmp_path / "policies",
         torch.float32,
-        TERMS,
+        {**TERMS, **terms},
         step_of=lambda: 12,
         judge=lambda asked: [[1.0, 1.0] if tokens == [3, 4] else [0.0, 0.0] for _, tokens, _ in asked],
         on_event=lambda **fields: daemon.events.append(fields),
@@ -177,6 +182,23 @@ def test_no_more_of_a_peers_completions_are_judged_again_at_once_than_are_needed
     daemon.uniform = [sent(0, [1.0, 1.0], [1.0, 1.0], by="uniform")] * 60
     source.take(43)
     assert num_judged == [3 + 8 + 8]
+
+
+def test_copies_of_the_step_before_are_recognized_in_steps_of_any_size(daemon, tmp_path):
+    source, per_generation, numbers = source_of(daemon, tmp_path, num_kept=3000), 1500, itertools.count()
+
+    def unlikely(by, tokens):
+        told = completions([0.0, 0.0], [0.0, 0.0], tokens=tokens, logprobs=[[-40.0], [-40.0]])
+        return {"peer_id": by, "example": 7, "staleness": 0, "completions": told}
+
+    first, *others = ([[next(numbers)], [next(numbers)]] for _ in range(2 * per_generation))
+    daemon.queue = [unlikely("author", tokens) for tokens in (first, *others)]
+    source.take(per_generation)
+    source.take(per_generation)
+    daemon.queue = [unlikely("copies", first)]
+    source.take(1)
+    source.take(0)
+    assert left_out(daemon) == ["copies"]
 
 
 def test_who_cheats_is_left_out_once_though_a_generation_is_compared_in_parts_and_again(daemon, source):

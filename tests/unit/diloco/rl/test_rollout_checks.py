@@ -73,8 +73,8 @@ def test_who_was_left_out_is_judged_anew(checks):
 
 def test_a_completion_that_keeps_coming_is_not_forgotten_for_those_that_came_since(checks):
     logprobs = [-40.0]
-    for first in (0, rollout_checks._NUM_REMEMBERED, 2 * rollout_checks._NUM_REMEMBERED):
+    for first in (0, rollout_checks._LEAST_REMEMBERED, 2 * rollout_checks._LEAST_REMEMBERED):
         checks.came("copies", [0], logprobs)
-        for token in range(1, rollout_checks._NUM_REMEMBERED * 2 // 3):
+        for token in range(1, rollout_checks._LEAST_REMEMBERED * 2 // 3):
             checks.came("author", [first + token], logprobs)
     assert list(checks.cheats()) == ["copies"]
