@@ -164,7 +164,7 @@ class DilocoCallback(TrainerCallback):
         barrier()
         try:
             if on_rank_zero(directory.is_dir):
-                written = outer.checkpoint(directory)
+                written = on_rank_zero(outer.snapshot(directory).wait).files
                 files = records_by_ranks(directory, world_of_worker(os.environ), written)
                 on_rank_zero(lambda: mark_whole(directory, outer, files, num_ranks=args.world_size))
         except (DilocoError, OSError) as error:

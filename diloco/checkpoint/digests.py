@@ -10,8 +10,7 @@ from pathlib import Path
 from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, names_below, problems_of, read_mark
 from diloco.checkpoint.shards import rank_of
 from diloco.outer.world import World, on_every_rank, on_rank_zero
-from peers.state.files import RESIDUALS_FILE, TENSORS_FILE
-from peers.state.header import HEADER_FILE
+from peers.state.header import HEADER_FILE, RESIDUALS_FILE, TENSORS_FILE
 from peers.state.whole_files import FileRecord, flush_to_disk, record_of
 
 _OUTER_FILES = frozenset({HEADER_FILE, TENSORS_FILE, RESIDUALS_FILE})

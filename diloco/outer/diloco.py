@@ -27,7 +27,6 @@ from diloco.outer.world import barrier, on_rank_zero, summed
 from peers.core.schedule import Schedule
 from peers.daemon.link import LINK_ENV
 from peers.state.handover import EpochFigures
-from peers.state.whole_files import FileRecord
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -227,13 +226,10 @@ class Diloco:
             self._report(exchange, num_tokens)
         return commit
 
-    def checkpoint(self, directory: Path) -> dict[str, FileRecord]:
-        """Have the daemon write its outer state into `directory`, and wait for it. Raises DilocoError if it cannot.
-
-        Returns the size and digest of what it wrote, by file name.
-        """
+    def checkpoint(self, directory: Path) -> None:
+        """Have the daemon write its outer state into `directory`, and wait for it. Raises DilocoError if it cannot."""
         files = self.snapshot(directory)
-        return on_rank_zero(files.wait).files
+        on_rank_zero(files.wait)
 
     def snapshot(self, directory: Path) -> OuterFiles:
         """Have the daemon write its outer state, as it is now, into `directory` while training continues.

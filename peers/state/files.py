@@ -22,13 +22,18 @@ from peers.protocol.certificates import decode_certificate
 from peers.protocol.limits import Count
 from peers.protocol.wire import encode
 from peers.reduce.residuals import Residuals
-from peers.state.header import DIGEST_BYTES, HEADER_FILE, STATE_CHUNK_NUMEL, StateHeader
+from peers.state.header import (
+    DIGEST_BYTES,
+    HEADER_FILE,
+    RESIDUALS_FILE,
+    STATE_CHUNK_NUMEL,
+    TENSORS_FILE,
+    StateHeader,
+)
 from peers.state.outer_state import OuterState
 from peers.state.whole_files import FileRecord, write_bytes, write_tensors
 from peers.threads import stand_back
 
-TENSORS_FILE = "outer.safetensors"
-RESIDUALS_FILE = "residuals.safetensors"
 _BEING_CHANGED = "the outer state is being changed; save it between two commits"
 
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from peers.errors import ProtocolError
 from peers.protocol.certificates import Certificate
 
-HEADER_FILE = "outer.json"
-"""The file of a saved state's header."""
+HEADER_FILE, TENSORS_FILE, RESIDUALS_FILE = "outer.json", "outer.safetensors", "residuals.safetensors"
+"""The files of a saved state: its header, anchor and momentum, and the error feedback of a lossy codec."""
 STATE_CHUNK_NUMEL = 1 << 20
 """Values per hashed chunk: 4 MiB."""
 DIGEST_BYTES = 32

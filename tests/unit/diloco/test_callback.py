@@ -14,6 +14,7 @@ from diloco.checkpoint import digests
 from diloco.checkpoint.digests import checked_mark
 from diloco.checkpoint.mark import Damaged
 from diloco.outer.diloco import Position
+from diloco.outer.outer_files import OuterFiles
 from diloco.outer.world import World
 from peers.state.whole_files import record_of, write_bytes
 
@@ -53,8 +54,9 @@ def test_what_the_daemon_has_just_written_is_not_read_again_for_the_mark(tmp_pat
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(b"weights")
 
-    def checkpoint(into):
-        return {"outer.safetensors": write_bytes(into / "outer.safetensors", b"anchor")}
+    def snapshot(into):
+        written = write_bytes(into / "outer.safetensors", b"anchor")
+        return OuterFiles(into, files={"outer.safetensors": written})
 
     read = []
     monkeypatch.setattr(digests, "record_of", lambda path: read.append(path.name) or record_of(path))
@@ -62,7 +64,7 @@ def test_what_the_daemon_has_just_written_is_not_read_again_for_the_mark(tmp_pat
     callback.outer = SimpleNamespace(
         active=True,
         in_flight=False,
-        checkpoint=checkpoint,
+        snapshot=snapshot,
         position=Position(),
         tokens=[0],
         steps_per_epoch=1,
