@@ -158,21 +158,24 @@ class CatchUp:
         """Peers that hold the target's state: those with the fewest strikes first, then members of its roster.
 
         Among equals, each peer that fetches draws a few of its own, with chances in proportion to their bandwidths
-        (Efraimidis and Spirakis, 2006): so links share the load of all downloads as they can bear it.
+        (Efraimidis and Spirakis, 2006): so links share the load of all downloads as they can bear it. At later heads it
+        draws nearly the same again: only these have kept the commits since (reduce/commit_log.py).
         """
         roster = target.plan.roster_set
         measured = {c.peer_id: c.work.bandwidth for c in target.plan.contributors}
 
         def place(peer_id: str) -> tuple[float, bool, float, str]:
-            chance = (1 + int.from_bytes(self._drawn(target.head, peer_id)[:6], "big")) / 2**48
+            chance = (1 + int.from_bytes(self._drawn("donor", peer_id)[:6], "big")) / 2**48
             preference = min(max(1.0, measured.get(peer_id, 0.0) / SLOWEST_LINK), MAX_PREFERENCE)
-            return self.swarm.strikes(peer_id), peer_id not in roster, -math.log(chance) / preference, peer_id
+            # By powers of two, since measurements vary.
+            place = -math.log(chance) / 2 ** round(math.log2(preference))
+            return self.swarm.strikes(peer_id), peer_id not in roster, place, peer_id
 
         return sorted(self.swarm.live_at(target.head), key=place)[:MAX_DONORS]
 
-    def _drawn(self, head: str, peer_id: str) -> bytes:
-        """A hash that differs for each peer that asks, for each head and each peer that is asked."""
-        return hashlib.sha256(f"{self.me} {head} {peer_id}".encode()).digest()
+    def _drawn(self, purpose: str, peer_id: str) -> bytes:
+        """A hash that differs for each peer that asks, for each purpose and each peer that is asked."""
+        return hashlib.sha256(f"{self.me} {purpose} {peer_id}".encode()).digest()
 
     def _ask_for_path(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)

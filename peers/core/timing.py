@@ -128,11 +128,13 @@ class Timing:
     @property
     def connect_s(self) -> float:
         """How long all streams of an attempt may take to open: longer if each member has many. In large groups it has
-        about 2 sqrt(N) (reduce/grid.py), unless the rule needs all values in one place."""
+        about 2 sqrt(N) (reduce/grid.py), unless the rule needs all values in one place; but some members hear of the
+        attempt later than others."""
         num_streams = self.num_peers
-        if num_streams > FULL_MESH and not holds_all(self.rule, num_streams):
-            num_streams = max(FULL_MESH, math.ceil(2 * math.sqrt(num_streams)))
-        return STREAMS_S * max(1.0, num_streams / BEAT_PEERS)
+        if num_streams <= FULL_MESH or holds_all(self.rule, num_streams):
+            return STREAMS_S * max(1.0, num_streams / BEAT_PEERS)
+        num_streams = max(FULL_MESH, math.ceil(2 * math.sqrt(num_streams)))
+        return max(STREAMS_S * num_streams / BEAT_PEERS, STREAMS_S + self.reaction_s)
 
     @property
     def prompt_s(self) -> float:

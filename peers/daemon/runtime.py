@@ -237,22 +237,22 @@ class Runtime:
                 await self._answer(effect)
 
     def _expect_others(self) -> None:
-        """Tell `averaging` who will likely be in the next round, if that has changed. If this peer leads the round,
-        tell the mesh, too: a leader sends messages to everybody."""
+        """Tell `averaging` who will likely be in the next round, if that has changed. Tell the mesh, too, if this peer
+        leads the attempt, or the one that begins when this one fails: a leader sends messages to everybody."""
         core = self.core
-        if core.phase != "training":
+        if core.phase not in ("training", "ready"):
             return
         # Live members count before they reach a new head: they come one by one.
         here = core.swarm.live_at(core.head).keys() | {p for p in core.swarm.roster if core.swarm.is_live(p)}
-        if (now := (core.head, frozenset(here))) == self._expected:
+        leaders = {core.round.leader_of(core.round.attempt + later) for later in (0, 1)} if core.round else ()
+        self._mesh.expect(frozenset(here) if core.me in leaders else frozenset())
+        if core.phase != "training" or (now := (core.head, frozenset(here))) == self._expected:
             return
         self._expected = now
         ranks = {core.me: core.world_rank}
         ranks |= {p: status.world_rank for p in here if (status := core.swarm.status(p)) is not None}
         measured = {c.peer_id: c.work.bandwidth for c in core.chain.newest.plan.contributors}
         self.averaging.expect({p: measured.get(p, 0.0) for p in sorted(ranks, key=lambda p: ranks[p])})
-        leads = core.round is not None and core.round.leader_of(core.round.attempt) == core.me
-        self._mesh.expect(frozenset(here) if leads else frozenset())
 
     # Reductions
 

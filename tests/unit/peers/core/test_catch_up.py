@@ -89,16 +89,22 @@ def test_each_newcomer_downloads_from_a_few_fast_members_of_its_own():
     measured = {p: replace(work(), bandwidth=125e6 if p in fast else 2.5e6) for p in names}
     everybody = genesis(names)
     newest = commit(everybody, names, works=measured)
+    measured_again = {p: replace(one, bandwidth=1.1 * one.bandwidth) for p, one in measured.items()}
+    later = commit(newest, names, works=measured_again)
     drawn = []
     for me in "uvwxyz":
         timing = Timing.of(SETTINGS)
         swarm = health.Swarm(timing)
         for name in names:
             swarm.heard(name, status(newest), 0.0)
-        turn = Turn(0.0)
-        CatchUp(me, SETTINGS, Chain(), swarm, timing).fetch(turn, (newest,))
-        (fetch,) = (effect for effect in turn.effects if isinstance(effect, effects.Fetch))
-        drawn.append(frozenset(fetch.donors))
+        turn, catch_up = Turn(0.0), CatchUp(me, SETTINGS, Chain(), swarm, timing)
+        catch_up.fetch(turn, (newest,))
+        for name in names:
+            swarm.heard(name, status(later, sequence=2), 0.0)
+        catch_up.fetch(turn, (later,))
+        first, second = (effect.donors for effect in turn.effects if isinstance(effect, effects.Fetch))
+        assert set(first) == set(second), "only those that it has fetched from have kept the commits since"
+        drawn.append(frozenset(first))
     assert all(len(donors) == MAX_DONORS and len(donors & fast) > MAX_DONORS / 2 for donors in drawn)
     assert len(frozenset.union(*drawn)) > 3 * MAX_DONORS
 
