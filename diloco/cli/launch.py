@@ -80,7 +80,7 @@ def launch(
     storage: str
         A directory shared by all nodes (Ray).
     cpus_per_node: int
-        Cores that Ray may use on each node; default: all.
+        Cores per node, for Slurm, PBS and Ray; default: all. PBS may give a single core without it.
     dry_run: bool
         Only print the job script; for Ray, print the cluster as a configuration file for `ray up`.
     """
@@ -117,26 +117,26 @@ def launch(
         log_level=os.environ.get("LOG_LEVEL", "WARNING"),
         python=node.python_of(venv),
     )
+    cpus = cpus_per_node or None
     if engine == "ray":
         from diloco.cli.launch_ray import print_cluster_yaml, run_on_pods
 
-        cpus = cpus_per_node or None
         if dry_run:
             return print_cluster_yaml(job, cpus=cpus, state_file=state_file, inventory=inventory)
         return run_on_pods(job, storage=storage, cpus=cpus, state_file=state_file, inventory=inventory)
     if engine == "torchrun":
         job, nproc = node.checked(job)
         return node.run(job, nproc, os.environ, here)
-    from provisioning.launchers.batch import pbs_script, slurm_script, submit
+    from provisioning.launchers.batch import Request, pbs_script, slurm_script, submit
 
-    if engine == "slurm":
-        script = slurm_script(
-            job, directory=here, gpus_per_node=gpus_per_node, time_limit=time_limit, partition=partition
-        )
-    else:
-        script = pbs_script(
-            job, directory=here, gpus_per_node=gpus_per_node, time_limit=time_limit, queue=partition
-        )
+    request = Request(
+        directory=here,
+        gpus_per_node=gpus_per_node,
+        cpus_per_node=cpus,
+        time_limit=time_limit,
+        queue=partition,
+    )
+    script = (slurm_script if engine == "slurm" else pbs_script)(job, request)
     if dry_run:
         print(script, end="", flush=True)
         return 0

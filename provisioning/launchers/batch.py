@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from provisioning.errors import ProviderError, UserError
@@ -14,19 +15,35 @@ from provisioning.launchers.job import LOGS, LaunchJob
 _SUBMIT_TIMEOUT_S = 60.0
 
 
-def slurm_script(
-    job: LaunchJob, *, directory: Path, gpus_per_node: int, time_limit: str, partition: str | None
-) -> str:
-    """A script for sbatch. `gpus_per_node` 0: it trains on CPUs."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a job asks the batch system for. It gets whole nodes."""
+
+    directory: Path
+    """Where it runs; its logs are below."""
+    gpus_per_node: int
+    """0: it trains on CPUs."""
+    cpus_per_node: int | None
+    """None: all."""
+    time_limit: str
+    queue: str | None
+    """Slurm calls it a partition."""
+
+
+def slurm_script(job: LaunchJob, request: Request) -> str:
+    """A script for sbatch."""
     wanted = [
         "--job-name=diloco",
         f"--nodes={job.num_nodes}",
         "--ntasks-per-node=1",
-        f"--time={time_limit}",
-        f"--chdir={shlex.quote(str(directory))}",
-        f"--output={shlex.quote(f'{directory / LOGS}/slurm_%j.log')}",
-        *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
-        *([f"--partition={partition}"] if partition else []),
+        # By default a task gets one core and that share of the memory, but it starts the ranks of all GPUs.
+        *("--exclusive", "--mem=0"),
+        *([f"--cpus-per-task={request.cpus_per_node}"] if request.cpus_per_node else []),
+        f"--time={request.time_limit}",
+        f"--chdir={shlex.quote(str(request.directory))}",
+        f"--output={shlex.quote(f'{request.directory / LOGS}/slurm_%j.log')}",
+        *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
+        *([f"--partition={request.queue}"] if request.queue else []),
     ]
     lines = [
         "#!/bin/bash",
@@ -37,34 +54,34 @@ def slurm_script(
         'master=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)',
         f"export {_environment(job)}",
         # One task per node; Slurm passes the node's rank in SLURM_NODEID.
-        "srun --kill-on-bad-exit=1 bash -c "
+        "srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "
         + shlex.quote(_node_command(job, "$SLURM_NODEID", '"$0"'))
         + ' "$master"',
     ]
     return "\n".join(lines) + "\n"
 
 
-def pbs_script(
-    job: LaunchJob, *, directory: Path, gpus_per_node: int, time_limit: str, queue: str | None
-) -> str:
+def pbs_script(job: LaunchJob, request: Request) -> str:
     """A script for qsub of PBS Pro and OpenPBS."""
-    chunk = f"select={job.num_nodes}:mpiprocs=1" + (f":ngpus={gpus_per_node}" if gpus_per_node else "")
+    # Without ncpus, a PBS that confines jobs to their cores gives each node's part one core. It has no word for all.
+    cpus = f":ncpus={request.cpus_per_node}" if request.cpus_per_node else ""
+    gpus = f":ngpus={request.gpus_per_node}" if request.gpus_per_node else ""
     lines = [
         "#!/bin/bash",
         "#PBS -N diloco",
-        f"#PBS -l {chunk}",
-        "#PBS -l place=scatter",
-        f"#PBS -l walltime={time_limit}",
+        f"#PBS -l select={job.num_nodes}:mpiprocs=1{cpus}{gpus}",
+        "#PBS -l place=scatter:excl",
+        f"#PBS -l walltime={request.time_limit}",
         "#PBS -j oe",
-        f"#PBS -o {directory / LOGS}/",
-        *([f"#PBS -q {queue}"] if queue else []),
+        f"#PBS -o {request.directory / LOGS}/",
+        *([f"#PBS -q {request.queue}"] if request.queue else []),
         "set -eu",
-        f"cd {shlex.quote(str(directory))}",
+        f"cd {shlex.quote(str(request.directory))}",
         # Keep the order of the file: `pbsdsh -n` is an index into it, so rank 0 runs on the master.
         "mapfile -t nodes < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
         'master="${nodes[0]}"',
         "pids=()",
-        f"command={shlex.quote(f'cd {shlex.quote(str(directory))} && export {_environment(job)} && ')}",
+        f"command={shlex.quote(f'cd {shlex.quote(str(request.directory))} && export {_environment(job)} && ')}",
         "command+=" + shlex.quote(_node_command(job, '"$0"', '"$1"')),
         'for rank in "${!nodes[@]}"; do',
         '  pbsdsh -n "$rank" -- bash -c "$command" "$rank" "$master" & pids+=($!)',
