@@ -90,7 +90,9 @@ class InnerLoop:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+                # Each micro-batch scatters its gradients: else every rank would keep those of the whole model. Replicas
+                # average their sums once.
+                self.model.set_requires_all_reduce(number == len(micro_batches) - 1)
             part = self.loss(batch, reduction="sum") / (samples.shape[0] * (samples.shape[1] - 1))
             (part * self.loss_scale.scale).backward()
             loss += part.detach()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from diloco.options.flags import TrainConfig
 from diloco.outer.exchange import SharedWeights
@@ -139,3 +140,47 @@ def test_a_batch_in_parts_counts_like_the_batch_at_once(micro_batch_size):
     parts, weights = trained(World(), Case(), micro_batch_size)
     assert torch.tensor(parts) == pytest.approx(torch.tensor(whole), abs=1e-5)
     assert torch.allclose(weights, whole_weights, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_two_nodes_of_two_ranks_train_on_a_batch_in_parts_like_one_rank_on_the_batch_at_once():
+    with Ranks(4) as four:
+        figures, weights = four.run(trained, Case(), 1, num_nodes=2)[0]
+        assert four.run(whole_gradients_between_micro_batches, Case(), 1, num_nodes=2) == [[0] * 3] * 4
+    expected_figures, expected_weights = trained(World(), Case())
+    assert torch.tensor(figures) == pytest.approx(torch.tensor(expected_figures), abs=1e-5)
+    assert torch.allclose(weights, expected_weights, atol=1e-5)
+
+
+def whole_gradients_between_micro_batches(world: World, case: Case, micro_batch_size: int) -> list[int]:
+    """After each micro-batch: the bytes of gradients, not yet scattered, that this rank keeps."""
+    loop = loop_of(case, world, micro_batch_size=micro_batch_size)
+    kept = []
+
+    def count(_done: int, _total: int) -> None:
+        parameters = [
+            parameter
+            for module in loop.model.modules()
+            if isinstance(module, FSDPModule)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+            for parameter in group.fsdp_params
+        ]
+        gradients = [p.unsharded_accumulated_grad for p in parameters]
+        gradients += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
+        kept.append(sum(gradient.nbytes for gradient in gradients if gradient is not None))
+
+    loop.step(samples(BATCH, seed=0)[world.rank :: world.num_ranks], lr=1e-2, on_micro_batch=count)
+    return kept
+
+
+def test_between_micro_batches_no_rank_keeps_the_gradients_of_the_whole_model(ranks):
+    assert ranks.run(whole_gradients_between_micro_batches, Case(), 3) == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize("case", [Case(), Case(strategy="NO_SHARD"), Case(num_nodes=2)], ids=str)
+def test_two_ranks_train_on_a_batch_in_parts_like_one_on_the_batch_at_once(ranks, case):
+    (figures, weights), (their_figures, _) = ranks.run(trained, case, 4, num_nodes=case.num_nodes)
+    expected_figures, expected_weights = trained(World(), Case())
+    assert figures == their_figures
+    assert torch.tensor(figures) == pytest.approx(torch.tensor(expected_figures), abs=1e-5)
+    assert torch.allclose(weights, expected_weights, atol=1e-5)
