@@ -20,7 +20,8 @@ from peers.errors import LinkLost
 from peers.net.socket_directory import SocketDirectory
 from peers.system import with_parent
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 600.0
+"""For its imports, from a file system that many nodes may share."""
 STOP_TIMEOUT_S = 10.0
 
 

@@ -65,7 +65,10 @@ def network_env(infiniband: Sequence[str], interface: str | None, given: Mapping
         # 3: RoCE v2 over IPv4; InfiniBand proper ignores it.
         chosen["NCCL_IB_GID_INDEX"] = "3"
     elif interface:
-        chosen |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+        chosen["NCCL_SOCKET_IFNAME"] = interface
+    if interface:
+        # Gloo always uses TCP. Its default, the address of the host's name, may be a loopback address.
+        chosen["GLOO_SOCKET_IFNAME"] = interface
     return {name: given.get(name, value) for name, value in chosen.items()}
 
 

@@ -18,7 +18,8 @@ from provisioning.errors import UserError
 from provisioning.launchers.job import LOGS, LaunchJob, default_interface, network_env, torchrun_argv
 from provisioning.pods.tables import read_toml
 
-_MASTER_TIMEOUT_S = 60.0
+_MASTER_TIMEOUT_S = 600.0
+"""As long as torchrun itself waits: node 0 may import torch from a shared, busy file system."""
 _MIN_FREE_GPU_MB = 1024
 _STOP_TIMEOUT_S = 40.0
 """Longer than the 30 s after which torchrun kills its ranks: in sessions of their own, they would outlive it."""

@@ -180,7 +180,9 @@ def test_what_is_wrong_is_said_before_anything_starts(case, tmp_path, cpus, monk
 
 
 def test_infiniband_and_ethernet_have_settings_of_their_own_and_the_users_stay():
-    assert network_env(["mlx5_0"], "eth0", {}) == {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"}
+    infiniband = {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"}
+    assert network_env(["mlx5_0"], "eth0", {}) == {**infiniband, "GLOO_SOCKET_IFNAME": "eth0"}
+    assert network_env(["mlx5_0"], None, {}) == infiniband
     assert network_env(["mlx5_0"], "eth0", {"NCCL_IB_GID_INDEX": "1"})["NCCL_IB_GID_INDEX"] == "1"
     ethernet = network_env([], "eth0", {"NCCL_SOCKET_IFNAME": "ens5"})
     assert ethernet == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "ens5", "GLOO_SOCKET_IFNAME": "eth0"}

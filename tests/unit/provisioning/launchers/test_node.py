@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,3 +109,19 @@ def test_a_node_says_for_which_one_it_waits_and_for_how_long(monkeypatch, capsys
         with pytest.raises(UserError, match="start node 0 first"):
             node.check_master(job)
     assert capsys.readouterr().out == f"waiting up to 0 s for node 0 at 127.0.0.1:{port}\n"
+
+
+def test_a_node_waits_for_one_that_imports_torch_for_minutes(monkeypatch):
+    clock = [0.0]
+
+    def connect(*_args):
+        if clock[0] < 540.0:
+            clock[0] += 10.0
+            raise ConnectionRefusedError
+        return socket.socket()
+
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda _s: None)
+    monkeypatch.setattr(node, "time", fake)
+    monkeypatch.setattr(node.socket, "create_connection", connect)
+    node.check_master(LaunchJob(config=Path("c.toml"), num_nodes=2, node_rank=1))
+    assert clock[0] == 540.0
