@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from diloco.errors import UserError
 from diloco.outer.layout import trainable_parameters
+from diloco.outer.page_locked import lock_pages
 from diloco.train.inner import InnerLoop
 from diloco.train.sharding import local_tensor
 from peers.state.whole_files import FileRecord
@@ -41,6 +42,7 @@ Files = dict[str, FileRecord]
 _MALFORMED = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 # DCP's metadata key for the offset of each shard in its tensor.
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
+_ALIGNMENT = 64
 _FILE = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.safetensors")
 
 
@@ -160,18 +162,30 @@ class HostCopies:
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy this rank's shards. Overwrites the result of the previous call, which must no longer be in use."""
         local = {name: local_tensor(one) for name, one in tensors.items()}
-        self._copies = {name: self._buffer_for(name, tensor) for name, tensor in local.items()}
+        on_gpu = any(tensor.is_cuda for tensor in local.values())
+        self._make_room(local, page_locked=on_gpu)
         for name, tensor in local.items():
             self._copies[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in local.values()):
+        if on_gpu:
             torch.cuda.synchronize()
-        return dict(self._copies)
+        return {name: self._copies[name] for name in local}
 
-    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
+    def _make_room(self, local: Mapping[str, Tensor], *, page_locked: bool) -> None:
+        """Allocate one memory for all tensors that have no room yet.
+
+        torch's own allocator of page-locked memory would round the size of each one up to a power of two.
+        """
+        missing = {name: tensor for name, tensor in local.items() if not self._has_room(name, tensor)}
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in missing.values()]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        if page_locked:
+            lock_pages(memory)
+        for (name, tensor), room in zip(missing.items(), memory.split(sizes), strict=True):
+            self._copies[name] = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _has_room(self, name: str, tensor: Tensor) -> bool:
         room = self._copies.get(name)
-        if room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype):
-            return room
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        return room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
 
 
 class _Planner(DefaultSavePlanner):

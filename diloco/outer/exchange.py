@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from diloco.errors import UserError
 from diloco.outer.layout import Piece, layout_of, pieces_of
+from diloco.outer.page_locked import lock_pages
 from diloco.outer.world import on_rank_zero, summed, world_of_worker
 from peers.core.schedule import Schedule
 from peers.daemon.link import WorkerLink
@@ -162,9 +163,7 @@ def _wait_for_device(pieces: Sequence[Piece]) -> None:
 
 
 def _page_locked(memory: mmap.mmap, numel: int) -> Tensor:
-    """The memory as fp32 values, page-locked if there is a GPU, so that copies run at the bus's speed."""
+    """The memory as fp32 values, page-locked if there is a GPU."""
     values = floats_of(memory, numel)
-    if numel and torch.cuda.is_available():
-        # A refusal (a low memlock limit) only costs speed.
-        torch.cuda.cudart().cudaHostRegister(values.data_ptr(), values.nbytes, 0)
+    lock_pages(values)
     return values

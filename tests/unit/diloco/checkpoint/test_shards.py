@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diloco.checkpoint.export import own_weights
-from diloco.checkpoint.shards import load, make_optimizer_state, read, save, state_to_write
+from diloco.checkpoint.shards import HostCopies, load, make_optimizer_state, read, save, state_to_write
 from diloco.errors import UserError
 from diloco.train.inner import InnerLoop, LossScale
 from diloco.train.sharding import Precision
@@ -33,6 +33,22 @@ def test_what_is_written_are_the_copies_and_every_bit_comes_back(tmp_path):
     copies = saved(tmp_path, state)
     found = read(tmp_path, lambda there: {name: torch.zeros_like(state[name]) for name in there})
     assert found.keys() == copies.keys() and all(torch.equal(found[name], copies[name]) for name in copies)
+
+
+def test_copies_share_one_memory_of_their_size_which_is_reused():
+    weights = {"a": torch.randn(3, 5).t(), "b": torch.arange(7, dtype=torch.uint8), "none": torch.ones(0, 4)}
+    both = {**weights, "step": torch.tensor(7.5, dtype=torch.float64), "m": torch.randn(40).bfloat16()}
+    room = HostCopies()
+    first = room.take(weights)
+    (memory,) = {copy.untyped_storage() for copy in first.values()}
+    assert memory.nbytes() == 2 * 64
+    places = {name: copy.data_ptr() for name, copy in first.items()}
+    both["a"] += 1
+    second = room.take(both)
+    assert {name: second[name].data_ptr() for name in places} == places
+    assert second["m"].untyped_storage().data_ptr() == second["step"].untyped_storage().data_ptr()
+    assert all(torch.equal(second[name], tensor) for name, tensor in both.items())
+    assert room.take(weights).keys() == weights.keys()
 
 
 def inner_loop(dtype):
