@@ -135,6 +135,7 @@ def launch(
         cpus_per_node=cpus,
         time_limit=time_limit,
         queue=partition,
+        resumes=node.resumes(job.config),
     )
     script = (slurm_script if engine == "slurm" else pbs_script)(job, request)
     if dry_run:

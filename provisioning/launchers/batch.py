@@ -13,6 +13,11 @@ from provisioning.errors import ProviderError, UserError
 from provisioning.launchers.job import LOGS, LaunchJob
 
 _SUBMIT_TIMEOUT_S = 60.0
+_MAX_SHORT_LIVES = 3
+_LONG_LIFE_S = 600
+"""A training that fails sooner may not have trained at all."""
+_USER_ERROR = 2
+"""The exit code for what a user must change first. torchrun passes it on as 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,8 @@ class Request:
     time_limit: str
     queue: str | None
     """Slurm calls it a partition."""
+    resumes: bool
+    """Whether the training continues where it was, if started again."""
 
 
 def slurm_script(job: LaunchJob, request: Request) -> str:
@@ -38,6 +45,9 @@ def slurm_script(job: LaunchJob, request: Request) -> str:
         "--ntasks-per-node=1",
         # By default a task gets one core and that share of the memory, but it starts the ranks of all GPUs.
         *("--exclusive", "--mem=0"),
+        *(["--requeue"] if request.resumes else []),
+        # Keep the log of the job before it was requeued.
+        "--open-mode=append",
         *([f"--cpus-per-task={request.cpus_per_node}"] if request.cpus_per_node else []),
         f"--time={request.time_limit}",
         f"--chdir={shlex.quote(str(request.directory))}",
@@ -45,6 +55,12 @@ def slurm_script(job: LaunchJob, request: Request) -> str:
         *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
         *([f"--partition={request.queue}"] if request.queue else []),
     ]
+    # One task per node; Slurm passes the node's rank in SLURM_NODEID.
+    start = (
+        "srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "
+        + shlex.quote(_node_command(job, "$SLURM_NODEID", '"$0"'))
+        + ' "$master"'
+    )
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {word}" for word in wanted),
@@ -53,10 +69,7 @@ def slurm_script(job: LaunchJob, request: Request) -> str:
         # Use the address, since other nodes may not be able to resolve the name.
         'master=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)',
         f"export {_environment(job)}",
-        # One task per node; Slurm passes the node's rank in SLURM_NODEID.
-        "srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "
-        + shlex.quote(_node_command(job, "$SLURM_NODEID", '"$0"'))
-        + ' "$master"',
+        *(_repeated(start) if request.resumes else [start]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -107,6 +120,22 @@ def submit(script: str, path: Path, program: str) -> str:
     if answer.returncode:
         raise ProviderError(f"{program} refused {path}: {answer.stderr.strip()}")
     return re.split(r"[;\s]", answer.stdout.strip())[0]
+
+
+def _repeated(start: str) -> list[str]:
+    """Lines that run a command until it succeeds, needs its user, or fails several times in a row within minutes."""
+    return [
+        "short_lives=0",
+        "while true; do",
+        "  began=$(date +%s) code=0",
+        f"  {start} || code=$?",
+        f'  if [ "$code" -eq 0 ] || [ "$code" -eq {_USER_ERROR} ]; then exit "$code"; fi',
+        "  short_lives=$((short_lives + 1))",
+        f"  if [ $(($(date +%s) - began)) -ge {_LONG_LIFE_S} ]; then short_lives=0; fi",
+        f'  if [ "$short_lives" -eq {_MAX_SHORT_LIVES} ]; then exit "$code"; fi',
+        '  echo "The training ended with $code and is started again."',
+        "done",
+    ]
 
 
 def _environment(job: LaunchJob) -> str:

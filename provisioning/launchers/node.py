@@ -41,6 +41,12 @@ def checked_config(path: Path) -> Path:
     return path.absolute()
 
 
+def resumes(config: Path) -> bool:
+    """Whether a training with this configuration continues from its newest checkpoint."""
+    ckpt = read_toml(config).get("ckpt")
+    return isinstance(ckpt, Mapping) and ckpt.get("resume") == "auto"
+
+
 def checked(job: LaunchJob) -> tuple[LaunchJob, int]:
     """The job with its backend resolved, and the number of processes. Raises UserError if the node lacks something."""
     free_mb = free_gpu_memory()

@@ -120,6 +120,8 @@ def submitted(env: dict[str, str], directory: Path, config: str, *more: str) -> 
         ["scontrol", "show", "job", job], env=env, capture_output=True, text=True, check=True
     ).stdout
     assert "JobState=COMPLETED" in shown and "ExitCode=0:0" in shown and "NumNodes=2" in shown, said
+    # Both cores of both nodes.
+    assert "NumCPUs=4" in shown, shown
     return said
 
 
@@ -130,6 +132,27 @@ def test_a_script_of_anybodys_runs_on_two_nodes_to_its_end(environment, tmp_path
     said = submitted(environment, directory, "seed = 7\n", *words)
     assert "rank 0 of 2: 3" in said and "rank 1 of 2: 3" in said, said
     assert "rank 1 of 2: 3" in (directory / LOGS / "latest_node1.log").read_text()
+
+
+# One rank of two fails in its first life.
+FAILS_ONCE = """
+import os, pathlib, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1 and not pathlib.Path("failed").exists():
+    pathlib.Path("failed").touch()
+    sys.exit("a rank failed")
+dist.barrier()
+print("rank", dist.get_rank(), "succeeded", flush=True)
+"""
+
+
+def test_a_training_that_resumes_is_started_again_on_both_nodes(environment, tmp_path):
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    words = (f"--program={tmp_path / 'fails_once.py'}", "--config-flag=")
+    said = submitted(environment, tmp_path, '[ckpt]\nresume = "auto"\n', *words)
+    assert "a rank failed" in said and "is started again" in said, said
+    assert "rank 0 succeeded" in said and "rank 1 succeeded" in said, said
 
 
 def test_our_trainer_runs_on_two_nodes_to_its_end(environment, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from diloco.cli.app import exit_code
@@ -26,9 +28,9 @@ def test_what_follows_the_dashes_goes_to_the_program_whatever_else_is_given(
     assert "no-torch-compile" not in script.replace(" -- --no-torch-compile", "")
 
 
-def script_of(engine, *flags, directory, monkeypatch, capsys):
+def script_of(engine, *flags, directory, monkeypatch, capsys, config="seed = 7\n"):
     monkeypatch.chdir(directory)
-    (directory / "train.toml").write_text("seed = 7\n")
+    (directory / "train.toml").write_text(config)
     words = ["launch", "train.toml", "16", "--engine", engine, "--gpus-per-node", "8", *flags, "--dry-run"]
     assert exit_code(words) == 0
     return capsys.readouterr().out.splitlines()
@@ -50,6 +52,44 @@ def test_a_pbs_job_has_its_nodes_to_itself_and_the_cores_asked_for(
     lines = script_of("pbs", *flags, directory=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert f"#PBS -l select=16:mpiprocs=1{cpus}:ngpus=8" in lines
     assert "#PBS -l place=scatter:excl" in lines
+
+
+RESUMES = '[ckpt]\nresume = "auto"\n'
+SHORT, LONG = 5, 700
+
+
+@pytest.mark.parametrize(
+    ("config", "lives", "num_lives"),
+    [
+        (RESUMES, [(LONG, 1), (LONG, 137), (SHORT, 1), (SHORT, 1), (LONG, 1), (SHORT, 0)], 6),
+        (RESUMES, [(LONG, 1), *[(SHORT, 1)] * 4], 4),
+        (RESUMES, [(LONG, 2), (SHORT, 0)], 1),
+        ("seed = 7\n", [(LONG, 1), (SHORT, 0)], 1),
+    ],
+    ids=["several long lives", "three short lives", "an error of the user's", "one that does not resume"],
+)
+def test_slurm_starts_a_training_again_that_resumes(config, lives, num_lives, tmp_path, monkeypatch, capsys):
+    """Shell scripts stand in for Slurm's commands and for the clock; the job script is run unchanged."""
+    lines = script_of("slurm", directory=tmp_path, monkeypatch=monkeypatch, capsys=capsys, config=config)
+    assert "#SBATCH --open-mode=append" in lines
+    assert ("#SBATCH --requeue" in lines) == (config == RESUMES)
+    (tmp_path / "lives").write_text("".join(f"{length_s} {code}\n" for length_s, code in lives))
+    (tmp_path / "clock").write_text("0")
+    (tmp_path / "calls").touch()
+    srun = """echo >>calls
+set -- $(sed -n "$(wc -l <calls)p" lives)
+echo $(($(cat clock) + $1)) >clock
+exit $2
+"""
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": srun, "scontrol": "echo NodeAddr=127.0.0.1\n", "date": "cat clock\n"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-16]"}
+    script = "\n".join(lines)
+    ran = subprocess.run(["bash"], input=script, env=env, text=True, timeout=20, check=False)
+    assert (tmp_path / "calls").read_text() == "\n" * num_lives
+    assert ran.returncode == lives[num_lives - 1][1]
 
 
 def test_a_command_without_a_program_takes_nothing_after_the_dashes(capsys):
