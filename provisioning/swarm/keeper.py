@@ -3,8 +3,8 @@
 It replaces pods that died, and gives back all pods after the run has ended and its results are fetched. The request,
 `Wanted`, is stored in the ledger, so that a new keeper can take over after a crash.
 
-Giving pods back needs no secrets, only the providers' keys. If all pods stop answering at once, none is replaced: this
-machine's own network may be down.
+Giving pods back needs no secrets, only the providers' keys. While no pod of a provider answers, none of its pods is
+replaced for its silence: this machine's network may be down, or let nothing through to the ports of that provider.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class Fate(StrEnum):
     """Its peer has ended by itself, with or without an error: replacing the pod would not help."""
 
 
-def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
-    """The fate of a pod, and the reason. `silent_s`: for how many seconds it has been silent while others answered."""
+def fate(status: Status, silent_s: float, *, others_answer: bool = True) -> tuple[Fate, str]:
+    """The fate of a pod, and the reason.
+
+    `silent_s`: for how many seconds it has been silent while others answered; `others_answer`: others of its provider.
+    """
     if status.row.state != State.RUNNING:
         return Fate.LIVES, ""
     if status.is_there is False:
@@ -59,6 +62,8 @@ def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
             return Fate.LIVES, ""
         if status.is_there is None:
             return Fate.LIVES, "silent, but not replaced: it is unknown whether it still runs"
+        if not others_answer:
+            return Fate.LIVES, f"silent, but not replaced: no pod of {status.row.provider} answers"
         return Fate.DIED, f"silent for {silent_s:.0f} s while others answered"
     job = status.progress.job
     if job.is_running:
@@ -180,7 +185,7 @@ class Keeper:
     clock: Callable[[], float] = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self._silent_s: dict[tuple[str, bool | None], float] = {}
+        self._silent_s: dict[tuple[str, bool | None, bool], float] = {}
         self._looked_at = self.clock()
         self._told, self._told_before = set[str](), set[str]()
 
@@ -244,13 +249,20 @@ class Keeper:
         elif silent:
             self.tell(_NONE_ANSWERS)
             passed_s = 0.0
-        # While a provider does not answer, its pods are not asked; that silence is counted apart, by `is_there`.
-        keys = [(one.row.label, one.is_there) for one in silent]
-        self._silent_s = {key: self._silent_s.get(key, -passed_s) + passed_s for key in keys}
-        fates = {
-            one.row.name: (one, *fate(one, self._silent_s.get((one.row.label, one.is_there), 0.0)))
-            for one in seen
-        }
+        answering = {one.row.provider for one in seen if one.progress}
+        labels = {one.row.label for one in silent}
+        self._silent_s = {key: seconds for key, seconds in self._silent_s.items() if key[0] in labels}
+        fates = {}
+        for one in seen:
+            # Counted apart: silence while the provider does not answer, or no pod of it, from which nothing follows.
+            others_answer = one.row.provider in answering
+            key = one.row.label, one.is_there, others_answer
+            if one.row.label in labels:
+                self._silent_s[key] = self._silent_s.get(key, -passed_s) + passed_s
+            fates[one.row.name] = (
+                one,
+                *fate(one, self._silent_s.get(key, 0.0), others_answer=others_answer),
+            )
         for name, (_, found, why) in fates.items():
             if why and found is Fate.LIVES:
                 self.tell(f"{name} is {why}")

@@ -155,6 +155,23 @@ def test_no_pod_is_replaced_while_none_answers(watched):
     assert watched.look(first(), replace(second(), is_there=False)) == ["replaces pod-1"]
 
 
+@pytest.mark.parametrize(
+    ("provider", "done"), [("lambda", []), ("lium", ["replaces pod-0", "replaces pod-1"])]
+)
+def test_silence_counts_only_while_another_pod_of_the_same_provider_answers(watched, provider, done):
+    """Some networks let only port 22 through, at which only the pods of some providers answer."""
+    wanted().write(watched.ledger)
+    third = first(RUNS, name="pod-2", label="l2")
+    third = replace(third, row=replace(third.row, offer=replace(OFFER, provider=provider)))
+    for _ in range(21):
+        assert watched.look(first(), second(), third) == []
+    assert watched.look(first(), second(), third) == done
+    assert ("pod-0 is silent, but not replaced: no pod of lium answers" in watched.told) == (not done)
+    # Pods that nobody can reach keep no others once the run has ended.
+    replace(wanted(), replaces=False, stops_when_idle=True).write(watched.ledger)
+    assert watched.look(first(), replace(third, progress=FINISHED)) == ["stops"]
+
+
 def test_a_machine_of_which_nobody_knows_is_not_replaced(watched):
     wanted().write(watched.ledger)
     for _ in range(40):
