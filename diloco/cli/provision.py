@@ -185,12 +185,13 @@ def provision(
     run_id: str
         Name of the run.
     boot_timeout: float
-        Seconds a pod may take until it answers; then the next offer is tried.
+        Seconds a pod may take until it answers; then the next offer is tried, also when a pod is replaced.
     epoch_timeout: float
         Seconds until all peers have to be in epoch 1.
     """
     from diloco.cli.peer_flags import check_peer_flags
     from provisioning.errors import NoCapacity, NoOffer
+    from provisioning.ledger.keys import BOOT_S
     from provisioning.renting.renters import Patience, renters
     from provisioning.swarm.keeper import begin_run, keep
     from provisioning.swarm.swarm import Swarm, SwarmOptions
@@ -211,6 +212,7 @@ def provision(
             return 0
         await agreed_to(agreed, yes=yes)
         to_fetch.remember(ledger)
+        ledger.remember(BOOT_S, str(boot_timeout))
         begin_run(ledger)
         # The watcher replaces pods only after this command has succeeded: it would rent more than the user agreed to.
         keep(ledger, agreed, setup, options, replaces=False, stops=stops)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
-from provisioning.ledger.keys import INVENTORY, PYTHON
+from provisioning.ledger.keys import BOOT_S, INVENTORY, PYTHON
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
 from provisioning.machines.setup import Setup, set_up
@@ -297,10 +297,11 @@ async def renters(
 ) -> AsyncIterator[Renters]:
     """Renters for all providers that were ever used, and those of `to_rent`.
 
-    Raises UserError if one of `to_rent` cannot be opened; errors of others are in `Renters.failures`. `fetches`: see
-    Renter.
+    Raises UserError if one of `to_rent` cannot be opened; errors of others are in `Renters.failures`. `patience` None:
+    a pod may take as long to boot as when pods were last rented. `fetches`: see Renter.
     """
     found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)
+    patience = patience or Patience(boot_s=float(ledger.recall(BOOT_S) or Patience.boot_s))
     needed = providers_of(to_rent)
     if remembered and not access.inventory:
         # The inventory with which the pods were rented.
@@ -318,7 +319,7 @@ async def renters(
                 ledger=ledger,
                 provider=provider,
                 say=say,
-                patience=patience or Patience(),
+                patience=patience,
                 fetches=fetches,
             )
         if to_rent and access.inventory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from types import SimpleNamespace
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from diloco.cli import pods_flags, provision
-from diloco.cli.provision import PodFlags, given_back
+from diloco.cli.provision import Care, PodFlags, given_back
 from diloco.errors import UserError
 from provisioning.errors import ProviderError, ResultsNotFetched
 from provisioning.errors import UserError as ProvisioningUserError
+from provisioning.ledger.ledger import Ledger
+from provisioning.providers.registry import Access
 from provisioning.renting import renters
+from provisioning.swarm.keeper import Keeper, Wanted
 
 
 def asked(**flags):
@@ -106,3 +110,29 @@ async def test_a_pod_that_still_costs_is_told_of_whatever_is_answered_about_anot
     ledger = SimpleNamespace(rows=lambda: ["pod-1"])
     assert await given_back(ledger, None, (), None, yes=False) == code
     assert capsys.readouterr().err == "".join(f"!!! {name}: {error}\n" for name, error in others.items())
+
+
+def test_a_replacement_may_take_as_long_to_boot_as_the_pods_that_were_rented(tmp_path, monkeypatch):
+    async def applied(*_: object) -> dict[str, ProviderError]:
+        return {"pod-0": ProviderError("it did not come up")}
+
+    async def brought_up(self, found: renters.Renters, wanted: Wanted) -> dict[str, ProviderError]:
+        boots_s.append(found["local"].patience.boot_s)
+        return {}
+
+    boots_s = list[float]()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(renters.Renters, "apply", applied)
+    monkeypatch.setattr(Keeper, "_brought_up", brought_up)
+    path, which = tmp_path / "pods.sqlite", PodFlags(pods=1)
+    told = {"care": Care(idle_stop=True), "yes": True, "state_file": path}
+    assert provision.provision(which=which, boot_timeout=3600.0, **told) == 1
+    # What is only planned changes nothing.
+    assert provision.provision(which=which, plan=True, **told) == 0
+    ledger = Ledger(path)
+    keeper = Keeper(ledger, Access(state_dir=tmp_path, environment={}), lambda name, text: None)
+    wanted = Wanted.read(ledger)
+    assert wanted is not None
+    asyncio.run(keeper._restore(wanted, {}, ""))
+    ledger.close()
+    assert boots_s == [3600.0]
