@@ -197,7 +197,8 @@ def extend(
     from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)
-    rows = ledger.named(names)
+    # Not those that are being given back, unless they are named.
+    rows = [row for row in ledger.named(names) if names or row.state != "deleting"]
     endless = [row.name for row in rows if row.ends_at is None]
     said = f"no end time to extend: {', '.join(endless)}"
     if endless and (names or len(endless) == len(rows)):
@@ -212,7 +213,8 @@ def extend(
         ensure_watcher(ledger)
         return shouted(failures)
 
-    return locked(ledger, work)
+    # Without the lock: the watcher may hold it for an hour while it replaces a pod, and the rentals of others end.
+    return run_interruptible(work())
 
 
 @app.command

@@ -1,8 +1,8 @@
 """The ledger: one SQLite file with all orders made from this machine, written before every request that costs money.
 
 There is one row per order, identified by its label. A pod counts as gone only after the provider has said that it does
-not exist; its row stays, as a record of its cost. Reading needs no lock. A command that changes pods holds the lock of
-the file.
+not exist; its row stays, as a record of its cost. Reading and `extend` need no lock. A command that changes pods holds
+the lock of the file.
 """
 
 from __future__ import annotations
@@ -172,6 +172,17 @@ class Ledger:
         """
         offer = row.offer if price is None else replace(row.offer, price_per_hour=price)
         return self.advance(row, state, provider_id=provider_id, offer=_to_json(offer), **more)
+
+    def extend(self, row: Row, ends_at: float) -> None:
+        """Set the rental end, whatever state the row is in by now. Needs no lock.
+
+        Raises UserError if the pod is being given back or is gone.
+        """
+        with self._transaction():
+            known = self.current(row)
+            if known is None or known.state == State.DELETING:
+                raise UserError(f"{row.name} is given back, so its rental was not extended.")
+            self._set(known, ends_at=ends_at)
 
     def count_absence(self, row: Row, *, now: float) -> None:
         """Record that one more listing lacks the pod of this order."""

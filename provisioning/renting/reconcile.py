@@ -222,9 +222,9 @@ async def _carry_out(renter: Renter, action: Action) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_FETCH_S):
                 await renter.fetch_results(row, discard_results=True)
-        # Another task may have given it back meanwhile.
+        # Meanwhile another task may have given it back, or a command may have extended its rental.
         current = ledger.current(row)
-        if current is None:
+        if current is None or current.ends_at != row.ends_at:
             return
         if current.provider_id is None:
             row = ledger.set_pod(current, pod.id, pod.price_per_hour, State.DELETING)

@@ -167,7 +167,10 @@ class Renters(dict[str, Renter]):
         return setup
 
     async def extend(self, rows: Sequence[Row], hours: float) -> Failures:
-        """Extend rentals: at the provider first, then in the ledger, so that a failed extension can be repeated."""
+        """Extend rentals: at the provider first, then in the ledger, so that a failed extension can be repeated.
+
+        Needs no lock: the pods may be used, or others replaced, meanwhile.
+        """
 
         async def one(row: Row) -> None:
             if row.ends_at is None:
@@ -176,7 +179,7 @@ class Renters(dict[str, Renter]):
             renter = self[row.provider]
             if renter.provider.keeps_time:
                 await renter.schedule_end(replace(row, ends_at=ends_at), await renter.pod_of(row))
-            self.ledger.advance(row, row.state, ends_at=ends_at)
+            self.ledger.extend(row, ends_at)
             self.say(row.name, f"lives {hours:g} h longer")
 
         return await each(rows, one)

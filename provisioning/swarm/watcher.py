@@ -33,7 +33,7 @@ _KEEP_INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
 # Short, since the watcher tries again later, and holds the ledger's lock meanwhile.
 _PATIENCE = Patience(destroy_s=15.0)
-# The command that holds the lock may be extending the rental.
+# A command may be extending the rental.
 _OVERDUE_S = 60.0
 
 Rental = tuple[str, float | None]

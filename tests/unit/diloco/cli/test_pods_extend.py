@@ -1,0 +1,81 @@
+"""`diloco pods extend`, whatever else is done with the pods meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import pods
+from provisioning.ledger.ledger import Ledger
+from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
+from provisioning.renting import reconcile
+from provisioning.renting.renter import Renter
+
+OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
+
+
+@dataclass
+class Keeping:
+    """A provider that ends rentals itself. `until[id]` is their end; while it is set, `row` becomes `state`."""
+
+    ledger: Ledger
+    row: Row
+    state: State = State.SYNCED
+    until: dict[str, float] = field(default_factory=dict)
+    name = "lium"
+    keeps_time = True
+    settle_s = doubt_s = 0.0
+
+    async def find(self, pod_id: str) -> Pod | None:
+        return Pod(id=pod_id, label=pod_id, is_ready=True, ends_at=self.until.get(pod_id))
+
+    async def pods(self) -> Listing:
+        return Listing(pods=[])
+
+    async def set_end(self, pod_id: str, ends_at: float) -> None:
+        self.until[pod_id] = ends_at
+        self.ledger.advance(self.row, self.state)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeping]:
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    row = ledger.add(PodSpec(name="pod-0", provider="lium", ttl_hours=1), OFFER, now=1000.0)
+    row = ledger.set_pod(ledger.advance(row, State.CREATING), "id", None)
+    found = Keeping(ledger, ledger.advance(row, State.REACHABLE))
+    monkeypatch.setattr("provisioning.renting.renters.open_provider", lambda name, access: found)
+    monkeypatch.setattr(pods, "ensure_watcher", lambda ledger: None)
+    yield found
+    ledger.close()
+
+
+def test_a_rental_is_extended_while_pods_are_replaced_and_the_pods_state_stays(provider):
+    ledger, end = provider.ledger, provider.row.ends_at
+    with ledger.locked():
+        assert pods.extend(hours=2.0, state_file=ledger.path) == 0
+    (row,) = ledger.rows()
+    assert (row.state, row.ends_at, provider.until) == (State.SYNCED, end + 7200, {"id": end + 7200})
+
+
+def test_a_rental_is_not_extended_once_its_pod_is_given_back(provider, capsys):
+    ledger, end, provider.state = provider.ledger, provider.row.ends_at, State.DELETING
+    assert pods.extend(hours=2.0, state_file=ledger.path) == 1
+    assert "!!! pod-0: pod-0 is given back, so its rental was not extended." in capsys.readouterr().err
+    assert pods.extend(hours=2.0, state_file=ledger.path) == 0
+    assert ledger.rows()[0].ends_at == end
+
+
+async def test_a_pod_whose_rental_is_extended_while_its_last_results_are_fetched_stays(provider, monkeypatch):
+    async def fetch(self: Renter, row: Row, **_: object) -> None:
+        self.ledger.extend(row, 9e9)
+
+    monkeypatch.setattr(Renter, "fetch_results", fetch)
+    one = Renter(ledger=provider.ledger, provider=provider, say=lambda name, text: None)
+    assert await reconcile.settle(one) == {}
+    assert [(row.state, row.ends_at) for row in provider.ledger.rows()] == [(State.REACHABLE, 9e9)]
