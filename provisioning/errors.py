@@ -10,6 +10,7 @@ ProvisioningError
 │   ├── Unavailable   ask again later: too many requests, a broken server, no network
 │   └── OutcomeUnknown  the request may have been carried out: check before sending it again
 ├── MachineError      a command on a pod failed, or the pod cannot be reached
+│   └── CommandFailed  the pod answered, and asking again would not help
 └── ResultsNotFetched  the pod was kept because its results could not be fetched: ask whether to go on
 """
 
@@ -58,6 +59,10 @@ class OutcomeUnknown(ProviderError):
 
 class MachineError(ProvisioningError):
     """A command on a pod failed, or the pod cannot be reached."""
+
+
+class CommandFailed(MachineError):
+    """The pod answered: the command has failed there, or its output cannot be used."""
 
 
 class ResultsNotFetched(ProvisioningError):

@@ -9,13 +9,13 @@ import asyncio
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from provisioning.errors import in_words
+from provisioning.errors import CommandFailed, MachineError, NoCapacity, ProviderError, in_words
 from provisioning.experiments.sets import ExperimentSet, Placed
 from provisioning.experiments.trainers import Trainer, argv, environment, job_name
 from provisioning.ledger.keys import EXPERIMENT
@@ -27,7 +27,9 @@ from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.pods.pod import Row, State
 from provisioning.renting.renters import Renters
 
+T = TypeVar("T")
 _MAX_NUMBER = 1 << 63
+_RETRY_S = 10.0
 RUNS = "experiments"
 
 
@@ -94,25 +96,27 @@ async def _one(renters: Renters, python: str, row: Row | None, placed: Placed, t
 
 
 async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trainer: Trainer) -> Result:
-    """Start the experiment unless it runs or is done, wait for its end, and read its result. Raises MachineError."""
-    machine = await renters[row.provider].machine(row)
-    job, config = job_name(trainer, placed.config), placed.config
-    run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
-    state = await jobs.state(machine, row.label, job)
-    if not state.is_running and state.code != 0:
-        words = argv(trainer, config, python, run_dir, has_gpus=has_gpus)
-        variables = environment(trainer, config, has_gpus=has_gpus)
-        # Files of a failed attempt would be read as results of this one.
-        await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
-        await jobs.start(machine, row.label, job, words, variables)
-        renters.say(row.name, f"{config.name} begins")
-    code = await jobs.finished(machine, row.label, job)
-    step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
+    """Start the experiment unless it runs or is done, wait for its end, and read its result. Raises ProvisioningError.
+
+    Takes as long as the pod cannot be reached: until its outcome is known, the pod must neither run the next
+    experiment nor be given back.
+    """
+
+    async def certain(work: Callable[[], Awaitable[T]]) -> T:
+        return await _certain(renters, row, work)
+
+    machine = await certain(lambda: renters[row.provider].machine(row))
+    job = job_name(trainer, placed.config)
+    run_dir = f"{RUNS}/{job}"
+    if await certain(lambda: _begun(machine, row, python, placed, trainer)):
+        renters.say(row.name, f"{placed.config.name} begins")
+    code = await certain(lambda: jobs.finished(machine, row.label, job))
+    step, figure, seconds, log = await certain(lambda: _collected(machine, row, job, run_dir, trainer))
     trouble = f"its trainer ended with {code}: {log}" if code else ""
     if code is None:
         trouble = f"its trainer was killed together with its pod's processes: {log}"
     return Result(
-        name=config.name,
+        name=placed.config.name,
         pod=row.name,
         job=job,
         ok=not trouble,
@@ -122,6 +126,49 @@ async def _trained(renters: Renters, python: str, row: Row, placed: Placed, trai
         metric=trainer.result,
         seconds=seconds,
     )
+
+
+async def _certain(renters: Renters, row: Row, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`, which is repeated while the pod cannot be reached: a lost connection is no outcome.
+
+    Raises NoCapacity once the provider says that the pod is gone, and MachineError once it says that the pod has
+    failed, or if the pod answers that the work cannot be done.
+    """
+    renter, said = renters[row.provider], ""
+    while True:
+        try:
+            return await work()
+        except (CommandFailed, NoCapacity):
+            raise
+        except (MachineError, ProviderError) as error:
+            why = str(error)
+        try:
+            failure = (await renter.pod_of(row)).failure
+        except NoCapacity:
+            raise
+        except (MachineError, ProviderError):
+            # Probably this machine's own network is down.
+            failure = ""
+        if failure:
+            raise MachineError(f"its pod has died: {failure}")
+        if why != said:
+            said = why
+            renters.say(row.name, f"cannot be reached: {why}; waiting for it, since it may go on")
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _begun(machine: Machine, row: Row, python: str, placed: Placed, trainer: Trainer) -> bool:
+    """Start the experiment. Returns False if it runs or is done already. Raises MachineError."""
+    job, config, has_gpus = job_name(trainer, placed.config), placed.config, not row.offer.is_cpu
+    state = await jobs.state(machine, row.label, job)
+    if state.is_running or state.code == 0:
+        return False
+    run_dir = f"{RUNS}/{job}"
+    words = argv(trainer, config, python, run_dir, has_gpus=has_gpus)
+    variables = environment(trainer, config, has_gpus=has_gpus)
+    # Files of a failed attempt would be read as results of this one.
+    await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
+    return await jobs.start(machine, row.label, job, words, variables)
 
 
 async def _collected(

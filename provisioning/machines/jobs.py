@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from provisioning.errors import MachineError
+from provisioning.errors import CommandFailed, MachineError
 from provisioning.machines.answers import number_in
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import CODE, JOBS, MARK, SECRETS, STATE, pod_directory
@@ -73,7 +73,7 @@ if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else ec
     word = (await machine.run(script)).checked(f"looking at {name}").strip() or "none"
     code = number_in(word)
     if code is None and word not in ("runs", "none"):
-        raise MachineError(f"{word[:40]!r} is no state of a job")
+        raise CommandFailed(f"{word[:40]!r} is no state of a job")
     return JobState(word == "runs", code)
 
 

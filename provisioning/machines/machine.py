@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from provisioning.errors import MachineError
+from provisioning.errors import CommandFailed
 
 EXCLUDED = (
     ".git",
@@ -44,10 +44,10 @@ class Answer:
     stderr: str
 
     def checked(self, what: str) -> str:
-        """The output. Raises MachineError, with the end of the error output, if the exit code is not 0."""
+        """The output. Raises CommandFailed, with the end of the error output, if the exit code is not 0."""
         if self.code:
             words = (self.stderr.strip() or self.stdout.strip())[-_SHOWN_CHARACTERS:]
-            raise MachineError(f"{what} failed ({self.code}): {words or 'no output'}")
+            raise CommandFailed(f"{what} failed ({self.code}): {words or 'no output'}")
         return self.stdout
 
 
@@ -95,12 +95,12 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 async def whole(stream: Reader, where: str) -> bytes:
-    """All that a script writes to this stream. Raises MachineError if that is too much."""
+    """All that a script writes to this stream. Raises CommandFailed if that is too much."""
     found = bytearray()
     while block := await stream.read(BLOCK_BYTES):
         found += block
         if len(found) > MAX_OUTPUT_BYTES:
-            raise MachineError(f"a script wrote more than {MAX_OUTPUT_BYTES >> 20} MiB on {where}")
+            raise CommandFailed(f"a script wrote more than {MAX_OUTPUT_BYTES >> 20} MiB on {where}")
     return bytes(found)
 
 
