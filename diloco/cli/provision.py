@@ -250,7 +250,7 @@ def provision(
 
 async def shown_plan(found: Renters, specs: Sequence[PodSpec], *, as_json: bool, only_plan: bool) -> Plan:
     """Plan what has to be done for these pods, and print the plan. `only_plan`: it is the command's only result."""
-    agreed = await found.plan(specs)
+    agreed = (await found.plan(specs)).complete()
     print_plan(agreed, to_stderr=as_json)
     if only_plan and as_json:
         print(json.dumps({"plan": plan_json(agreed)}), flush=True)

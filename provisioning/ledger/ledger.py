@@ -190,12 +190,20 @@ class Ledger:
         self.advance(row, row.state, absent_since=since, num_absences=row.num_absences + 1)
 
     def forget(self, row: Row, *, now: float) -> None:
-        """Record that the pod is gone and costs nothing from now on. May be repeated."""
+        """Record that the pod is gone and costs nothing from now on; delete the row of an order that made no pod.
+
+        May be repeated.
+        """
         with self._transaction():
             known = self.current(row)
             if known is not None:
                 assert may_follow(known.state, State.GONE), known.state
-                self._set(known, state=State.GONE, ended_at=now)
+                others = {row.provider for row in self._rows("WHERE label != ?", known.label)}
+                # One row is kept for each provider, since a pod without a row may appear there.
+                if known.provider_id is None and known.provider in others:
+                    self._db.execute("DELETE FROM pods WHERE label = ?", (known.label,))
+                else:
+                    self._set(known, state=State.GONE, ended_at=now)
 
     def remember(self, key: str, value: str) -> None:
         """Store a value outside the rows (keys.py). An empty value deletes the key."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from provisioning.errors import NoOffer
+from provisioning.errors import NoOffer, ProvisioningError
 from provisioning.pods.pod import Offer, PodSpec, Row, State
 
 
@@ -35,6 +36,14 @@ class Plan:
     destroy: tuple[Removal, ...]
     offers: Sequence[Offer] = ()
     """All current offers, in case the chosen one fails."""
+    lacking: Mapping[str, ProvisioningError] = field(default_factory=dict)
+    """Requested pods that cannot be rented now, and why."""
+
+    def complete(self) -> Plan:
+        """This plan. Raises the reason if a requested pod cannot be rented now."""
+        for error in self.lacking.values():
+            raise type(error)(f"{str(error).rstrip('.')}. Nothing was rented.") from error
+        return self
 
     @property
     def new_dollars_per_hour(self) -> float:
@@ -54,8 +63,13 @@ class Plan:
         return sum(price * (hours or 0.0) for price, hours in rentals)
 
 
-def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer]) -> Plan:
-    """The names in `desired` have to be unique. Raises NoOffer if no offer fits a missing pod."""
+def plan(
+    desired: Sequence[PodSpec],
+    rows: Sequence[Row],
+    offers: Sequence[Offer],
+    barred: Mapping[str, ProvisioningError] = MappingProxyType({}),
+) -> Plan:
+    """The names in `desired` have to be unique. `barred`: pods that must not be ordered now, by name, and why."""
     by_name = {spec.name: spec for spec in desired}
     keep, destroy = [], []
     for row in rows:
@@ -78,12 +92,20 @@ def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer
             keep.append(replace(row, spec=spec))
     kept = {row.name for row in keep}
     missing = [spec for spec in desired if spec.name not in kept]
-    chosen = assign(missing, offers)
+    chosen = assign([spec for spec in missing if spec.name not in barred], offers)
+    # Orders in doubt would be sent again.
+    held = {row.name for row in keep if row.is_in_doubt and row.name in barred}
+    unordered = [
+        spec for spec in desired if spec.name in held or (spec in missing and spec.name not in chosen)
+    ]
     return Plan(
-        create=tuple(Creation(spec, chosen[spec.name]) for spec in missing),
-        keep=tuple(keep),
+        create=tuple(Creation(spec, chosen[spec.name]) for spec in missing if spec.name in chosen),
+        keep=tuple(row for row in keep if row.name not in held),
         destroy=tuple(destroy),
         offers=offers,
+        lacking={
+            spec.name: barred.get(spec.name) or NoOffer(_nothing_for(spec, offers)) for spec in unordered
+        },
     )
 
 
@@ -123,10 +145,7 @@ def candidates(spec: PodSpec, offers: Sequence[Offer], without: Collection[str] 
 
 
 def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer]:
-    """An offer for each spec, by name: cheap ones first, each at most `num_available` times.
-
-    Raises NoOffer, with the reasons, if the offers do not suffice for all specs.
-    """
+    """An offer for as many specs as possible, by name: cheap ones first, each at most `num_available` times."""
     choices = {spec.name: candidates(spec, offers) for spec in specs}
     holders: dict[str, list[str]] = {offer.key: [] for offer in offers}
 
@@ -147,8 +166,7 @@ def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer
         return False
 
     for spec in specs:
-        if not place(spec.name, set()):
-            raise NoOffer(_nothing_for(spec, offers, bool(choices[spec.name])))
+        place(spec.name, set())
     by_key = {offer.key: offer for offer in offers}
     return {name: by_key[key] for key, names in holders.items() for name in names}
 
@@ -165,8 +183,8 @@ def _slow(direction: str, wanted: float | None, offered: float | None) -> list[s
     return [f"{direction} below {wanted:g} Mbit/s" if offered is not None else f"{direction} unknown"]
 
 
-def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str:
-    if all_taken:
+def _nothing_for(spec: PodSpec, offers: Sequence[Offer]) -> str:
+    if candidates(spec, offers):
         why = "all fitting offers are taken by the other pods; ask for fewer pods or for other GPU types"
     else:
         # The offers with the fewest objections are the most helpful.
@@ -174,6 +192,6 @@ def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str
         near = Counter(reason for found in lists if len(found) == min(map(len, lists)) for reason in found)
         why = "; ".join(f"{number} offered {reason}" for reason, number in near.most_common(4))
     return (
-        f"No offer of {spec.provider} for pod {spec.name}: {why or 'there are no offers at all'}. Nothing was rented; "
+        f"No offer of {spec.provider} for pod {spec.name}: {why or 'there are no offers at all'}; "
         f"`diloco provision --provider {spec.provider} --offers` lists what there is."
     )

@@ -64,9 +64,9 @@ class Renters(dict[str, Renter]):
         )
 
     async def plan(self, specs: Sequence[PodSpec]) -> Plan:
-        """The plan for these pods, after `settle`. Raises ProvisioningError.
+        """The plan for these pods, after `settle`. Raises UserError if a provider does not support what is requested.
 
-        A cloud whose check fails is left out where each spec that allows it also allows another provider.
+        A cloud whose check fails is left out where a spec also allows another provider.
         """
         names = providers_of(specs)
         asked = [self[name] for name in names]
@@ -80,30 +80,40 @@ class Renters(dict[str, Renter]):
             name=lambda renter: renter.provider.name,
         )
         for name, error in unfit.items():
-            # Only the user can correct own machines; renting others in their place would cost money.
-            if not isinstance(self[name].provider, Cloud):
-                raise error
-        for spec in specs:
-            if unfit.keys() >= set(spec.providers):
-                raise unfit[spec.providers[0]]
-        for name, error in unfit.items():
             self.say(name, f"offers nothing now: {error}")
+        unsafe = await self._unsafe(unfit)
+        # Only the user can correct own machines; renting others in their place would cost money.
+        unsafe |= {name: unfit[name] for name in unfit if not isinstance(self[name].provider, Cloud)}
+        barred = {
+            spec.name: unfit[spec.providers[0]] for spec in specs if unfit.keys() >= set(spec.providers)
+        }
+        barred |= {spec.name: unsafe[name] for spec in specs for name in spec.providers if name in unsafe}
+        try:
+            fit = [renter.provider for renter in asked if renter.provider.name not in unfit]
+            offers = await offers_of(fit, self.say)
+        except ProvisioningError as error:
+            offers, barred = [], {spec.name: error for spec in specs} | barred
+        return plan(specs, self.rows, offers, barred)
+
+    async def _unsafe(self, unfit: Failures) -> Failures:
+        """Settle. Returns why nothing must be rented at a provider, by its name: it may have pods of earlier orders."""
         settled = await self.settle()
         # An order that is not repeatable must not be sent again before its pod has been looked for everywhere.
         repeat = {name for name, renter in self.items() if renter.provider.repeatable}
         in_doubt = {row.provider for row in self.rows if row.is_in_doubt} - repeat
+        unsafe: Failures = {}
         for provider, failures in settled.items():
             for name, error in failures.items():
                 # In all other cases a pod or machine that does not answer does not hold up the others.
-                is_unsafe = provider in in_doubt or (provider == name and provider not in unfit)
-                if provider in names and is_unsafe:
-                    raise ProviderError(f"{name}: {error}. Nothing was rented.")
+                if provider in in_doubt or (provider == name and provider not in unfit):
+                    unsafe[provider] = ProviderError(f"{name}: {error}")
                 self.say(provider, f"cannot be searched for pods that the state file lacks: {name}: {error}")
-        fit = [renter.provider for renter in asked if renter.provider.name not in unfit]
-        return plan(specs, self.rows, await offers_of(fit, self.say))
+        return unsafe
 
     async def apply(self, agreed: Plan, watch: Callable[[], None] = lambda: None) -> Failures:
-        """Carry out a plan: give back pods, then rent pods in parallel until all answer. Returns the errors by pod.
+        """Carry out a plan: give back pods, then rent pods in parallel until all answer.
+
+        Returns the errors by pod, also of pods that the plan lacks.
 
         `watch` starts a watcher if the ledger needs one: it is called after all orders are in the ledger, before the
         first is sent, and again at the end, since the answer to an order may be lost, and a deletion may fail.
@@ -122,7 +132,7 @@ class Renters(dict[str, Renter]):
                 settled = await self.settle()
                 for name in {row.provider for row in self.rows}:
                     failures = settled.get(name, {}) | failures
-            return failures
+            return {**agreed.lacking, **failures}
         finally:
             watch()
 

@@ -35,6 +35,9 @@ from provisioning.swarm.swarm import Swarm, SwarmOptions
 _SILENT_S = 300.0
 _EPOCH_TIMEOUT_S = 900.0
 _MAX_GAP_S = 75.0
+# After a repair that has failed; doubled each time.
+_FIRST_REST_S, _MAX_REST_S = 15.0, 600.0
+_NOT_UP = (State.CREATING, State.BOOTING)
 _AFTER_SETUP = (State.RUNNING, State.DELETING)
 _NONE_ANSWERS = "no pod answers: this machine's own network may be down, so none is replaced for that"
 
@@ -188,6 +191,7 @@ class Keeper:
         self._silent_s: dict[tuple[str, bool | None, bool], float] = {}
         self._looked_at = self.clock()
         self._told, self._told_before = set[str](), set[str]()
+        self._rest_s, self._rests_until, self._unrepaired = 0.0, 0.0, set[str]()
 
     async def tick(self) -> None:
         """Check all pods once, and stop or repair the swarm if necessary. Raises ProvisioningError."""
@@ -212,10 +216,18 @@ class Keeper:
         dead = {name: (one, why) for name, (one, found, why) in fates.items() if found is Fate.DIED}
         missing = [spec.name for spec in wanted.specs if spec.name not in fates]
         unfinished = [one.row.name for one in seen if one.row.state != State.RUNNING]
-        if wanted.replaces and (dead or missing or unfinished):
+        to_repair = {*dead, *missing, *unfinished}
+        is_known = to_repair <= self._unrepaired
+        if wanted.replaces and to_repair and not (is_known and self.clock() < self._rests_until):
             with self.ledger.locked():
                 wanted.write(self.ledger)
-                await self._restore(wanted, dead, obstacle)
+                rest_s = min(max(2 * self._rest_s, _FIRST_REST_S), _MAX_REST_S) if is_known else _FIRST_REST_S
+                try:
+                    if not await self._restore(wanted, dead, obstacle):
+                        rest_s, to_repair = 0.0, set()
+                finally:
+                    self._rest_s, self._unrepaired = rest_s, to_repair
+                    self._rests_until = self.clock() + rest_s
 
     def _obstacle(self, wanted: Wanted) -> str:
         """Why no pod is replaced; empty: pods that died are replaced."""
@@ -281,30 +293,42 @@ class Keeper:
         if not failures:
             self.ledger.remember(WANTED, "")
 
-    async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]], obstacle: str) -> None:
+    async def _restore(
+        self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]], obstacle: str
+    ) -> Failures:
+        """Give back dead pods and, unless there is an obstacle, bring up all that can be. Returns the errors by pod."""
         for name, (_, why) in dead.items():
             self.tell(f"{name} has died: {why}; it is {'given back' if obstacle else 'replaced'}")
         async with renters(self.ledger, self.access, self.say) as found:
             failures = await found.give_back([one.row for one, _ in dead.values()], discard_results=True)
-        if not failures and not obstacle:
+        if not obstacle:
             secrets = secrets_of(self.access.environment, list(wanted.setup.secrets or ()))
             setup = replace(wanted.setup, secrets=secrets)
             async with renters(self.ledger, self.access, self.say, to_rent=wanted.specs) as found:
                 setup = found.completed(setup, wanted.specs)
-                failures = await self._brought_up(found, replace(wanted, setup=setup))
+                failures = await self._brought_up(found, replace(wanted, setup=setup), failures)
         for name, error in failures.items():
             self.tell(f"{name} is not up yet: {error}")
         if obstacle:
             self.tell(f"nothing is replaced: {obstacle}")
         elif not failures:
             self.tell(f"all {len(wanted.specs)} pods train")
+        return failures
 
-    async def _brought_up(self, found: Renters, wanted: Wanted) -> Failures:
+    async def _brought_up(self, found: Renters, wanted: Wanted, failures: Failures) -> Failures:
+        """Rent, set up and start all pods but those in `failures`. Returns these and the new errors by pod."""
         agreed = await found.plan(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError("this would give back living pods; run `diloco provision`, which asks first")
-        failures = await found.set_up(wanted.setup, await found.apply(agreed))
-        return failures or await Swarm(found, wanted.options, wanted.setup).start()
+        agreed = replace(
+            agreed,
+            create=tuple(one for one in agreed.create if one.spec.name not in failures),
+            destroy=tuple(one for one in agreed.destroy if one.row.name not in failures),
+            # A pod that has answered before, and is silent now, must not hold up the others.
+            keep=tuple(row for row in agreed.keep if row.state in _NOT_UP),
+        )
+        failures = await found.set_up(wanted.setup, failures | await found.apply(agreed))
+        return failures | await Swarm(found, wanted.options, wanted.setup).start()
 
     def tell(self, text: str) -> None:
         """Log this, and remember it for `pods status`, unless the last `tick` or this one has told it already."""

@@ -67,7 +67,8 @@ class Swarm:
             progress_of[row.name] = await self.progress(row)
 
         failures = await each(set_up, read, self._say)
-        if self._ledger.recall(DHT_POD) in failures:
+        deleting = {row.name for row in self._renters.rows if row.state == State.DELETING and row.provider_id}
+        if self._ledger.recall(DHT_POD) in failures.keys() | deleting:
             # The coordinator on that pod may still run, and a second one would assign the same ranks.
             return failures
         rows = [row for row in set_up if row.name in progress_of]

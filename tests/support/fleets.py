@@ -61,7 +61,7 @@ class TestFleet:
     ) -> Outcome:
         async def work(found: Renters) -> Outcome:
             setup = Setup(source=source_of(self.directory), python=self.python, min_free_mb=self.min_free_mb)
-            failures = await found.set_up(setup, await found.apply(await found.plan(specs)))
+            failures = await found.set_up(setup, await found.apply((await found.plan(specs)).complete()))
             if trains and not failures:
                 told = options or SwarmOptions(epoch_timeout_s=60.0)
                 failures = await Swarm(found, told, setup).start()

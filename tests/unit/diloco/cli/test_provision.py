@@ -116,7 +116,9 @@ def test_a_replacement_may_take_as_long_to_boot_as_the_pods_that_were_rented(tmp
     async def applied(*_: object) -> dict[str, ProviderError]:
         return {"pod-0": ProviderError("it did not come up")}
 
-    async def brought_up(self, found: renters.Renters, wanted: Wanted) -> dict[str, ProviderError]:
+    async def brought_up(
+        self, found: renters.Renters, wanted: Wanted, *_: object
+    ) -> dict[str, ProviderError]:
         boots_s.append(found["local"].patience.boot_s)
         return {}
 

@@ -112,6 +112,13 @@ def test_a_file_of_another_version_is_refused_and_left_as_it_was(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_of_orders_that_made_no_pod_one_row_is_kept_so_that_their_provider_is_known(ledger):
+    for _ in range(5):
+        ledger.forget(ledger.advance(ledger.add(SPEC, OFFER, now=0.0), State.CREATING), now=1.0)
+    assert len(ledger._rows("")) == 1 and ledger.providers() == [OFFER.provider]
+    assert ledger.rows() == ledger.bills() == []
+
+
 def test_a_pod_that_was_called_gone_and_is_there_is_to_be_given_back_again(ledger):
     row = ledger.advance(ledger.add(SPEC, OFFER, now=0), State.CREATING)
     row = ledger.set_pod(row, "id-1", 3.0)

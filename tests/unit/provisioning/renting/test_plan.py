@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from provisioning.errors import UserError
+from provisioning.errors import ProviderError, UserError
 from provisioning.pods.pod import Offer, PodSpec, Row, State
 from provisioning.renting.plan import plan
 
@@ -73,6 +73,17 @@ def test_what_was_only_planned_is_chosen_anew():
     assert (len(found.create), found.keep, found.destroy) == (1, (), ())
 
 
-def test_if_one_pod_cannot_be_had_there_is_no_plan_at_all():
+def test_a_pod_that_cannot_be_had_leaves_the_plan_of_the_others_but_incomplete():
+    found = plan([PodSpec(provider="lium", name="pod-3", gpu_type="H100"), *SPECS], [], OFFERS)
+    assert [creation.spec for creation in found.create] == SPECS and found.lacking.keys() == {"pod-3"}
     with pytest.raises(UserError, match="pod-3"):
-        plan([*SPECS, PodSpec(provider="lium", name="pod-3", gpu_type="H100")], [], OFFERS)
+        found.complete()
+
+
+def test_a_pod_that_must_not_be_ordered_now_is_kept_unless_its_order_is_in_doubt():
+    in_doubt = replace(row(SPECS[0], State.CREATING), provider_id=None)
+    barred = {spec.name: ProviderError("502") for spec in SPECS}
+    found = plan(SPECS[:3], [in_doubt, row(SPECS[1])], OFFERS, barred)
+    assert (found.create, found.destroy) == ((), ())
+    assert [one.name for one in found.keep] == [SPECS[1].name]
+    assert found.lacking.keys() == {SPECS[0].name, SPECS[2].name}

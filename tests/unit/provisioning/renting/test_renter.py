@@ -354,12 +354,12 @@ async def test_a_provider_whose_check_fails_is_left_out_of_the_plan_unless_a_pod
     assert [one.offer.provider for one in (await both.plan([anywhere])).create] == ["dear"]
     assert said[0] == "cheap offers nothing now: no money"
     with pytest.raises(UserError, match="no money"):
-        await both.plan([anywhere, here])
+        (await both.plan([anywhere, here])).complete()
     order = one.ledger.add(anywhere, replace(OFFERS[0], provider="cheap"), now=one.clock())
     one.ledger.advance(order, State.CREATING, asked_at=one.clock())
     if not is_listed:
         with pytest.raises(ProviderError, match="cheap: no access"):
-            await both.plan([anywhere])
+            (await both.plan([anywhere])).complete()
 
 
 async def test_own_machines_whose_check_fails_are_not_replaced_by_rented_ones(one, rich):
@@ -372,7 +372,7 @@ async def test_own_machines_whose_check_fails_are_not_replaced_by_rented_ones(on
     one.provider = OwnMachines()
     both = Renters(one.ledger, one.say, [one, rich])
     with pytest.raises(HostKeyChanged):
-        await both.plan([PodSpec(name="pod-0", provider="cheap,dear")])
+        (await both.plan([PodSpec(name="pod-0", provider="cheap,dear")])).complete()
 
 
 async def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):

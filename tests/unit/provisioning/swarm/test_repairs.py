@@ -1,0 +1,178 @@
+"""What the keeper repairs where not everything can be repaired."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provisioning.errors import MachineError, ProviderError
+from provisioning.ledger.keys import DHT_POD
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.jobs import JobState
+from provisioning.machines.setup import Setup
+from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
+from provisioning.providers.cloud import Cloud
+from provisioning.providers.registry import Access
+from provisioning.renting.each import Failures
+from provisioning.renting.renter import Renter
+from provisioning.renting.renters import Renters
+from provisioning.swarm import keeper
+from provisioning.swarm.keeper import Keeper, Wanted
+from provisioning.swarm.peer import PeerProgress
+from provisioning.swarm.status import Overview, Status
+from provisioning.swarm.swarm import Swarm, SwarmOptions
+from tests.support.hostile_provider import ReadyMachine
+
+SPECS = [PodSpec(name=f"pod-{gpu}", provider="shop", gpu_type=gpu, gpu_count=1) for gpu in ("A100", "H100")]
+OFFERS = [
+    Offer(id=gpu, provider="shop", gpu_type=gpu, gpu_count=1, price_per_hour=1.0) for gpu in ("A100", "H100")
+]
+
+
+@dataclass
+class Shop(Cloud):
+    """A provider that rents at once, and deletes at once."""
+
+    on_offer: list[Offer]
+    there: dict[str, Pod] = field(default_factory=dict)
+    orders: list[str] = field(default_factory=list)
+    name = "shop"
+    repeatable = False
+    settle_s = doubt_s = 0.0
+
+    async def check(self) -> None:
+        pass
+
+    async def offers(self) -> list[Offer]:
+        return self.on_offer
+
+    async def create(self, row: Row) -> str:
+        self.orders.append(row.name)
+        self.there[row.label] = Pod(id=row.label, label=row.label, is_ready=True)
+        return row.label
+
+    async def pods(self) -> Listing:
+        return Listing(pods=list(self.there.values()))
+
+    async def find(self, pod_id: str) -> Pod | None:
+        return self.there.get(pod_id)
+
+    async def destroy(self, pod_id: str) -> None:
+        self.there.pop(pod_id, None)
+
+    async def machine(self, pod: Pod, host_key: str) -> Any:
+        return ReadyMachine()
+
+    async def host_key(self, pod: Pod) -> str:
+        return "key"
+
+
+@dataclass
+class Repaired:
+    """A keeper of two pods, whose processes were all killed. `started`: the pods that were set up at each start."""
+
+    ledger: Ledger
+    shop: Shop
+    started: list[list[str]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def rent(self) -> None:
+        for spec, offer in zip(SPECS, OFFERS, strict=True):
+            row = self.ledger.advance(self.ledger.add(spec, offer, now=0.0), State.CREATING)
+            self.shop.there[row.label] = Pod(id=row.label, label=row.label, is_ready=True)
+            row = self.ledger.set_pod(row, row.label, None)
+            for state in (State.REACHABLE, State.SYNCED, State.RUNNING):
+                row = self.ledger.advance(row, state)
+
+    def tick(self) -> None:
+        access = Access(state_dir=self.ledger.path.parent, environment={})
+        kept = Keeper(self.ledger, access, lambda name, text: self.told.append(text))
+        asyncio.run(kept.tick())
+
+
+@pytest.fixture
+def repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repaired]:
+    found = Repaired(Ledger(tmp_path / "pods.sqlite"), Shop(list(OFFERS)))
+    found.rent()
+    setup = Setup(source=tmp_path)
+    Wanted(specs=SPECS, replaces=True, stops_when_idle=False, setup=setup, options=SwarmOptions()).write(
+        found.ledger
+    )
+
+    async def look(*_: object) -> Overview:
+        killed = PeerProgress(JobState(is_running=False, code=None))
+        return Overview([Status(row, True, "", killed) for row in found.ledger.rows()], {})
+
+    async def set_up_one(self: Renters, row: Row, setup: Setup, **_: object) -> None:
+        pass
+
+    async def start(self: Swarm) -> Failures:
+        found.started.append([row.name for row in found.ledger.rows() if row.state == State.SYNCED])
+        return {}
+
+    monkeypatch.setattr(keeper, "overview", look)
+    monkeypatch.setattr(Renters, "set_up_one", set_up_one)
+    monkeypatch.setattr(Swarm, "start", start)
+    monkeypatch.setattr("provisioning.renting.renters.open_provider", lambda name, access: found.shop)
+    yield found
+    found.ledger.close()
+
+
+def test_a_pod_that_cannot_be_had_keeps_no_other_from_being_replaced(repaired):
+    del repaired.shop.on_offer[1:]
+    repaired.tick()
+    assert (repaired.shop.orders, repaired.started) == (["pod-A100"], [["pod-A100"]])
+    assert any(text.startswith("pod-H100 is not up yet: No offer of shop") for text in repaired.told)
+
+
+def test_a_pod_that_cannot_be_set_up_keeps_no_other_from_being_started(repaired, monkeypatch):
+    async def set_up_one(self: Renters, row: Row, setup: Setup, **_: object) -> None:
+        if row.name == "pod-A100":
+            raise MachineError("no disk space")
+
+    monkeypatch.setattr(Renters, "set_up_one", set_up_one)
+    repaired.tick()
+    assert repaired.started == [["pod-H100"]]
+    assert "pod-A100 is not up yet: no disk space" in repaired.told
+
+
+def test_a_pod_that_cannot_be_given_back_keeps_no_other_from_being_replaced(repaired, monkeypatch):
+    attempts, give_back = list[str](), Renter.give_back
+
+    async def given_back(self: Renter, row: Row, **options: Any) -> bool:
+        attempts.append(row.name)
+        if row.name == "pod-A100":
+            self.ledger.advance(row, State.DELETING)
+            raise ProviderError("it is still there")
+        return await give_back(self, row, **options)
+
+    monkeypatch.setattr(Renter, "give_back", given_back)
+    repaired.tick()
+    assert sorted(attempts) == ["pod-A100", "pod-H100"]
+    assert (repaired.shop.orders, repaired.started) == (["pod-H100"], [["pod-H100"]])
+    assert "pod-A100 is not up yet: it is still there" in repaired.told
+
+
+def test_no_second_coordinator_is_started_while_the_pod_of_the_first_may_be_there(repaired, monkeypatch):
+    monkeypatch.undo()
+    first, second = repaired.ledger.rows()
+    repaired.ledger.advance(first, State.DELETING)
+    repaired.ledger.remember(DHT_POD, first.name)
+    asked = list[str]()
+
+    async def progress(self: Swarm, row: Row) -> PeerProgress:
+        asked.append(row.name)
+        return PeerProgress(JobState(is_running=False, code=None))
+
+    monkeypatch.setattr(Swarm, "progress", progress)
+    renter = Renter(ledger=repaired.ledger, provider=repaired.shop, say=lambda name, text: None)
+    found = Renters(repaired.ledger, renter.say, [renter])
+    found.set_up_here.add(second.label)
+    assert asyncio.run(Swarm(found, SwarmOptions(), Setup(source=Path("/none"))).start()) == {}
+    # Only its progress was read.
+    assert asked == [second.name] and repaired.ledger.recall(DHT_POD) == first.name
