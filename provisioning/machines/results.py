@@ -27,7 +27,8 @@ _KINDS = {
     ),
     "model": ("runs/*/model", "experiments/*/model"),
 }
-DEFAULT, NOTHING = ("logs", "metrics", "model"), "none"
+_SMALL = ("logs", "metrics")
+DEFAULT, NOTHING = (*_SMALL, "model"), "none"
 
 
 def patterns_of(words: Sequence[str]) -> list[str]:
@@ -47,11 +48,14 @@ def patterns_of(words: Sequence[str]) -> list[str]:
     return found
 
 
-async def fetch_results(machine: Machine, label: str, words: Sequence[str], into: str) -> str:
+async def fetch_results(
+    machine: Machine, label: str, words: Sequence[str], into: str, transfers: asyncio.Semaphore
+) -> str:
     """Copy results to the same relative paths in `into`, a local directory or a URL that fsspec knows.
 
-    `words`: those of --fetch, kinds and paths. Returns a sentence on what was there. May be repeated.
-    Raises MachineError or UserError.
+    `words`: those of --fetch, kinds and paths. `transfers` is held for logs and metrics, and then for the rest: it is
+    fair, so that the small results of all pods precede the first model. Returns a sentence on what was there. May be
+    repeated. Raises MachineError or UserError.
     """
     patterns, directory = patterns_of(words), pod_directory(label)
     if not patterns:
@@ -79,9 +83,13 @@ exit 0
             here.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"its results cannot be stored in {into}: {error.strerror}.") from error
-        await machine.fetch(directory, paths, here)
-        if is_url(into):
-            await asyncio.to_thread(_put, here, into)
+        small = [path for path in paths if _is_one_of(path, patterns_of(_SMALL))]
+        for part in (small, [path for path in paths if path not in small]):
+            if part:
+                async with transfers:
+                    await machine.fetch(directory, part, here)
+                    if is_url(into):
+                        await asyncio.to_thread(_put, here, into)
     return f"its results are in {into}: {', '.join(found)}{f', no {lacks}' if lacks else ''}"
 
 

@@ -89,15 +89,8 @@ def mount_of(words: str) -> Mount:
     return Mount(path, place)
 
 
-async def set_up(
-    machine: Machine,
-    label: str,
-    setup: Setup,
-    *,
-    num_gpus: int | None,
-    with_environment: bool = True,
-) -> None:
-    """Check disk and GPUs, send everything, make the environment. Steps that fail fast come first.
+async def send(machine: Machine, label: str, setup: Setup, *, num_gpus: int | None) -> None:
+    """Check disk and GPUs, and send everything. Steps that fail fast come first.
 
     `num_gpus`: number of GPUs that the pod must have; None: it trains on its CPUs. Raises MachineError or UserError.
     """
@@ -119,13 +112,17 @@ async def set_up(
     for mount in setup.mounts:
         # Keep what a peer has written there.
         await machine.sync(mount.source, f"{directory}/{mount.place}", excluded=(), mirrors=False)
-    if not with_environment:
-        return
+
+
+async def make_environment(machine: Machine, label: str, setup: Setup, *, num_gpus: int | None) -> None:
+    """Make the Python environment after `send`, or try the pod's own Python. Raises MachineError."""
     if setup.python is not None:
         probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
         (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
         return
-    script = environment_script(directory, setup.extras, _fingerprint(setup), is_cpu=num_gpus is None)
+    script = environment_script(
+        pod_directory(label), setup.extras, _fingerprint(setup), is_cpu=num_gpus is None
+    )
     (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import shlex
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -32,12 +35,17 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 20.0
 _KEEPALIVE_S = 15.0
 _SSH_PORT = 22
-_RSYNC_TIMEOUT_S = 1800.0
+# Longer than both sides take to read a file of 50 GB, to find what an interrupted transfer has left to send.
+_MAX_SILENCE_S = 900.0
+_PARTIAL_DIR = ".rsync-partial"
+_KEEP_PARTIAL_S = 5.0
 _RESERVE_BYTES = 1 << 30
 # A fast disk takes about as much as the reserve in this time.
 _SPACE_INTERVAL_S = 0.5
 _NO_SPACE = "No space left on device"
 _CANNOT_WRITE = 11
+# The next transfer goes on with what an interrupted one has left.
+_RESUMES = ("--progress", f"--partial-dir={_PARTIAL_DIR}")
 # Exit code: a file was removed while rsync ran.
 _VANISHED = 24
 # The error output of a failing remote rsync is sometimes lost when ssh ends.
@@ -112,9 +120,9 @@ class SshMachine:
         names = "".join(f"{path}\n" for path in paths).encode()
         source, shell = f"{self._rsync_path(directory)}/", self._rsync_shell()
         try:
-            # What an interrupted rsync leaves is removed with this directory.
-            with tempfile.TemporaryDirectory(prefix=".fetching-", dir=into) as partial:
-                argv = _fetch_argv(source, into, Path(partial).absolute(), shell)
+            # What a killed rsync leaves is removed with this directory.
+            with tempfile.TemporaryDirectory(prefix=".fetching-", dir=into) as temporary:
+                argv = _fetch_argv(source, into, Path(temporary).absolute(), shell)
                 work = _run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
                 await _keeping_space(work, into, f"results of {self.address}")
         except OSError as error:
@@ -233,14 +241,14 @@ def _sending_argv(
     excludes = [f"--exclude={pattern}" for pattern in excluded]
     # A slash at the end means the contents of the directory. A link to a file is sent as that file.
     paths = [f"{source}/", f"{target}/"] if source.is_dir() else [str(source.resolve()), target]
-    return ["rsync", "-az", *(["--delete"] if mirrors else []), *excludes, "-e", shell, "--", *paths]
+    deletes = ["--delete"] if mirrors else []
+    return ["rsync", "-az", *_RESUMES, *deletes, *excludes, "-e", shell, "--", *paths]
 
 
-def _fetch_argv(source: str, into: Path, partial: Path, shell: str) -> list[str]:
-    """Copies the files and directories that are named on stdin, without symbolic links. `partial`: see --temp-dir."""
-    return [
-        *("rsync", "-rtz", "--files-from=-", f"--temp-dir={partial}", "-e", shell, "--", source, f"{into}/")
-    ]
+def _fetch_argv(source: str, into: Path, temporary: Path, shell: str) -> list[str]:
+    """Copies the files and directories named on stdin, without symbolic links. `temporary`: see --temp-dir."""
+    names = ["--files-from=-", f"--temp-dir={temporary}"]
+    return ["rsync", "-rtz", *_RESUMES, *names, "-e", shell, "--", source, f"{into}/"]
 
 
 async def _keeping_space(work: Coroutine[Any, Any, None], into: Path, what: str) -> None:
@@ -253,6 +261,10 @@ async def _keeping_space(work: Coroutine[Any, Any, None], into: Path, what: str)
     try:
         while not task.done():
             if shutil.disk_usage(into).free < reserve:
+                task.cancel()
+                await asyncio.wait([task])
+                for partial in into.rglob(_PARTIAL_DIR):
+                    shutil.rmtree(partial, ignore_errors=True)
                 raise UserError(
                     f"the {what} do not fit: less than {reserve >> 20} MiB would stay free on the disk of "
                     f"{into}; make room there, or fetch less by --fetch"
@@ -275,26 +287,48 @@ async def _run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = 
 
 
 async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int, str]:
-    """The exit code, and the error output."""
+    """The exit code, and the error output.
+
+    Raises MachineError if rsync, which runs with --progress, prints no progress for _MAX_SILENCE_S. A transfer may take
+    any time, and rsync's own --timeout misses a stalled one: what rsync sends meanwhile to keep the connection counts.
+    """
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
+    assert process.stdin and process.stdout and process.stderr
     try:
-        async with asyncio.timeout(_RSYNC_TIMEOUT_S):
-            assert process.stdin and process.stderr
-            (said,) = await exchange(process.stdin, stdin, end_of_stream(process.stderr))
+        async with asyncio.timeout(_MAX_SILENCE_S) as silence:
+            watched = _read_progress(process.stdout, silence)
+            _, said = await exchange(process.stdin, stdin, watched, end_of_stream(process.stderr))
             await process.wait()
     except TimeoutError as error:
-        raise MachineError(f"{what} took over {_RSYNC_TIMEOUT_S:g} s") from error
+        raise MachineError(f"{what} made no progress for {_MAX_SILENCE_S:g} s") from error
     finally:
-        # With ssh and rsync's own children, which might go on writing.
-        await end(process)
+        await _end_rsync(process)
     assert process.returncode is not None
     return process.returncode, said.decode(errors="replace")
+
+
+async def _read_progress(stream: asyncio.StreamReader, silence: asyncio.Timeout) -> bytes:
+    while await stream.read(BLOCK_BYTES):
+        silence.reschedule(asyncio.get_running_loop().time() + _MAX_SILENCE_S)
+    return b""
+
+
+async def _end_rsync(process: asyncio.subprocess.Process) -> None:
+    """End it with ssh and its own children, which might go on writing. May be repeated."""
+    if process.returncode is None:
+        # On SIGTERM, it moves a partial file to --partial-dir.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _KEEP_PARTIAL_S
+    while process.returncode is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    await end(process)
 
 
 def _trouble(code: int, said: str, what: str, where: str) -> str:

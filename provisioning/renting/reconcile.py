@@ -219,9 +219,13 @@ async def _carry_out(renter: Renter, action: Action) -> None:
     elif action.do == Do.DESTROY and pod is not None:
         renter.say(row.name, f"given back: {action.reason}")
         # The rental is over, even if the results cannot be fetched.
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_LAST_FETCH_S):
                 await renter.fetch_results(row, discard_results=True)
+        except TimeoutError:
+            renter.say(
+                row.name, f"of its results, what did not arrive within {_LAST_FETCH_S:g} s of its end is lost"
+            )
         # Meanwhile another task may have given it back, or a command may have extended its rental.
         current = ledger.current(row)
         if current is None or current.ends_at != row.ends_at:

@@ -35,6 +35,7 @@ Say = Callable[[str, str], None]
 _PRICE_SLACK = 1.02
 # An extension of the shortest allowed length, 36 s, has to be seen.
 _EARLY_S, _LATE_S = 30.0, 600.0
+MAX_TRANSFERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class Renter:
     """Which results to fetch before a pod is given back; None: as was chosen when the pods were rented."""
     settling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the ledger and the provider are made to agree (reconcile.py)."""
+    transfers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TRANSFERS))
+    """Held while files are copied from or to a pod: of many transfers at once, none might end in time."""
 
     def __post_init__(self) -> None:
         self._machines: dict[str, Machine] = {}
@@ -280,7 +283,7 @@ class Renter:
             pod = await self.pod_of(row)
             failure = pod.failure
             machine = await self.machine_of(row, replace(pod, is_ready=True, failure=""))
-            fetched = await fetch_results(machine, row.label, words, into)
+            fetched = await fetch_results(machine, row.label, words, into, self.transfers)
         except NoCapacity:
             self.say(row.name, "there is no such pod any more, so its results cannot be fetched")
         except ProvisioningError as error:

@@ -14,7 +14,7 @@ from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, Us
 from provisioning.ledger.keys import BOOT_S, INVENTORY, PYTHON
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines import jobs
-from provisioning.machines.setup import Setup, set_up
+from provisioning.machines.setup import Setup, make_environment, send
 from provisioning.pods.pod import Offer, PodSpec, Row, State, providers_of
 from provisioning.providers.backoff import repeated
 from provisioning.providers.cloud import Cloud
@@ -23,7 +23,7 @@ from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.plan import Plan, candidates, plan
 from provisioning.renting.reconcile import record_strays, settle
-from provisioning.renting.renter import Patience, Renter, Say
+from provisioning.renting.renter import MAX_TRANSFERS, Patience, Renter, Say
 
 _MAX_OFFERS = 4
 
@@ -157,10 +157,14 @@ class Renters(dict[str, Renter]):
 
     async def set_up_one(self, row: Row, setup: Setup, *, with_environment: bool = True) -> None:
         """Send code and make the environment on this pod. May be repeated. Raises MachineError or UserError."""
-        machine = await self[row.provider].machine(row)
+        renter = self[row.provider]
+        machine = await renter.machine(row)
         self.say(row.name, "sending code, making its environment")
         num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
-        await set_up(machine, row.label, setup, num_gpus=num_gpus, with_environment=with_environment)
+        async with renter.transfers:
+            await send(machine, row.label, setup, num_gpus=num_gpus)
+        if with_environment:
+            await make_environment(machine, row.label, setup, num_gpus=num_gpus)
         self.set_up_here.add(row.label)
 
     def completed(self, setup: Setup, specs: Sequence[PodSpec]) -> Setup:
@@ -315,6 +319,7 @@ async def renters(
     """
     found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)
     patience = patience or Patience(boot_s=float(ledger.recall(BOOT_S) or Patience.boot_s))
+    transfers = asyncio.Semaphore(MAX_TRANSFERS)
     needed = providers_of(to_rent)
     if remembered and not access.inventory:
         # The inventory with which the pods were rented.
@@ -334,6 +339,7 @@ async def renters(
                 say=say,
                 patience=patience,
                 fetches=fetches,
+                transfers=transfers,
             )
         if to_rent and access.inventory:
             ledger.remember(INVENTORY, str(access.inventory))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,11 +31,14 @@ async def test_a_fetch_ends_with_all_its_processes_once_the_disk_is_nearly_full(
     def usage(_: Path) -> SimpleNamespace:
         return SimpleNamespace(free=ssh._RESERVE_BYTES - 1 if pid.exists() else 1 << 40)
 
+    (tmp_path / "model/.rsync-partial").mkdir(parents=True)
+    (tmp_path / "model/.rsync-partial/weights").write_bytes(b"some")
     monkeypatch.setattr(ssh, "_SPACE_INTERVAL_S", 0.01)
     monkeypatch.setattr(ssh.shutil, "disk_usage", usage)
     work = ssh._run_rsync(["sh", "-c", script], "fetching", "a pod")
     with pytest.raises(UserError, match=r"results of a pod do not fit: less than 1024 MiB would stay free"):
         await ssh._keeping_space(work, tmp_path, "results of a pod")
+    assert list((tmp_path / "model").iterdir()) == []
     # A killed process takes a moment to end.
     await until(lambda: not runs(int(pid.read_text())))
 
@@ -64,3 +69,32 @@ async def test_what_fits_is_fetched_and_what_does_not_leaves_nothing(tmp_path, m
             await machine.close()
     assert [path.name for path in into.iterdir()] == ["logs"]
     assert (into / "logs/a").read_text() == "said"
+
+
+@pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+async def test_an_interrupted_fetch_goes_on_where_it_was(tmp_path, monkeypatch):
+    pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
+    key, into, content = client_key(tmp_path), tmp_path / "into", random.Random(0).randbytes(3 << 20)
+    into.mkdir()
+    partial = into / "model/.rsync-partial/weights"
+    with ssh_host(tmp_path / "host", key.with_suffix(".pub").read_text()) as host:
+        (host.home / "pod/model").mkdir(parents=True)
+        (host.home / "pod/model/weights").write_bytes(content)
+        machine = SshMachine(
+            Address(host=host.address, port=host.port, user=host.user, key_path=key, host_key=host.host_key)
+        )
+        try:
+            with monkeypatch.context() as slow:
+                slow.setattr(ssh, "_RESUMES", (*ssh._RESUMES, "--bwlimit=1000"))
+                fetching = asyncio.create_task(machine.fetch("pod", ["model"], into))
+                await until(lambda: any(one.stat().st_size for one in into.glob(".fetching-*/*")))
+                fetching.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await fetching
+            assert content.startswith(partial.read_bytes()) and partial.stat().st_size
+            assert not list(into.glob(".fetching-*"))
+            await machine.fetch("pod", ["model"], into)
+        finally:
+            await machine.close()
+    assert (into / "model/weights").read_bytes() == content
+    assert [path.name for path in (into / "model").iterdir()] == ["weights"]

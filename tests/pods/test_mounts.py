@@ -10,7 +10,7 @@ import pytest
 from provisioning.machines.local import LocalMachine
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS
-from provisioning.machines.setup import Setup, mount_of, set_up
+from provisioning.machines.setup import Setup, mount_of, send
 from provisioning.machines.ssh import Address, SshMachine
 from tests.support.pods_driver import source_of
 from tests.support.ssh_machines import client_key, needs_rsync, ssh_host
@@ -52,7 +52,7 @@ async def test_files_and_directories_arrive_with_their_modes_and_again_as_they_a
     )
 
     async def said() -> str:
-        await set_up(machine, "label", setup, num_gpus=None)
+        await send(machine, "label", setup, num_gpus=None)
         return (await machine.run(f"cd {PODS}/label && bin/run.sh && bin/link.sh")).checked("running it")
 
     try:

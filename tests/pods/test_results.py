@@ -130,7 +130,13 @@ def test_a_path_below_the_pod_may_be_named(tmp_path: Path):
     (pod / "checkpoints/model_step_5").mkdir(parents=True)
     (pod / "checkpoints/model_step_5/a").write_text("whole")
     fetched = asyncio.run(
-        fetch_results(LocalMachine(tmp_path), "label", ["checkpoints/*_5", "logs"], str(tmp_path / "into"))
+        fetch_results(
+            LocalMachine(tmp_path),
+            "label",
+            ["checkpoints/*_5", "logs"],
+            str(tmp_path / "into"),
+            asyncio.Semaphore(),
+        )
     )
     assert fetched == f"its results are in {tmp_path / 'into'}: checkpoints/*_5, no logs"
     assert files_in(tmp_path / "into") == ["checkpoints/model_step_5/a"]

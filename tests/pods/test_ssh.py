@@ -16,7 +16,7 @@ import pytest
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.ledger.keys import FETCH, RUN_DIR
 from provisioning.machines.paths import PODS
-from provisioning.machines.setup import Setup, mount_of, set_up
+from provisioning.machines.setup import Setup, make_environment, mount_of, send
 from provisioning.machines.ssh import Address, SshMachine
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
@@ -290,11 +290,12 @@ async def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts
             mounts=[mount_of(f"{source}:data/source"), mount_of(f"{source}/backend.py:data/one.py")],
             min_free_mb=1,
         )
-        await set_up(machine, "label", setup, num_gpus=None)
+        await send(machine, "label", setup, num_gpus=None)
+        await make_environment(machine, "label", setup, num_gpus=None)
         python = setup.pod_python
         fingerprint = host.home / PODS / "label/venv/fingerprint"
         made_at = fingerprint.stat().st_mtime_ns
-        await set_up(machine, "label", setup, num_gpus=None)
+        await make_environment(machine, "label", setup, num_gpus=None)
         answer = await machine.run(
             f"cd {PODS}/label && . ./secrets.env && echo $WANDB_API_KEY && "
             f"{python} -c 'import nothing; print(nothing.VALUE)'"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import fsspec
 import pytest
 
@@ -67,7 +69,8 @@ async def test_a_pod_has_no_results_only_where_some_were_looked_for(tmp_path):
     (tmp_path / PODS / "label").mkdir(parents=True)
 
     async def said(*words: str) -> str:
-        return await fetch_results(LocalMachine(tmp_path), "label", words, str(tmp_path / "into"))
+        into, transfers = str(tmp_path / "into"), asyncio.Semaphore()
+        return await fetch_results(LocalMachine(tmp_path), "label", words, into, transfers)
 
     assert await said(NOTHING) == "nothing of it is fetched"
     assert await said("logs", "model") == "it has no logs or model"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from provisioning.errors import HostKeyChanged, MachineError, NoCapacity, ProviderError, UserError
+from provisioning.ledger.keys import FETCH, RUN_DIR
 from provisioning.ledger.ledger import Ledger
+from provisioning.machines.machine import Answer
 from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.providers.cloud import Cloud
 from provisioning.renting.plan import plan
@@ -235,9 +237,54 @@ async def test_a_rental_that_is_extended_ends_no_earlier_at_a_provider_that_keep
 async def test_results_that_do_not_come_keep_no_pod_whose_time_is_over(one, provider, monkeypatch):
     monkeypatch.setattr("provisioning.renting.reconcile._LAST_FETCH_S", 0.05)
     monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(3600.0))
+    said = list[str]()
+    one.say = lambda name, text: said.append(text)
     rented(one, at=0.0, ttl_hours=1)
     assert await asyncio.wait_for(settle(one), 10.0) == {}
     assert (one.rows, provider.there) == ([], [])
+    assert "of its results, what did not arrive within 0.05 s of its end is lost" in said
+
+
+@dataclass
+class ResultsMachine:
+    """A machine with a log and a model, which counts the transfers from all machines."""
+
+    fetched: list[str]
+    present: list[int]
+    most: list[int]
+
+    async def run(self, script: str, **_: object) -> Answer:
+        return Answer(0, "jobs/peer/log\nruns/peer/model\n", "")
+
+    async def fetch(self, directory: str, paths: list[str], into: Path) -> None:
+        self.fetched += paths
+        self.present[0] += 1
+        self.most[0] = max(self.most[0], self.present[0])
+        await asyncio.sleep(0.001)
+        self.present[0] -= 1
+
+
+async def test_four_transfers_run_at_once_and_small_results_precede_models(
+    one, provider, monkeypatch, tmp_path
+):
+    """If all pods sent at once, none might have sent all when its rental ends."""
+    one.ledger.remember(RUN_DIR, str(tmp_path / "run"))
+    one.ledger.remember(FETCH, "logs metrics model")
+    for index in range(20):
+        row = one.ledger.add(PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=0.0)
+        row = one.ledger.set_pod(one.ledger.advance(row, State.CREATING, asked_at=0.0), f"id-{index}", 1.0)
+        provider.there.append(Pod(id=f"id-{index}", label=row.label, is_ready=True))
+        one.ledger.advance(one.ledger.advance(row, State.REACHABLE), State.SYNCED)
+    fetched, most = list[str](), [0]
+    machine = ResultsMachine(fetched, [0], most)
+
+    async def machine_of(self: Renter, row: Row, pod: Pod) -> ResultsMachine:
+        return machine
+
+    monkeypatch.setattr(Renter, "machine_of", machine_of)
+    assert await Renters(one.ledger, one.say, [one]).fetch_results(one.rows) == {}
+    assert most == [4]
+    assert fetched == ["jobs/peer/log"] * 20 + ["runs/peer/model"] * 20
 
 
 async def test_a_pod_that_several_tasks_give_back_is_given_back_once(one, provider, monkeypatch):

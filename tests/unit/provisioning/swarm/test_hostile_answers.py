@@ -14,7 +14,7 @@ from provisioning.machines import jobs
 from provisioning.machines.jobs import JobState
 from provisioning.machines.machine import Answer
 from provisioning.machines.results import fetch_results
-from provisioning.machines.setup import Setup, set_up
+from provisioning.machines.setup import Setup, send
 from provisioning.pods.pod import Offer, Pod, PodSpec, Row, State
 from provisioning.providers.hosts import Host, HostsProvider
 from provisioning.renting.each import each
@@ -96,7 +96,7 @@ async def test_a_free_space_that_is_no_number_is_not_compared(free, tmp_path):
             pass
 
     machine = Unsynced(text=f"/dev/sda 1 1 {free} 1% /\n")
-    await set_up(machine, "l", Setup(source=tmp_path), num_gpus=None, with_environment=False)
+    await send(machine, "l", Setup(source=tmp_path), num_gpus=None)
 
 
 @pytest.mark.parametrize("listed", ["[" * 100_000, '{"label": 1}', '{"gpu_count": 1}', "[]"])
@@ -179,4 +179,4 @@ async def test_a_fault_of_the_work_for_one_pod_is_its_failure():
 
 async def test_a_path_that_was_not_asked_for_is_not_fetched(tmp_path):
     machine = Answering(text="../x\n/etc/passwd\njobs/../../log\n")
-    assert await fetch_results(machine, "l", ["logs"], str(tmp_path)) == "it has no logs"
+    assert await fetch_results(machine, "l", ["logs"], str(tmp_path), asyncio.Semaphore()) == "it has no logs"
