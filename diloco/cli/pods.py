@@ -82,7 +82,8 @@ def logs(
     follow: bool
         Keep printing new lines.
     job: str
-        peer, dht, or the name of an experiment's job; default: the peer's, and of a pod without one those of all jobs.
+        peer, dht, environment, or the name of an experiment's job; default: the peer's, and of a pod without one those
+        of all jobs but environment.
     lines: int
         Number of lines to print first.
     """

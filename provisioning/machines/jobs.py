@@ -15,6 +15,8 @@ from provisioning.machines.answers import number_in
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import CODE, JOBS, MARK, SECRETS, STATE, pod_directory
 
+ENVIRONMENT = "environment"
+"""The job that makes the Python environment (setup.py)."""
 _STOP_S = 12
 _START_TIMEOUT_S = 30.0
 _POLL_S = 2.0
@@ -101,10 +103,11 @@ async def finished(
 
 
 async def any_runs(machine: Machine, label: str) -> bool:
-    """Whether any job runs on the pod. Raises MachineError."""
+    """Whether any job runs on the pod that needs its environment. Raises MachineError."""
     script = f"""
 cd {shlex.quote(pod_directory(label))} || exit 9
-for pid in $(cat {JOBS}/*/pid 2>/dev/null); do
+for file in {JOBS}/*/pid; do
+  [ "$file" != {JOBS}/{ENVIRONMENT}/pid ] && [ -f "$file" ] && read -r pid <"$file" || continue
   grep -qzxF -e {shlex.quote(f"{MARK}={label}")} "/proc/$pid/environ" 2>/dev/null && echo runs
 done
 exit 0

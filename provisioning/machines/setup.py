@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import shlex
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from provisioning.errors import MachineError, UserError
+from provisioning.machines import jobs
 from provisioning.machines.answers import number_in
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import (
@@ -23,7 +25,9 @@ from provisioning.machines.paths import (
     pod_directory,
 )
 
-_INSTALL_TIMEOUT_S = 1800.0
+# 8 GB at 1 MB/s. A repeated command waits for the same installer.
+_INSTALL_TIMEOUT_S = 7200.0
+_SHOWN_BYTES = 1500
 _MIN_FREE_MB = 2048
 _UV = "'uv>=0.8,<1'"
 _RESERVED = (CODE, JOBS, PODS_RECORD, SECRETS, STATE, SWARM_SECRET, VENV)
@@ -120,10 +124,25 @@ async def make_environment(machine: Machine, label: str, setup: Setup, *, num_gp
         probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
         (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
         return
-    script = environment_script(
-        pod_directory(label), setup.extras, _fingerprint(setup), is_cpu=num_gpus is None
-    )
-    (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
+    script = environment_script(setup.extras, _fingerprint(setup), is_cpu=num_gpus is None)
+    # A job, so that a lost connection does not leave an installer that a repeated one would disturb.
+    # Without PYTHONPATH: names in the code must not hide modules of the installer.
+    argv = ["env", "-u", "PYTHONPATH", "sh", "-c", script]
+    try:
+        async with asyncio.timeout(_INSTALL_TIMEOUT_S):
+            # One that runs already may be making another environment; this one then finds the same or replaces it.
+            while not await jobs.start(machine, label, jobs.ENVIRONMENT, argv):
+                await jobs.finished(machine, label, jobs.ENVIRONMENT)
+            code = await jobs.finished(machine, label, jobs.ENVIRONMENT)
+    except TimeoutError as error:
+        raise MachineError(
+            f"its Python environment is not made after {_INSTALL_TIMEOUT_S:g} s; that goes on, and the same command "
+            "waits for it"
+        ) from error
+    if code != 0:
+        log = f"{pod_directory(label)}/{JOBS}/{jobs.ENVIRONMENT}/log"
+        end = (await machine.run(f"tail -c {_SHOWN_BYTES} {shlex.quote(log)}")).stdout.strip()
+        raise MachineError(f"making the Python environment failed ({code}): {end or 'no output'}")
 
 
 async def put_private(machine: Machine, path: str, content: bytes) -> None:
@@ -151,17 +170,16 @@ async def _check_gpus(machine: Machine, num_gpus: int) -> None:
         )
 
 
-def environment_script(directory: str, extras: Sequence[str], fingerprint: str, *, is_cpu: bool) -> str:
-    """A script that makes the pod's Python environment unless it exists. It uses uv, which is much faster than pip.
+def environment_script(extras: Sequence[str], fingerprint: str, *, is_cpu: bool) -> str:
+    """A job's script that makes the pod's Python environment unless it exists.
 
-    It uses pip if uv is not available or fails (uv ignores pip's settings), or if the image has its own torch, which
-    fits its driver and is kept: uv would not see that torch. Without GPUs, torch is installed from PyTorch's CPU index,
-    to save 4 GB of CUDA libraries, unless that index cannot be reached.
+    It uses uv, which is much faster than pip, but pip if uv is not available or fails (uv ignores pip's settings), or
+    if the image has its own torch, which fits its driver and is kept: uv would not see that torch. Without GPUs, torch
+    is installed from PyTorch's CPU index, to save 4 GB of CUDA libraries, unless that index cannot be reached.
     """
     alone = "by_uv --torch-backend cpu || by_uv" if is_cpu else "by_uv"
     what = shlex.quote(f"{CODE}[{','.join(extras)}]" if extras else CODE)
     return f"""
-cd {shlex.quote(directory)} || exit 9
 [ "$(cat {VENV}/fingerprint 2>/dev/null)" = {shlex.quote(fingerprint)} ] && [ -x {VENV}/bin/python ] && exit 0
 rm -rf {VENV}
 python=; site=

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from provisioning.errors import MachineError
 from provisioning.ledger.ledger import Ledger
+from provisioning.machines.jobs import ENVIRONMENT
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.pods.pod import Row
@@ -28,7 +29,8 @@ async def follow_all(
 ) -> Failures:
     """Call `write(pod name, line)` for the lines of a job's log on each pod. Returns the errors by pod.
 
-    `job` None: the peer's log; on a pod without one, those of all its jobs, by `write("pod name/job", line)`.
+    `job` None: the peer's log; on a pod without one, those of all its jobs except the one that makes the environment,
+    by `write("pod name/job", line)`.
     """
     rows = ledger.named(names)
     without: Failures = {}
@@ -37,7 +39,9 @@ async def follow_all(
         async def one(row: Row) -> None:
             machine = await found[row.provider].machine(row)
             there, wanted = await _jobs(machine, row), job or PEER_JOB
-            shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
+            shown = {}
+            if job is None:
+                shown = {name: f"{row.name}/{name}" for name in there if name != ENVIRONMENT}
             if wanted in there or (follow and not shown and wanted in (PEER_JOB, DHT_JOB)):
                 shown = {wanted: row.name}
             if not shown:
