@@ -7,7 +7,8 @@ ProvisioningError
 │   └── HostKeyChanged  the machine at this address does not show the pinned host key
 ├── ProviderError     a request to a provider failed; its subclasses say what may help
 │   ├── NoCapacity    take the next offer
-│   ├── Unavailable   ask again later: too many requests, a broken server, no network
+│   ├── Unavailable   ask again later: a broken server, no network
+│   │   └── TooManyRequests  send all further requests to this provider later
 │   └── OutcomeUnknown  the request may have been carried out: check before sending it again
 ├── MachineError      a command on a pod failed, or the pod cannot be reached
 │   └── CommandFailed  the pod answered, and asking again would not help
@@ -51,6 +52,10 @@ class Unavailable(ProviderError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TooManyRequests(Unavailable):
+    """The provider did not carry out the request, and would refuse others that follow too fast."""
 
 
 class OutcomeUnknown(ProviderError):

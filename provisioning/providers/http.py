@@ -1,4 +1,4 @@
-"""Base class of clouds with a JSON API: sends one request at a time, limits their rate, and interprets failures."""
+"""Base class of clouds with a JSON API: sends one request at a time, and interprets failures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from provisioning.errors import (
     OutcomeUnknown,
     ProviderError,
     ProvisioningError,
+    TooManyRequests,
     Unavailable,
     UserError,
 )
 from provisioning.pods.pod import Pod
+from provisioning.providers.backoff import Pace
 from provisioning.providers.cloud import Cloud
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class HttpCloud(Cloud):
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
         super().__init__(environment, ssh_key)
         self._client: httpx.AsyncClient | None = None
-        self._lock, self._next_at, self._next_order_at = asyncio.Lock(), 0.0, 0.0
+        self._pace, self._next_order_at = Pace(self.interval_s), 0.0
 
     @staticmethod
     @abstractmethod
@@ -83,13 +85,10 @@ class HttpCloud(Cloud):
         Raises ProviderError or a subclass, UserError, and NotFound for a 404, except for orders. If an answer of an
         unknown form causes an exception in a subclass, `repeated` (backoff.py) translates it.
         """
-        async with self._lock:
-            begin_at = max(self._next_at, self._next_order_at if is_order else 0.0)
-            await asyncio.sleep(max(begin_at - time.monotonic(), 0.0))
+        async with self._pace.turn(self._next_order_at if is_order else 0.0):
             try:
                 return await self._answered(method, path, body, is_order)
             finally:
-                self._next_at = time.monotonic() + self.interval_s
                 if is_order:
                     self._next_order_at = time.monotonic() + self.order_interval_s
 
@@ -162,7 +161,7 @@ class HttpCloud(Cloud):
         if kind is None or (kind is NoCapacity and not is_order):
             kind = _BY_STATUS.get(status, ProviderError)
         if status == 429:
-            return Unavailable(said, float(retry_after) if retry_after.isdigit() else None)
+            return TooManyRequests(said, float(retry_after) if retry_after.isdigit() else None)
         if kind is not NoCapacity and (status >= 500 or status == 408):
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
         if kind is UserError:

@@ -13,8 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.errors import (
+    NoCapacity,
+    OutcomeUnknown,
+    ProviderError,
+    TooManyRequests,
+    Unavailable,
+    UserError,
+)
 from provisioning.pods.pod import PORTS, Listing, Offer, Pod, Row, id_in
+from provisioning.providers.backoff import Pace
 from provisioning.providers.cloud import Cloud
 
 if TYPE_CHECKING:
@@ -53,8 +61,8 @@ class LiumProvider(Cloud):
         more = {"base_url": self._url} if self._url else {}
         config = Config(api_key=self._key, ssh_key_path=ssh_key, **more)
         self._client: Lium = Lium(config)
-        # The client is not documented to be thread-safe.
-        self._lock = asyncio.Lock()
+        # One request at a time: the client is not documented to be thread-safe.
+        self._pace = Pace()
 
     async def check(self) -> None:
         self.check_tools()
@@ -116,7 +124,7 @@ class LiumProvider(Cloud):
         await asyncio.to_thread(self._client.close)
 
     async def _call(self, request: Callable[[], T], *, is_order: bool = False) -> T:
-        async with self._lock:
+        async with self._pace.turn():
             return await asyncio.to_thread(_translated, request, is_order)
 
 
@@ -144,7 +152,7 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
         raise _refused(error) from error
     except lium_errors.LiumRateLimitError as error:
         # The request was not carried out, so even an order may be repeated.
-        raise Unavailable(f"Lium: {error}", error.retry_after) from error
+        raise TooManyRequests(f"Lium: {error}", error.retry_after) from error
     except (requests.ConnectionError, requests.Timeout) as error:
         # The error's own text contains internals of an HTTP library.
         where = str(error.request.url) if error.request is not None else "its API"

@@ -26,6 +26,7 @@ from provisioning.machines.machine import Machine
 from provisioning.machines.results import fetch_results
 from provisioning.pods.pod import Pod, Row, State
 from provisioning.providers.backoff import repeated
+from provisioning.providers.cloud import Cloud
 from provisioning.providers.protocol import Provider
 from provisioning.renting.clock import Clock
 
@@ -66,8 +67,12 @@ class Renter:
     def __post_init__(self) -> None:
         self._machines: dict[str, Machine] = {}
         self._ordering = asyncio.Lock()
+        self._listing: asyncio.Task[dict[str, Pod]] | None = None
+        self._next_listing_at = 0.0
 
     async def close(self) -> None:
+        if self._listing is not None:
+            self._listing.cancel()
         for machine in self._machines.values():
             await machine.close()
         self._machines.clear()
@@ -140,7 +145,7 @@ class Renter:
         deadline = self.clock() + self.patience.boot_s
         why = "it did not come up"
         while True:
-            pod = await self.pod_of(row)
+            pod = await self._listed(row) or await self.pod_of(row)
             if pod.failure:
                 raise NoCapacity(f"{pod.id}: {pod.failure}")
             if pod.is_ready:
@@ -156,6 +161,23 @@ class Renter:
                     raise MachineError(f"{pod.id} no longer answers: {why}")
                 raise NoCapacity(f"{pod.id} was not up within {self.patience.boot_s:g} s: {why}")
             await asyncio.sleep(self.patience.poll_s)
+
+    async def _listed(self, row: Row) -> Pod | None:
+        """The pod of this row in a listing that all booting pods share; None: ask for it by id. Raises ProviderError.
+
+        Clouds limit the rate of requests, and one for each pod might be too many. Own machines do not, and one that
+        does not answer would delay each listing.
+        """
+        if not isinstance(self.provider, Cloud):
+            return None
+        now = asyncio.get_running_loop().time()
+        if self._listing is None or (self._listing.done() and now >= self._next_listing_at):
+            self._next_listing_at = now + self.patience.poll_s
+            self._listing = asyncio.create_task(self._pods_by_id())
+        return (await asyncio.shield(self._listing)).get(row.provider_id or "")
+
+    async def _pods_by_id(self) -> dict[str, Pod]:
+        return {pod.id: pod for pod in (await repeated(self.provider.pods, tell=self.tell)).pods}
 
     async def _contact(self, row: Row, pod: Pod) -> None:
         key = row.host_key or await self.provider.host_key(pod)

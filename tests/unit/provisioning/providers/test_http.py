@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.errors import (
+    NoCapacity,
+    OutcomeUnknown,
+    ProviderError,
+    TooManyRequests,
+    Unavailable,
+    UserError,
+)
 from provisioning.providers.http import NotFound
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.runpod import RunPodProvider
@@ -83,7 +90,13 @@ CASES = {
     "runpod: not for this account": (RunPodProvider, 403, {"title": "Forbidden"}, NoCapacity, UserError),
     "runpod: wrong field": (RunPodProvider, 422, {"title": "Unprocessable"}, ProviderError, ProviderError),
     "of no known form": (RunPodProvider, 404, [], NoCapacity, Unavailable),
-    "too fast": (LambdaProvider, 429, of_lambda("global/too-many-requests"), Unavailable, Unavailable),
+    "too fast": (
+        LambdaProvider,
+        429,
+        of_lambda("global/too-many-requests"),
+        TooManyRequests,
+        TooManyRequests,
+    ),
     "timed out": (RunPodProvider, 408, {}, OutcomeUnknown, Unavailable),
     "broken": (VastProvider, 502, of_vast("oops"), OutcomeUnknown, Unavailable),
     "unauthorized": (VastProvider, 401, of_vast("auth_error"), UserError, UserError),
