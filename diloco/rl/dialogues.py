@@ -118,7 +118,9 @@ def judged_again(
         return _judged_at_all(lambda: task.scores(example, said)) or [math.inf]
 
     replayed = [_judged_at_all(partial(_replayed, task, tokenizer, *one)) for one in completions]
-    found = iter(task.pool.each("scores", scores, [one for one in replayed if one]))
+    found = iter(
+        task.pool.each("scores", scores, [one for one in replayed if one], if_it_ends=lambda *_: [math.inf])
+    )
     return [next(found) if one else [math.inf] for one in replayed]
 
 

@@ -7,19 +7,19 @@ They see no GPU, and start without torch, which the processes of multiprocessing
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from multiprocessing.connection import wait
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
-from diloco.errors import DilocoError
 from peers.system import num_cores, with_parent
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ Question = Literal["reply", "scores", "is_solved"]
 PAYS_S = 2.0
 """Other processes judge what is left after so long, if it would take at least as long again."""
 _MOST_PROCESSES = 16
+_HAS_ENDED = "the process has ended: the machine's memory is used up, or the reward or environment ends it"
+
+_Outcome = tuple[bool, Any]
+"""Whether an action has succeeded, and what it has returned; if not, why."""
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +55,19 @@ class RewardPool:
         question: Question,
         here: Callable[[Example, Sequence[str]], T],
         asked: Sequence[tuple[Example, Sequence[str]]],
+        *,
+        if_it_ends: Callable[[Example, Sequence[str]], T] | None = None,
     ) -> list[T]:
         """What `here` returns for each example and what the model has said, in this order; `here` asks the question.
 
-        What fails in another process is judged here again, so errors are those of `here`. Raises DilocoError if a
-        process has ended.
+        What fails in another process is judged here again, so errors are those of `here`. What ends the process is
+        judged by `if_it_ends`; default: here as well.
         """
         began, found = self._clock(), list[T]()
         for number, one in enumerate(asked):
             spent_s = self._clock() - began
             if self._opened and spent_s >= PAYS_S and spent_s * (len(asked) - number) >= PAYS_S * number:
-                return found + self._elsewhere(question, here, asked[number:])
+                return found + self._elsewhere(question, here, asked[number:], if_it_ends or here)
             found.append(here(*one))
         return found
 
@@ -70,41 +76,89 @@ class RewardPool:
         question: Question,
         here: Callable[[Example, Sequence[str]], T],
         asked: Sequence[tuple[Example, Sequence[str]]],
+        if_it_ends: Callable[[Example, Sequence[str]], T],
     ) -> list[T]:
-        while len(self._processes) < min(num_cores(), _MOST_PROCESSES, len(asked)):
-            self._processes.append(_Process(pickle.dumps(self._opened)))
-        idle: SimpleQueue[_Process] = SimpleQueue()
-        for process in self._processes:
-            idle.put(process)
-
-        def answer(request: bytes) -> tuple[bool, Any]:
-            process = idle.get()
-            try:
-                return process.answer(request)
-            finally:
-                idle.put(process)
-
         found, reasons = list[T](), list[str]()
-        threads = ThreadPoolExecutor(len(self._processes))
-        try:
-            answers = threads.map(answer, [pickle.dumps((question, *one)) for one in asked])
-            for one, (is_answered, value) in zip(asked, answers, strict=True):
-                found.append(value if is_answered else here(*one))
-                if not is_answered:
-                    reasons.append(value)
-        finally:
-            threads.shutdown(cancel_futures=True)
+        requests = [_outcome(partial(pickle.dumps, (question, *one))) for one in asked]
+        for one, outcome in zip(asked, self._answers(requests), strict=True):
+            if outcome is None:
+                found.append(if_it_ends(*one))
+                reasons.append(_HAS_ENDED)
+            elif outcome[0]:
+                found.append(outcome[1])
+            else:
+                found.append(here(*one))
+                reasons.append(outcome[1])
         if reasons:
             log.warning(
-                "%d rewards failed in processes of their own, and were computed one at a time instead: %s",
-                len(reasons),
-                reasons[0],
+                "%d rewards failed in processes of their own; the first: %s", len(reasons), reasons[0]
             )
         return found
 
+    def _answers(self, requests: Sequence[_Outcome]) -> list[_Outcome | None]:
+        """The outcome of each question; None if it has ended its process. Those not pickled are returned as they are.
+
+        Questions fail that no process is left for, because none opens the task: then no more processes are started.
+        """
+        outcomes: dict[int, _Outcome | None] = {}
+        left = deque((number, request) for number, (is_pickled, request) in enumerate(requests) if is_pickled)
+        self._start(len(left))
+        why = ""
+        try:
+            while self._processes and (left or any(one.asked is not None for one in self._processes)):
+                for process in self._processes:
+                    if left and process.is_idle:
+                        process.ask(*left.popleft())
+                busy: dict[Any, _Process] = {one.replies: one for one in self._processes if not one.is_idle}
+                for replies in wait(list(busy)):
+                    why = self._take(busy[replies], outcomes, len(left)) or why
+        finally:
+            # Their answers, if this one is interrupted, are not to be taken for those to later questions.
+            for process in [one for one in self._processes if one.asked is not None]:
+                self._end(process)
+        if left and not outcomes:
+            self._opened = None
+        outcomes |= {number: (False, why) for number, _ in left}
+        return [outcomes[number] if request[0] else request for number, request in enumerate(requests)]
+
+    def _start(self, num_questions: int) -> None:
+        for process in [one for one in self._processes if one.process.poll() is not None]:
+            self._end(process)
+        while len(self._processes) < min(_num_processes(), num_questions):
+            self._processes.append(_Process(pickle.dumps(self._opened)))
+
+    def _take(self, process: _Process, outcomes: dict[int, _Outcome | None], num_left: int) -> str:
+        """Take what a process has sent. Ends it if it has not opened the task, and returns why."""
+        number, outcome = process.asked, process.answer()
+        if number is not None:
+            outcomes[number] = outcome
+            if outcome is None:
+                self._end(process)
+                # Otherwise few completions could end all processes, and nobody would judge the others.
+                if num_left:
+                    self._processes.append(_Process(pickle.dumps(self._opened)))
+            return ""
+        process.is_open, why = outcome or (False, _HAS_ENDED)
+        if process.is_open:
+            return ""
+        self._end(process)
+        return f"the task cannot be opened there: {why}"
+
+    def _end(self, process: _Process) -> None:
+        self._processes.remove(process)
+        process.end()
+
+
+def _num_processes() -> int:
+    """At most so many for this trainer, which shares the machine's cores with other ranks and peers."""
+    # The number of threads of one rank: its share of the cores, as `thread_settings` and the user set it.
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    share = max(int(threads), 1) if threads.isdecimal() else num_cores()
+    return min(share, num_cores(), _MOST_PROCESSES)
+
 
 class _Process:
-    """A process that runs `work`."""
+    """A process that runs `work`. It sends one outcome of opening the task, then one for each question."""
 
     def __init__(self, opened: bytes) -> None:
         start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; work()"
@@ -117,22 +171,43 @@ class _Process:
             # Ctrl-C in the terminal is for the trainer, whose end is theirs.
             start_new_session=True,
         )
-        self._opened = opened
+        assert self.process.stdout is not None
+        self.replies: IO[bytes] = self.process.stdout
+        self.is_open = False
+        self.asked: int | None = None
+        """The number of the question that it has not answered yet."""
+        self._send(opened)
 
-    def answer(self, request: bytes) -> tuple[bool, Any]:
-        """As `_outcome` of the question. Raises DilocoError if the process has ended."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(self._opened + request)
+    @property
+    def is_idle(self) -> bool:
+        return self.is_open and self.asked is None
+
+    def ask(self, number: int, request: bytes) -> None:
+        self.asked = number
+        self._send(request)
+
+    def _send(self, message: bytes) -> None:
+        assert self.process.stdin is not None
+        # If the process has ended, `answer` notices.
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(message)
             self.process.stdin.flush()
-            self._opened = b""
-            reply: tuple[bool, Any] = pickle.load(self.process.stdout)
-            return reply
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise DilocoError(
-                "a process that computes rewards has ended: the machine's memory is used up, or the reward or "
-                "environment ends the process; the log may say more"
-            ) from error
+
+    def answer(self) -> _Outcome | None:
+        """The outcome of opening the task, or of the last question; None if the process has ended."""
+        self.asked = None
+        try:
+            outcome: _Outcome = pickle.load(self.replies)
+        except Exception:  # noqa: BLE001 - half a message may fail in any way
+            return None
+        return outcome
+
+    def end(self) -> None:
+        """End the process at once. Repeating it is safe."""
+        self.process.kill()
+        # A question that it has not read cannot be sent any more.
+        with contextlib.suppress(OSError), self.process:
+            pass
 
 
 def work() -> None:
@@ -141,19 +216,19 @@ def work() -> None:
     # The user's code may read and print.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    is_open, task = _outcome(pickle.load(requests))
-    while True:
+    is_open, task = _outcome(lambda: pickle.load(requests)())
+    pickle.dump((is_open, "" if is_open else task), replies)
+    replies.flush()
+    while is_open:
         try:
             question, *one = pickle.load(requests)
         except EOFError:
             return
-        reply = _outcome(partial(getattr(task, question), *one)) if is_open else (False, task)
-        pickle.dump(reply, replies)
+        pickle.dump(_outcome(partial(getattr(task, question), *one)), replies)
         replies.flush()
 
 
-def _outcome(action: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether it has succeeded, and what it has returned; if not, why."""
+def _outcome(action: Callable[[], Any]) -> _Outcome:
     try:
         return True, action()
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises; the trainer then judges by itself

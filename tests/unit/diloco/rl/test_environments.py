@@ -158,7 +158,7 @@ def test_an_evaluation_counts_the_dialogues_that_earn_everything(guess, tokenize
 def test_what_may_take_long_is_left_to_the_pool(guess, tokenizer, monkeypatch):
     asked = []
 
-    def each(question, here, every):
+    def each(question, here, every, **_):
         asked.append((question, len(every)))
         return [here(*one) for one in every]
 

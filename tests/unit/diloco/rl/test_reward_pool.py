@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from diloco.errors import DilocoError, UserError
+from diloco.errors import UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl import reward_pool
+from diloco.rl.dialogues import judged_again
 from diloco.rl.reward_pool import PAYS_S, RewardPool
 from diloco.rl.task_choice import open_task
 
@@ -38,25 +43,39 @@ class Env:
             case ["fail", "except", "in", process] if process != str(os.getpid()):
                 raise RuntimeError("no GPU")
             case ["end", "except", "in", process] if process != str(os.getpid()):
-                os._exit(1)
+                os._exit(9)
         return number + len(said[-1]) / 8
 """
+# Opened by the first process of the pool alone.
+OPENS_ONCE = (
+    CODE
+    + """
+if not os.environ["CUDA_VISIBLE_DEVICES"]:
+    os.mkdir(__file__ + ".opened")
+"""
+)
+
+
+@contextmanager
+def opened(directory, code):
+    path = directory / "environment.py"
+    path.write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_pool, "num_cores", lambda: 2)
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        task = open_task(GrpoConfig(dataset=f"{path}:Env"), seed=0)
+        # Time flies, so that nothing is judged here first.
+        task.pool = RewardPool(task.pool._opened, clock=itertools.count(0.0, PAYS_S).__next__)
+        yield task
+    for one in task.pool._processes:
+        one.end()
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environment") / "environment.py"
-    path.write_text(CODE)
-    task = open_task(GrpoConfig(dataset=f"{path}:Env"), seed=0)
-    # Time flies, so that nothing is judged here first.
-    task.pool = RewardPool(task.pool._opened, clock=itertools.count(0.0, PAYS_S).__next__)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_pool, "num_cores", lambda: 2)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with opened(tmp_path_factory.mktemp("environment"), CODE) as task:
         yield task
-    for one in task.pool._processes:
-        with one.process:
-            one.process.kill()
 
 
 def scores(task, *texts):
@@ -83,9 +102,55 @@ def test_what_fails_in_another_process_is_judged_here_with_the_same_error(task, 
     assert scores(task, "x") == [[1 / 8]]
 
 
-def test_a_process_that_ends_is_an_error_that_says_so(task):
-    with pytest.raises(DilocoError, match="a process that computes rewards has ended"):
-        scores(task, f"end except in {os.getpid()}")
+def test_what_ends_its_process_is_judged_here_and_others_answer_the_rest(task, caplog):
+    text = f"end except in {os.getpid()}"
+    texts = [text, "x", text, text, "process"]
+    *found, [process] = scores(task, *texts)
+    assert found == [[number + len(one) / 8] for number, one in enumerate(texts[:-1])]
+    assert process in {one.process.pid for one in task.pool._processes}
+    assert "3 rewards failed in processes of their own; the first: the process has ended" in caplog.text
+
+
+def test_what_cannot_be_sent_is_judged_here(task, caplog):
+    strange = replace(task.example(0), data={**task.example(0).data, "no": lambda: 0})
+    asked = [(strange, ["x"]), (task.example(0), ["y"])]
+    assert task.pool.each("reply", task.reply, asked) == ["xx", "yy"]
+    assert "1 rewards failed in processes of their own" in caplog.text
+
+
+def test_no_completion_of_a_rollout_peer_ends_a_learner_by_ending_a_process(task):
+    tokenizer = SimpleNamespace(
+        decode=lambda tokens, **_: "x" if tokens == [1] else f"end except in {os.getpid()}"
+    )
+    asked = [(number, [int(number == 3)], []) for number in range(4)]
+    assert judged_again(task, tokenizer, asked) == [[math.inf]] * 3 + [[3 + 1 / 8]]
+
+
+def test_a_process_that_cannot_open_the_task_gets_no_questions(tmp_path, caplog):
+    with opened(tmp_path, OPENS_ONCE) as task:
+        found = scores(task, *["process"] * 2)
+        # The other process has failed to open the task by now, or does so meanwhile.
+        found += scores(task, *["process"] * 64)
+        [process] = {one.process.pid for one in task.pool._processes if one.is_open}
+        assert {pid for [pid] in found} == {process}
+    assert not caplog.records
+
+
+def test_a_task_that_opens_in_no_other_process_is_judged_here(tmp_path, caplog):
+    (tmp_path / "environment.py.opened").mkdir()
+    with opened(tmp_path, OPENS_ONCE) as task:
+        assert scores(task, "process", "process") == [[os.getpid()]] * 2
+        assert "2 rewards failed" in caplog.text and "FileExistsError" in caplog.text
+        caplog.clear()
+        assert scores(task, "process") == [[os.getpid()]]
+    assert not task.pool._processes and not caplog.records
+
+
+@pytest.mark.parametrize(("threads", "count"), [("2", 2), ("2,1", 2), ("0", 1), ("", 16), ("64", 16)])
+def test_a_trainer_has_no_more_processes_than_its_share_of_the_cores(monkeypatch, threads, count):
+    monkeypatch.setattr(reward_pool, "num_cores", lambda: 32)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert reward_pool._num_processes() == count
 
 
 def test_other_processes_judge_where_the_rest_would_take_longer_than_what_they_cost(monkeypatch):
@@ -96,7 +161,7 @@ def test_other_processes_judge_where_the_rest_would_take_longer_than_what_they_c
             now[0] += seconds
             judged["here"] += 1
 
-        def elsewhere(_question, _here, asked):
+        def elsewhere(_question, _here, asked, _if_it_ends):
             judged["elsewhere"] += len(asked)
             return [None] * len(asked)
 
