@@ -247,7 +247,8 @@ class GrpoConfig:
     ] = ()
     """Additional arguments for this peer's server."""
     vllm_timeout: Seconds = 300.0
-    """While this peer's server starts: seconds without a new line in its log after which it is given up."""
+    """While this peer's server starts: seconds without a new line in its log after which it is given up, or 12 times
+    as many in all."""
     logp_alarm: Rate | None = None
     """Limit of the mean difference between the server's log-probabilities and the trainer's; default: by dtype."""
     run_suffix: Annotated[str, Parameter(alias="--run-suffix")] = ""

@@ -21,6 +21,8 @@ EXTENSION = "diloco.rl.server_extension.WeightsExtension"
 _PROBE_TIMEOUT_S = 60.0
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 10.0
+_MOST_TIMEOUTS = 12
+"""A server that has not started after so many times `timeout_s` may log the same line for ever."""
 # Arguments on CPU. Compiling takes minutes there; and with chunked prefill, a request with a seed kills the engine of
 # vLLM 0.32 ("CPU Generator does not use offset").
 _CPU_ARGS = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "16384"]
@@ -35,7 +37,8 @@ class ServerCommand:
     env: Mapping[str, str]
     log_path: Path
     timeout_s: float
-    """Limit of the time in which the log of a starting server does not grow, and of the answer to a first request."""
+    """Limit of the time in which the log of a starting server does not grow, and of the answer to a first request. The
+    start may take `_MOST_TIMEOUTS` times as long."""
 
 
 class OwnServer:
@@ -116,10 +119,11 @@ class OwnServer:
     def _wait_until_it_serves(self) -> None:
         """Wait for a real answer, since a server may report healthy and die of its first request. Raises ServerLost.
 
-        Loading and compiling a large model takes as long as it takes: only a server that says nothing is given up.
+        Loading and compiling a large model takes long: a server that says nothing is given up much earlier than others.
         """
         client, timeout_s = ServerClient(self.socket), self.command.timeout_s
-        log_bytes, grew_at = self._log_bytes(), time.monotonic()
+        log_bytes = self._log_bytes()
+        began_at = grew_at = time.monotonic()
         while True:
             # Another thread may call `stop` meanwhile.
             process = self._process
@@ -137,6 +141,10 @@ class OwnServer:
                 if time.monotonic() - grew_at > timeout_s:
                     raise ServerLost(
                         f"it was not healthy, and its log did not grow for {timeout_s:g} s (--grpo.vllm-timeout)"
+                    ) from error
+                if time.monotonic() - began_at > (most_s := _MOST_TIMEOUTS * timeout_s):
+                    raise ServerLost(
+                        f"it was not healthy within {most_s:g} s ({_MOST_TIMEOUTS} times --grpo.vllm-timeout)"
                     ) from error
             time.sleep(_POLL_S)
         client.try_out(timeout_s=max(timeout_s, 1.0))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -238,7 +239,7 @@ class RolloutPeer:
     async def _until_reassigned(self, peer_id: str) -> None:
         there: Mapping[str, Announcement] = {}
         while True:
-            await asyncio.sleep(max(LOOK_S, look_interval_s(len(there), is_early=False)))
+            await asyncio.sleep(_next_look_s(len(there), random.random()))
             there = await self._learners()
             learner = self._chosen(there)
             # The DHT may know of nobody for a moment; a learner that is gone breaks its streams. One that has failed
@@ -395,3 +396,12 @@ class RolloutPeer:
                 self._step,
                 self._num_dropped,
             )
+
+
+def _next_look_s(num_learners: int, drawn: float) -> float:
+    """Until a peer that has work looks for its learner again; `drawn` is random, from 0 to 1.
+
+    Rollout peers look on their own: no other peer tells them of a newcomer, or that a learner has gone.
+    """
+    usual_s = max(LOOK_S, look_interval_s(num_learners, is_early=False))
+    return min(usual_s, 6 * LOOK_S) * (0.5 + drawn)

@@ -74,13 +74,18 @@ def wait_for(tmp_path, monkeypatch):
     return lambda **told: wait_for(Start(log_path, **told))
 
 
-def test_a_server_whose_log_grows_is_waited_for_however_long_it_takes(wait_for):
-    wait_for(until_s=50 * TIMEOUT_S, logs=lambda now: now % 8 == 0)
+def test_a_server_whose_log_grows_is_waited_for_longer(wait_for):
+    wait_for(until_s=11 * TIMEOUT_S, logs=lambda now: now % 8 == 0)
 
 
 def test_a_server_whose_log_has_stopped_is_given_up(wait_for):
     with pytest.raises(ServerLost, match=r"its log did not grow for 10 s \(--grpo\.vllm-timeout\)"):
         wait_for(until_s=50 * TIMEOUT_S, logs=lambda now: now < 30)
+
+
+def test_a_server_that_logs_the_same_line_for_ever_is_given_up(wait_for):
+    with pytest.raises(ServerLost, match=r"healthy within 120 s \(12 times --grpo\.vllm-timeout\)"):
+        wait_for(until_s=50 * TIMEOUT_S, logs=lambda now: True)
 
 
 def test_a_log_of_our_own_requests_is_no_progress(wait_for, monkeypatch):

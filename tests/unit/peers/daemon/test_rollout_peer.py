@@ -16,6 +16,7 @@ from peers.daemon.rollout_peer import RolloutPeer
 from peers.errors import NotWanted, PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.rollouts import MAX_BLOBS, STALE, BlobName, Policy, learner_for
+from peers.timing import LOOK_S
 from tests.support.in_process import until
 
 RUN, ME = "run", "me"
@@ -111,6 +112,26 @@ async def test_a_learner_is_not_left_for_one_that_takes_no_rollouts(peer, learne
     await peer._until_reassigned(OTHER)
     assert learners.opened == [THEIRS, THEIRS]
     assert peer._failed_at.keys() == {THEIRS}
+
+
+async def test_a_peer_looks_for_its_learner_often_among_any_number(peer, learners, monkeypatch):
+    """And not at the same times as others."""
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 21:
+            learners.there = {THEIRS: learners.there[THEIRS]}
+
+    monkeypatch.setattr(rollout_peer, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(rollout_peer, "LOOK_S", LOOK_S)
+    many = {str(n): SimpleNamespace(peer_id=str(n), world_rank=n, state="training") for n in range(1000)}
+    learners.there |= many
+    peer._seen_at = math.inf
+    await peer._until_reassigned(learner_for(RUN, ME, learners.there))
+    assert 0.5 * LOOK_S <= slept[0] <= 1.5 * LOOK_S
+    assert len(set(slept)) == 21
+    assert all(15.0 <= seconds <= 45.0 for seconds in slept[1:])
 
 
 async def test_a_peer_that_no_learner_takes_in_time_says_what_to_look_at(peer, learners):
