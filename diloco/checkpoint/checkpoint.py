@@ -8,6 +8,7 @@ without a mark is not a checkpoint; one whose files do not match their digests i
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from diloco.checkpoint.store import own_part
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco, OuterFiles, Restored
-from diloco.outer.world import GROUP_TIMEOUT, World, in_group, on_rank_zero, summed
+from diloco.outer.world import World, in_group, on_every_rank, on_rank_zero, summed
 from diloco.train.inner import InnerLoop
 from peers.core.timing import SLOWEST_LINK
 from peers.state.whole_files import write_bytes, write_tensors
@@ -36,6 +37,12 @@ log = logging.getLogger(__name__)
 
 LAST_SAVE_TIMEOUT_S = 600.0
 """How long the end of a training waits for its last checkpoint, beyond the time for its bytes over the slowest link."""
+_LONGEST_LAST_SAVE_S = 6 * 3600.0
+"""Never longer than this, whatever the size."""
+_SAVING_TIMEOUT = datetime.timedelta(seconds=2 * _LONGEST_LAST_SAVE_S)
+"""How long the saving threads of the other ranks wait while rank 0 uploads: longer than `close`, also for a save that
+began before it. A rank that fails alone removes the staging directory that the others still read."""
+_POLL_S = 1.0
 _SIGNAL_TIMEOUT_S = 2.0
 """How long a process ended by a signal waits for its last checkpoint: less than the time until it is killed."""
 
@@ -59,7 +66,7 @@ class Checkpoints:
         self._store = self._own.store
         self._saver, self._copies = Saver(tells=world.is_main), shards.HostCopies()
         # A process group for the saving threads only, since training uses the other groups at the same time.
-        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
+        self._group = dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT) if in_group() else None
         self._checked_step = 0
         self._num_bytes = 0
         """The size of the state in the last save, summed over the ranks."""
@@ -159,13 +166,20 @@ class Checkpoints:
         return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
 
     def close(self) -> None:
-        """Wait for the save in progress, for as long as its upload may take, after which it has failed."""
-        # Twice the ranks' bytes: the daemon's files are about as large. The same on all ranks, which write together.
-        timeout_s = LAST_SAVE_TIMEOUT_S + 2 * self._num_bytes / SLOWEST_LINK
-        if not self._saver.wait(timeout_s):
-            # Saves begin only in `save`, so the one in progress is of this step.
-            self._saver.failed(self._checked_step, f"it was not written within {timeout_s:.0f} s")
-            self._discard()
+        """Wait for the save in progress, for as long as its upload may take, after which it has failed on all ranks."""
+        timeout_s = last_save_timeout_s(self._num_bytes)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._saver.wait(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+            states = on_every_rank(lambda: (self._saver.is_busy, time.monotonic() >= deadline))
+            if not any(is_busy for is_busy, _ in states):
+                return
+            # Rank 0's clock decides for all.
+            if states[0][1]:
+                break
+        # Saves begin only in `save`, so the one in progress is of this step.
+        self._saver.failed(self._checked_step, f"it was not written within {timeout_s:.0f} s")
+        self._discard()
 
     def discard_partial(self) -> None:
         """Remove half-written and half-deleted checkpoints before the process ends by a signal or an error.
@@ -229,6 +243,12 @@ class Checkpoints:
         staging, self._staging = self._staging, None
         if staging is not None:
             self._store.discard(staging)
+
+
+def last_save_timeout_s(num_bytes: int) -> float:
+    """How long the end of a training waits for its last checkpoint; `num_bytes` are those of all ranks."""
+    # Twice the ranks' bytes: the daemon's files are about as large.
+    return min(LAST_SAVE_TIMEOUT_S + 2 * num_bytes / SLOWEST_LINK, _LONGEST_LAST_SAVE_S)
 
 
 @dataclass(frozen=True)
