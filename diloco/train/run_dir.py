@@ -109,10 +109,10 @@ def last_words(log_path: Path, *, since: int = 0, max_lines: int = 15) -> str:
 
 
 def reason_in(log: str) -> str:
-    """Why a process ended, in one line: its last framed message, else its last exception, else its last line."""
+    """Why a process ended: the lines of its last framed message, else its last exception, else its last line."""
     lines = log.splitlines()
     if box := _box_in(lines):
-        return " ".join(box)
+        return "\n".join(box)
     raised = [
         index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")
     ]

@@ -24,7 +24,7 @@ from peers.daemon.restarts import (
 from peers.errors import PeersError, UserError
 from peers.system import free_port, with_parent
 from peers.tasks import is_set_within
-from peers.timing import OFTEN_S, PROBE_S
+from peers.timing import OFTEN_S, PROBE_S, STOP_S
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class WorkerCommand:
     """Rank 0's output is appended here; rank k's goes to the same name with `-rank<k>` before the suffix."""
     num_ranks: int = 1
     reason_in: Callable[[str], str] = last_line
-    """Reads from the end of a rank's log why it ended, in one line."""
+    """Reads from the end of a rank's log why it ended, in one or more lines."""
 
     def log_of(self, rank: int) -> Path:
         name = self.log_path
@@ -67,6 +67,8 @@ class Supervisor:
         """Must be told of the worker's progress (`progressed`, `committed`)."""
         self.log_path = command.log_path
         """The log of the rank that ended the last life of the worker."""
+        self._said = ""
+        """Why it ended, in that rank's own lines."""
         self._stopping = asyncio.Event()
         self._ranks: list[asyncio.subprocess.Process] = []
 
@@ -85,7 +87,8 @@ class Supervisor:
             sizes = [_size_of(log_path) for log_path in logs]
             rank, code = await self._run_once()
             self.log_path = logs[rank]
-            end = self.restarts.ended(code, self.command.reason_in(_said(self.log_path, sizes[rank])))
+            self._said = self.command.reason_in(_said(self.log_path, sizes[rank]))
+            end = self.restarts.ended(code, " ".join(self._said.splitlines()))
             if self._stopping.is_set():
                 end = replace(end, restarts=False)
             if self.on_exit:
@@ -94,12 +97,12 @@ class Supervisor:
                 return end
 
     async def run_to_its_end(self) -> None:
-        """`run`, with each restart logged. Raises UserError, with the worker's reason, where its user must act, and
+        """`run`, with each restart logged. Raises UserError, with the worker's lines, where its user must act, and
         PeersError where it is given up."""
         self.on_exit = _tell_of_restart
         end = await self.run()
         if end.code == USER_ERROR:
-            raise UserError(end.reason or f"See {self.log_path}.")
+            raise UserError(self._said or f"See {self.log_path}.")
         if end.code != FINISHED:
             raise PeersError(f"{end.given_up()}\nIts log: {self.log_path}")
 
@@ -126,7 +129,8 @@ class Supervisor:
     async def _first_failure(self) -> int:
         """Returns when all ranks have finished, or shortly after one has failed: the first such rank, else 0.
 
-        The delay lets the other ranks report why: an error of the user's explains more than a broken connection.
+        The delay lets the other ranks report why: an error of the user's explains more than a broken connection. A rank
+        that ended by itself may have had an error that all share, and rank 0 has the most to finish.
         """
         waits = [asyncio.ensure_future(rank.wait()) for rank in self._ranks]
         pending, failed = set(waits), list[int]()
@@ -135,7 +139,8 @@ class Supervisor:
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 failed = [rank for rank, wait in enumerate(waits) if wait.done() and wait.result()]
             if pending and not self._stopping.is_set():
-                await asyncio.wait(pending, timeout=OFTEN_S)
+                ended_itself = any(waits[rank].result() > 0 for rank in failed)
+                await asyncio.wait(pending, timeout=STOP_S if ended_itself else OFTEN_S)
         finally:
             for wait in waits:
                 wait.cancel()

@@ -27,7 +27,7 @@ TRACEBACK = (
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        (BOX, "too hot, so it ended"),
+        (BOX, "too hot, so\nit ended"),
         (TRACEBACK, "ValueError: too hot"),
         (f"{TRACEBACK}{TRACEBACK.replace('hot', 'cold')}", "ValueError: too cold"),
         ("step 1\nkilled by hand\n\n", "killed by hand"),

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco.train.run_dir import reason_in
 from peers.daemon.restarts import WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.errors import PeersError, UserError
@@ -132,7 +134,8 @@ async def test_cancelling_the_run_leaves_no_process(tmp_path):
     assert not is_running(pid)
 
 
-async def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path):
+async def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("peers.daemon.supervisor.STOP_S", 0.01)
     script = (
         "import os, pathlib, sys, time\n"
         "print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], os.environ['MASTER_ADDR'], flush=True)\n"
@@ -148,7 +151,7 @@ async def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp
 
 @pytest.mark.parametrize(("code", "error"), [(2, UserError), (1, PeersError)])
 async def test_the_reason_is_that_of_the_rank_that_failed(tmp_path, monkeypatch, code, error):
-    monkeypatch.setattr("peers.daemon.supervisor.OFTEN_S", 0.01)
+    monkeypatch.setattr("peers.daemon.supervisor.STOP_S", 0.01)
     script = (
         "import os, sys, time\n"
         "if os.environ['RANK'] == '0':\n    print('step 1', flush=True)\n    time.sleep(600)\n"
@@ -157,6 +160,29 @@ async def test_the_reason_is_that_of_the_rank_that_failed(tmp_path, monkeypatch,
     with pytest.raises(error, match="its disk is full") as raised:
         await Supervisor(command(tmp_path, script, num_ranks=2), max_deaths=1).run_to_its_end()
     assert code == 2 or str(tmp_path / "logs" / "worker-rank1.log") in str(raised.value)
+
+
+async def test_a_users_error_keeps_the_workers_lines_and_its_reason_is_one(tmp_path):
+    box = "╭─ diloco ─────╮\n│ not enough:    │\n│   2 GPUs       │\n│ add one        │\n╰────────────────╯"
+    script = command(tmp_path, f"print({box!r}); raise SystemExit(2)")
+    supervisor = Supervisor(replace(script, reason_in=reason_in))
+    with pytest.raises(UserError) as raised:
+        await supervisor.run_to_its_end()
+    assert str(raised.value) == "not enough:\n  2 GPUs\nadd one"
+    assert (await supervisor.run()).reason == "not enough:   2 GPUs add one"
+
+
+async def test_a_rank_that_fails_by_itself_leaves_the_others_time_to_tell_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("peers.daemon.supervisor.OFTEN_S", 0.01)
+    os.mkfifo(tmp_path / "fifo")
+    # Rank 0 reads until rank 1 has ended.
+    script = (
+        "import os, pathlib, sys, time\n"
+        "if os.environ['RANK'] == '1':\n    open('fifo', 'w')\n    os._exit(1)\n"
+        "open('fifo').read()\ntime.sleep(0.2)\npathlib.Path('told').touch()\nsys.exit(1)\n"
+    )
+    assert (await Supervisor(command(tmp_path, script, num_ranks=2), max_deaths=1).run()).code == 1
+    assert (tmp_path / "told").exists()
 
 
 def test_a_worker_dies_with_its_supervisor_even_when_that_is_killed(tmp_path):
