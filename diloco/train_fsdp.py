@@ -29,7 +29,7 @@ from diloco.launch.worker import Assignment, assigned, exit_code
 from diloco.options.model_files import load_model_config, model_files
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
-from diloco.outer.world import World, device_mesh, on_rank_zero
+from diloco.outer.world import World, device_mesh, of_first_of_node, on_rank_zero
 from diloco.process_end import exit_process
 from diloco.train.evaluation import evaluate, seconds_to_evaluate
 from diloco.train.inner import InnerLoop
@@ -84,9 +84,14 @@ class Trainer:
         with progress.phase("starting", "loading the tokenizer"):
             self.tokenizer = load_tokenizer(config.path_model)
         with progress.phase("tokenizing", config.dataset_name_or_path, unit="bytes") as tokenized:
-            # The first rank of a node, since rank 0 reports the progress.
-            fills_cache = world.local_rank == 0
-            self.source = open_data(config, self.tokenizer, on_tokenized=tokenized, fills_cache=fills_cache)
+            self.source = open_data(
+                config,
+                self.tokenizer,
+                on_tokenized=tokenized,
+                # The first rank of a node, since rank 0 reports the progress.
+                fills_cache=world.is_first_of_node,
+                agreed=lambda key: of_first_of_node(world, key),
+            )
             self.validation = self.source.validation()
         self.metrics = opened_metrics(config, self.run_dir, world, on_trouble=progress.is_in_trouble)
         torch.manual_seed(config.seed + world.rank)

@@ -335,11 +335,10 @@ def _in_order(part: str) -> tuple[int, str]:
 
 
 def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
-    """The checkpoint's directory on this node; each node's local rank 0 fetches it. Raises OSError."""
+    """The checkpoint's directory on this node; each node's first rank fetches it. Raises OSError."""
 
     def fetched() -> Path | None:
-        is_first = world.local_rank == 0
-        return stack.enter_context(store.opened(candidate)) if is_first else None
+        return stack.enter_context(store.opened(candidate)) if world.is_first_of_node else None
 
     found = on_every_rank(fetched)[world.node * world.num_local_ranks]
     assert found is not None

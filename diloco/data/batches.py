@@ -65,11 +65,12 @@ def open_data(
     cache_dir: Path | None = None,
     on_tokenized: Callable[[float], None] = lambda _num_bytes: None,
     fills_cache: bool = True,
+    agreed: Callable[[str], str] = lambda key: key,
 ) -> SampleSource:
     """The source that the configuration names. A finite dataset is tokenised on first use. Raises UserError.
 
     `on_tokenized` is called with the number of bytes tokenised so far. One rank of a node has to be the one that
-    `fills_cache`.
+    `fills_cache`, and `agreed` returns what it is called with on that rank.
     """
     block = config.total_batch_size * config.hv.steps_per_epoch
     if config.fake_data:
@@ -93,7 +94,7 @@ def open_data(
             eval_tokens=config.eval_tokens,
         )
     return FiniteSource(
-        *tokenized(corpus, tokenizer, cache_dir, on_tokenized, fills_cache=fills_cache),
+        *tokenized(corpus, tokenizer, cache_dir, on_tokenized, fills_cache=fills_cache, agreed=agreed),
         tokenizer,
         name=corpus.name,
         seq_length=config.seq_length,

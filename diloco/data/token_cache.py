@@ -49,12 +49,14 @@ def tokenized(
     on_tokenized: Callable[[float], None] = lambda _num_bytes: None,
     *,
     fills_cache: bool = True,
+    agreed: Callable[[str], str] = lambda key: key,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Training ids and held-out ids: 1-D, uint16 or uint32, documents in order, each followed by eos.
 
     Fills the cache on first use; any number of processes may call it at once. `on_tokenized` is called with the number
     of bytes that this process has tokenised so far. Without `fills_cache`, waits until another process has filled it,
-    with the death of which this one ends. Raises UserError.
+    with the death of which this one ends. `agreed` returns that process's key of the corpus: the files may change while
+    processes start. Raises UserError.
     """
     if isinstance(corpus, StdlibCorpus) and is_byte_level(tokenizer):
         # Not cached: encoding takes less time than checking the files for changes.
@@ -62,7 +64,7 @@ def tokenized(
         return np.concatenate(parts[0]), np.concatenate(parts[1])
     cache_dir = cache_dir or default_cache_dir()
     key = f"{_FORMAT} {corpus.fingerprint()} {tokenizer_digest(tokenizer)}"
-    directory = cache_dir / xxhash.xxh3_128_hexdigest(key.encode())
+    directory = cache_dir / agreed(xxhash.xxh3_128_hexdigest(key.encode()))
     try:
         while not fills_cache and not directory.is_dir():
             time.sleep(_POLL_S)

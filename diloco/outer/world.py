@@ -59,6 +59,10 @@ class World:
         return self.rank // self.num_local_ranks
 
     @property
+    def is_first_of_node(self) -> bool:
+        return self.rank % self.num_local_ranks == 0
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that talks to the daemon and writes the metrics."""
         return self.rank == 0
@@ -180,6 +184,11 @@ def on_every_rank(action: Callable[[], T]) -> list[T]:
     if failures := [error for _, error in outcomes if error is not None]:
         raise failures[0]
     return [result for result, _ in outcomes]
+
+
+def of_first_of_node(world: World, value: T) -> T:
+    """The value of the first rank of this rank's node. A collective of all ranks."""
+    return on_every_rank(lambda: value)[world.node * world.num_local_ranks]
 
 
 def barrier() -> None:

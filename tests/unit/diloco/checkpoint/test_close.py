@@ -28,7 +28,12 @@ def closed(world, path, timeouts_s):
         patch.setattr(shards, "state_to_write", lambda inner, rank: {f"of {rank}": torch.zeros(1)})
         config = CkptConfig(path=path, interval=1)
         checkpoints = Checkpoints(config, world, SimpleNamespace(), scratch=None)
-        send, wait, waits, is_closing = checkpoints._store.send, checkpoints._saver.wait, [], threading.Event()
+        send, wait, waits, is_closing = (
+            checkpoints._store.send,
+            checkpoints._saver.wait,
+            [],
+            threading.Event(),
+        )
 
         def sent(*args):
             assert world.rank or is_closing.wait(20)

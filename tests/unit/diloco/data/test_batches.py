@@ -257,6 +257,22 @@ def test_a_rank_that_does_not_fill_the_cache_waits_for_the_one_that_does_and_tel
     assert told[0] and not told[1]
 
 
+def test_ranks_of_a_node_use_the_same_tokens_also_where_the_files_change_while_they_start(
+    tokenizer, tmp_path
+):
+    path, cache = write_jsonl(tmp_path / "a.jsonl", documents(30)), tmp_path / "cache"
+    keys: list[str] = []
+
+    def told(key):
+        keys.append(key)
+        return keys[0]
+
+    first, _ = tokenized(FileCorpus(path), tokenizer, cache, agreed=told)
+    write_jsonl(path, documents(40))
+    second, _ = tokenized(FileCorpus(path), tokenizer, cache, fills_cache=False, agreed=told)
+    assert (second == first).all() and len(set(keys)) == 2
+
+
 class Dying(FileCorpus):
     def documents(self):
         for number, document in enumerate(super().documents()):

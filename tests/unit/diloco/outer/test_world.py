@@ -6,7 +6,15 @@ import pytest
 import torch.distributed as dist
 
 from diloco.errors import UserError
-from diloco.outer.world import World, on_every_rank, on_rank_zero, scattered, summed, world_of_worker
+from diloco.outer.world import (
+    World,
+    of_first_of_node,
+    on_every_rank,
+    on_rank_zero,
+    scattered,
+    summed,
+    world_of_worker,
+)
 from tests.support.torch_ranks import Ranks
 
 
@@ -58,6 +66,20 @@ def shared(world):
         on_rank_zero(refuse)
     except UserError as error:
         return heard, str(error), summed(world.rank + 1)
+
+
+def of_node(world):
+    return of_first_of_node(world, world.rank)
+
+
+def test_ranks_of_a_node_get_the_value_of_its_first(ranks):
+    assert ranks.run(of_node) == [0, 0]
+    assert ranks.run(of_node, num_nodes=2) == [0, 1]
+
+
+def test_the_only_rank_of_a_node_is_its_first_whatever_it_is_called():
+    assert World(local_rank=1).is_first_of_node
+    assert not World(rank=3, local_rank=1, num_ranks=4, num_local_ranks=2).is_first_of_node
 
 
 def refuse():
