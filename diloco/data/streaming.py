@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from diloco.errors import DilocoError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 # World ranks have at most this many bits. A constant, since another number would assign documents to other lanes.
 _LANE_BITS = 6
@@ -106,10 +109,16 @@ class StreamingSource:
         """
         content = json.loads(state) if state is not None else {}
         start, number = self._start_of(block), 0
-        is_own = content.get("data") == self._identity()
+        # Earlier commits saved neither a format nor the sample's number: a few windows before it are read again.
+        is_own = content.get("data") in (self._identity(), self._identity()[1:])
         if is_own and content["point"]["world_rank"] == block.world_rank:
-            point, number = content["point"], content["number"]
+            point = content["point"]
+            number = content.get("number", point["number"])
             start = Point(**{**point, "pending": tuple(point["pending"])})
+        elif content:
+            saved_by = content["point"]["world_rank"]
+            whose = f"world rank {saved_by}, not {block.world_rank}" if is_own else "other data"
+            log.warning("the checkpoint's place in the data is of %s, and is not used", whose)
         self._start, self._points, self._stream = start, (start,), None
         self._block = block.epoch, number - offset
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+from dataclasses import asdict
 
 import datasets
 import numpy as np
@@ -120,6 +121,29 @@ def test_who_was_away_reads_on_where_its_checkpoint_was(tokenizer, tmp_path, mon
     back.begin(late, 2, last[1])
     assert back.read(late, offsets[2:]).tolist() == expected[:1]
     assert len({tuple(sample) for sample in back.read(late, offsets).tolist()}) == 3
+
+
+def test_a_place_that_an_earlier_commit_saved_is_read_on_from(tokenizer, tmp_path):
+    dataset = HubDataset("local", streamed(tmp_path)[1])
+    source = source_of(dataset, tokenizer)
+    point = Point(world_rank=2, number=700, passes=3, pending=(65, 66))
+    identity = [*dataset.identity(), source.seq_length, len(tokenizer)]
+    (block,) = blocks(2, 233)
+    source.begin(block, 1, json.dumps({"data": identity, "point": asdict(point)}).encode())
+    sample = bytes(source.read(block, np.arange(1, 2))[0].tolist())
+    assert sample.startswith(b"AB" + next(dataset.lane(lane_of(2, 3)))[:8])
+
+
+def test_a_place_that_is_not_used_is_told_of(tokenizer, tmp_path, caplog):
+    dataset = HubDataset("local", streamed(tmp_path)[1])
+    source, other = source_of(dataset, tokenizer), source_of(dataset, tokenizer, seq_length=32)
+    block, another = *blocks(2, 0), *blocks(3, 0)
+    source.begin(block, 0, source.state(block, 0))
+    assert not caplog.messages
+    source.begin(another, 0, source.state(block, 0))
+    source.begin(block, 0, other.state(block, 0))
+    said = "the checkpoint's place in the data is of {}, and is not used"
+    assert caplog.messages == [said.format("world rank 2, not 3"), said.format("other data")]
 
 
 @pytest.mark.parametrize(("num_files", "first"), [(1, 0), (5, 2), (2 * NUM_LANES, 0), (3 * NUM_LANES, 2)])
