@@ -10,6 +10,8 @@ MAX_STEPS = 4096
 """The most records of steps that are kept, evenly over the whole training; even."""
 NUM_STEPS = "num_steps"
 """In a record of a step: how many steps it stands for, if more than one."""
+_MAXIMUM = "logp_difference_max"
+"""Of the steps that a record stands for, the largest is kept."""
 _KINDS = ("step", "epoch", "eval", "event")
 _OF_EPOCH = (
     *("kind", "time", "epoch", "anchor_digest", "contributors", "num_peers", "sent_bytes"),
@@ -43,7 +45,7 @@ class History:
 
     def _add_step(self, record: Record) -> None:
         if self._last is not None:
-            del self.records[self._last]
+            record = _standing_for(self.records.pop(self._last), record)
         self._num_since += 1
         is_kept = self._num_since == self._every
         self._last = None if is_kept else len(self.records)
@@ -58,12 +60,20 @@ class History:
         """Keep every second step. The last record is one of a step, and is kept."""
         self._every *= 2
         self._num_kept //= 2
-        kept, is_second = list[Record](), False
+        kept, first = list[Record](), None
         for record in self.records:
             if record.get("kind") != "step":
                 kept.append(record)
                 continue
-            if is_second:
-                kept.append({**record, NUM_STEPS: self._every})
-            is_second = not is_second
+            if first is None:
+                first = record
+            else:
+                kept.append({**_standing_for(first, record), NUM_STEPS: self._every})
+                first = None
         self.records = kept
+
+
+def _standing_for(dropped: Record, kept: Record) -> Record:
+    """The record that is kept, with the larger maximum of the two."""
+    known = [record[_MAXIMUM] for record in (dropped, kept) if record.get(_MAXIMUM) is not None]
+    return {**kept, _MAXIMUM: max(known)} if known else kept

@@ -6,6 +6,8 @@ import itertools
 import json
 import tracemalloc
 
+import pytest
+
 from diloco.launch import history
 from diloco.launch.history import History
 from diloco.launch.run_facts import num_steps, sessions_of
@@ -39,6 +41,18 @@ def test_of_a_long_one_the_steps_are_thinned_evenly_and_all_count(monkeypatch):
     assert [after - before for before, after in itertools.pairwise(steps[:-1])] == [128] * 6
     times = [record["time"] for record in kept.records]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("spike", [1, 1234, 1235, 4095, 4096, 4999, 5000])
+def test_a_maximum_is_kept_wherever_it_was(spike):
+    kept = History()
+    for number in range(1, 5001):
+        difference = (
+            {"logp_difference_max": 9.0 if number == spike else 0.1} if number % 2 or number == spike else {}
+        )
+        kept.add([{**step(number), **difference}])
+    assert len(kept.records) < 5000
+    assert max(record.get("logp_difference_max") or 0.0 for record in kept.records) == 9.0
 
 
 def test_the_last_step_before_a_restart_is_that_of_its_session_until_others_follow(monkeypatch):
