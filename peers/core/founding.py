@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from peers.core.effects import Pledge, Send
 from peers.core.health import Swarm
-from peers.core.plans import highest_claimable, is_free, lowest_free
+from peers.core.plans import is_free, lowest_free
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -214,11 +214,11 @@ def genesis_of(settings: Settings, founders: Mapping[str, tuple[int, Offer]], at
 
     best = min(offers, key=rank)
     before = best.certificate.plan if best.certificate is not None else None
-    ranks, highest = dict[str, int](), highest_claimable(len(founders))
+    ranks: dict[str, int] = {}
     for peer_id in sorted(founders, key=lambda p: (founders[p][0] < 0, founders[p][0], p)):
         claimed = founders[peer_id][0]
         taken = set(ranks.values())
-        ranks[peer_id] = claimed if is_free(claimed, taken, highest) else lowest_free(taken)
+        ranks[peer_id] = claimed if is_free(claimed, taken) else lowest_free(taken)
     roster = tuple(
         Member(peer_id=p, world_rank=rank) for p, rank in sorted(ranks.items(), key=lambda item: item[1])
     )

@@ -14,10 +14,10 @@ from peers.core.chain import Chain
 from peers.core.health import Swarm
 from peers.core.plans import (
     ABSENT_COMMITS,
+    MAX_CLAIMED_RANK,
     SPARE_BLOCKS,
     Entry,
     fault_in,
-    highest_claimable,
     is_quorum,
     plan_of,
 )
@@ -209,6 +209,5 @@ class Group:
         highest = max(member.world_rank for member in self._parent.plan.roster)
         here = self._swarm.live_at(self._parent.head).keys() | {self._me}
         newcomers = (here | entries.keys()) - self.roster
-        most = highest_claimable(len(self.roster | entries.keys()))
-        claimed = [rank for entry in entries.values() if (rank := entry.claimed_rank) <= most]
+        claimed = [min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()]
         return 1 + max(highest + min(len(newcomers), SPARE_BLOCKS // 2), *claimed, 0)

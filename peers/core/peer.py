@@ -34,7 +34,7 @@ from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.group import RoundContext
 from peers.core.health import Swarm
 from peers.core.late_work import LateWork
-from peers.core.plans import Entry, claim_of, highest_claimable, is_free, is_quorum
+from peers.core.plans import Entry, claim_of, is_quorum
 from peers.core.round import Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
@@ -63,8 +63,8 @@ _MAX_RULES = 10_000
 
 
 class Peer:
-    """`world_rank`: the one that this peer was given, or -1. `pledges`: by head, the last attempt that this peer signed
-    before it restarted (effect Pledge)."""
+    """`world_rank`: -1 if none was given. `pledges`: by head, the last attempt that this peer signed before it
+    restarted (effect Pledge)."""
 
     def __init__(
         self,
@@ -78,9 +78,7 @@ class Peer:
         now: float,
     ) -> None:
         self.me, self._keys, self._verify, self._settings = keys.peer_id, keys, verify, settings
-        self._incarnation, self._given_rank = incarnation, world_rank
-        # Whether a higher one may be claimed depends on how many peers there are.
-        self.world_rank = world_rank if world_rank <= highest_claimable(1) else -1
+        self._incarnation, self.world_rank = incarnation, world_rank
         self._pledges = dict(pledges)
         self.timing = Timing.of(settings)
         self.swarm = Swarm(self.timing)
@@ -370,8 +368,7 @@ class Peer:
         return bool(self.head) or self._offer is not None
 
     def _claim_rank(self, turn: Turn) -> bool:
-        """If this peer was given no world rank, or too high a one among few peers, take the one that the roster has for
-        it, else claim a free one.
+        """If this peer was given no world rank, take the one that the roster has for it, else claim a free one.
 
         Its worker needs a rank before any certificate can assign one: data blocks are assigned by rank.
         """
@@ -384,22 +381,8 @@ class Peer:
         # A rank is claimed only after one silence timeout: by then every live peer has been heard.
         if self.me not in roster and not turn.passed(self._founding.began_at + self.timing.silence_s):
             return False
-        self.world_rank = roster[self.me] if self.me in roster else self._claim(roster)
-        if self._given_rank not in (-1, self.world_rank):
-            self._tell_of_rank(turn, self._given_rank)
+        self.world_rank = roster.get(self.me, claim_of(self.me, roster, self.swarm.live()))
         return True
-
-    def _claim(self, roster: Mapping[str, int]) -> int:
-        """The world rank that this peer was given, if nobody has it and so many peers may claim it; else a free one."""
-        live = dict(self.swarm.live())
-        taken = {*roster.values(), *(status.world_rank for status in live.values())}
-        if is_free(self._given_rank, taken, highest_claimable(len(roster.keys() | live.keys() | {self.me}))):
-            return self._given_rank
-        return claim_of(self.me, roster, live.items())
-
-    def _tell_of_rank(self, turn: Turn, before: int) -> None:
-        text = f"this peer has world rank {self.world_rank} from now on, since {before} is not free"
-        turn.do(Tell("world_rank", text))
 
     def _found_run(self, turn: Turn) -> bool:
         if self.head or self._offer is None:
@@ -593,18 +576,18 @@ class Peer:
         )
 
     def _take_rank(self, turn: Turn, plan: Plan) -> None:
-        """Take the world rank that the plan assigns; without one, claim another if nobody may have this peer's rank, or
-        a member has it."""
+        """Take the world rank that the plan assigns; if it assigns none, and this peer has none or a member's, claim a
+        free one."""
         # Contributors first: a peer is not on the roster any more after its last commit.
         given = {c.peer_id: c.world_rank for c in plan.contributors}.get(self.me, self._ranks.get(self.me))
-        highest = highest_claimable(len(self._ranks.keys() | dict(self.swarm.live())))
-        if given is None and not is_free(self.world_rank, self._ranks.values(), highest):
+        if given is None and self.world_rank in (-1, *self._ranks.values()):
             given = claim_of(self.me, self._ranks, self.swarm.live())
         if given is None or given == self.world_rank:
             return
-        before, self.world_rank = self.world_rank, given
-        if before >= 0:
-            self._tell_of_rank(turn, before)
+        if self.world_rank >= 0:
+            text = f"world rank {self.world_rank} is another peer's: this one has {given} from now on"
+            turn.do(Tell("world_rank", text))
+        self.world_rank = given
 
     # Status
 

@@ -1,8 +1,7 @@
 """What the plan of a commit must be. The leader makes it; every member recomputes it and compares.
 
-Roster: contributors that are not on it are added, with the world rank that they claim if that is free and not too high
-(`highest_claimable`), else the lowest free one. Members are removed with their last commit, if they left, or if they
-are gone and missed `ABSENT_COMMITS`.
+Roster: contributors that are not on it are added, with the world rank that they claim if that is free, else the lowest
+free one. Members are removed with their last commit, if they left, or if they are gone and missed `ABSENT_COMMITS`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ ABSENT_COMMITS = 3
 SPARE_BLOCKS = 64
 """Data blocks that a plan may hand out beyond those that a member can account for: for newcomers it has not met."""
 MAX_CLAIMED_RANK = 1023
-"""However many peers there are, nobody may claim a higher world rank."""
+"""A peer that claims a higher world rank is given another: an epoch hands out one data block per rank up to the
+highest."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +83,18 @@ def plan_of(
 
 def _ranks_of(roster: Sequence[Member], entries: Mapping[str, Entry]) -> dict[str, int]:
     ranks = {member.peer_id: member.world_rank for member in roster}
-    taken, highest = set(ranks.values()), highest_claimable(len(ranks.keys() | entries.keys()))
+    taken = set(ranks.values())
     for peer_id in sorted(entries.keys() - ranks.keys()):
         claimed = entries[peer_id].claimed_rank
-        rank = claimed if is_free(claimed, taken, highest) else lowest_free(taken)
+        rank = claimed if is_free(claimed, taken) else lowest_free(taken)
         ranks[peer_id] = rank
         taken.add(rank)
     return ranks
 
 
-def highest_claimable(num_peers: int) -> int:
-    """The highest world rank that one of so many peers may claim. An epoch hands out one data block per rank up to the
-    highest. A coordinator remembers the ranks of all peers that ever came, so those that it gives grow without end."""
-    return min(MAX_CLAIMED_RANK, num_peers + SPARE_BLOCKS - 1)
-
-
-def is_free(claimed: int, taken: Collection[int], highest: int) -> bool:
-    """Whether a peer may have this world rank, if `highest` is the highest that may be claimed."""
-    return 0 <= claimed <= highest and claimed not in taken
+def is_free(claimed: int, taken: Collection[int]) -> bool:
+    """Whether a peer may have this world rank."""
+    return 0 <= claimed <= MAX_CLAIMED_RANK and claimed not in taken
 
 
 def lowest_free(taken: Collection[int]) -> int:
@@ -114,9 +108,9 @@ def claim_of(me: str, roster: Mapping[str, int], live: Iterable[tuple[str, Statu
     """
     claimed = {peer_id: status.world_rank for peer_id, status in live if peer_id not in roster}
     num_before_me = sum(rank < 0 and peer_id < me for peer_id, rank in claimed.items())
-    taken, highest = {*roster.values(), *claimed.values()}, highest_claimable(1 + len(roster) + len(claimed))
-    free = (rank for rank in range(highest) if rank not in taken)
-    return next(islice(free, num_before_me, None), highest)
+    taken = {*roster.values(), *claimed.values()}
+    free = (rank for rank in range(MAX_CLAIMED_RANK) if rank not in taken)
+    return next(islice(free, num_before_me, None), MAX_CLAIMED_RANK)
 
 
 def fault_in(

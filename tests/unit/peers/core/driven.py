@@ -29,10 +29,9 @@ class Driven:
         settings: Settings = SETTINGS,
         pledges: Mapping[str, int] | None = None,
         has_worker: bool = True,
-        world_rank: int = -1,
     ) -> None:
         self.now, self.me = 0.0, me
-        self.peer = a_peer(me, settings=settings, pledges=pledges, rank=world_rank)
+        self.peer = a_peer(me, settings=settings, pledges=pledges)
         self.effects: list[effects.Effect] = []
         self.others: dict[str, dict] = {}
         self.known: dict[str, Certificate] = {}

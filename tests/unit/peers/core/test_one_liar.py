@@ -123,7 +123,7 @@ def test_a_stranger_that_tells_each_member_another_world_rank(phase):
         return Status(
             incarnation=1,
             sequence=0,
-            world_rank=60 if leads else 41,
+            world_rank=1023 if leads else 41,
             phase=phase,
             head=peer.head,
             epoch=peer.epoch,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from peers.core.plans import SPARE_BLOCKS, Entry, fault_in, is_quorum, plan_of
 from peers.core.weights import Aggregation
 from peers.errors import ProtocolError
-from peers.protocol.certificates import Body, Certificate, Member, Plan
+from peers.protocol.certificates import Certificate, Member, Plan
 from peers.protocol.limits import MAX_COUNT
 from peers.protocol.messages import Found, Propose, decode_message
 from peers.protocol.wire import encode
@@ -105,7 +105,7 @@ def test_a_roster_is_never_empty():
 def test_the_data_of_an_epoch_is_as_wide_as_the_highest_rank_wherever_that_is():
     assert made(data_width=2).data_base == 4
     assert made(data_width=30).data_base == 30
-    assert made([*ROSTER, "n"], claims={"n": 60}).data_base == 61
+    assert made([*ROSTER, "n"], claims={"n": 99}).data_base == 100
 
 
 def test_counts_stay_where_they_can_be_read_back():
@@ -220,20 +220,6 @@ def test_one_newcomer_does_not_make_a_pass_over_the_data_end():
     # A rank of a million would hand out a million blocks an epoch, of which only a few are trained.
     plan = made([*ROSTER, "n"], claims={"n": 1 << 20})
     assert plan.data_base < 1000
-
-
-def test_however_many_peers_have_come_and_gone_most_data_is_handed_out_to_peers_that_are_there():
-    members, parent, ledger = [f"p{n:04}" for n in range(200)], genesis([f"p{n:04}" for n in range(200)]), 200
-    for _ in range(42):
-        newcomers = {f"p{ledger + n:04}": ledger + n for n in range(20)}
-        gone, members = members[:20], [*members[20:], *newcomers]
-        ledger += len(newcomers)
-        # A coordinator gives out no rank twice, unless its first holder comes back.
-        plan = made(members, parent=parent, claims=newcomers, off=gone, data_width=0)
-        assert plan.data_base - parent.plan.data_base <= 2 * len(members)
-        parent = Certificate(
-            body=Body(plan=plan, anchor=digest("anchor"), momentum=digest("momentum")), signatures=()
-        )
 
 
 @pytest.mark.parametrize(
