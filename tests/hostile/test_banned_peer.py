@@ -83,4 +83,7 @@ def has_round_of(peer: LightPeer, ranks: list[int], since: int = 0) -> bool:
 def rosters(run: Closed) -> list[set[str]]:
     """The roster of each admitted peer's newest certificate."""
     shown = asyncio.run(read_swarm(RUN_ID, [run.address], timeout_s=20, secret=run.key.secret))
-    return [{member["peer_id"] for member in peer["roster"]} for peer in shown["peers"]]
+    rosters_by_head = {head: one["roster"] for head, one in shown["certificates"].items()}
+    return [
+        {member["peer_id"] for member in rosters_by_head.get(peer["head"], ())} for peer in shown["peers"]
+    ]
