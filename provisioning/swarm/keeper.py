@@ -18,7 +18,7 @@ from enum import StrEnum
 
 import msgspec
 
-from provisioning.errors import ProviderError, UserError
+from provisioning.errors import MachineError, ProviderError, UserError
 from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup, secrets_of
@@ -76,14 +76,14 @@ def fate(status: Status, silent_s: float, *, others_answer: bool = True) -> tupl
     return Fate.ENDED, f"its peer ended with {job.code}"
 
 
-def _is_over(fates: Collection[tuple[Status, Fate, str]], *, is_final: bool) -> bool:
-    """Whether no peer runs and none will: one has finished, or no pod is replaced (`is_final`) or being set up."""
+def _is_over(fates: Collection[tuple[Status, Fate, str]], final: Collection[State]) -> bool:
+    """Whether no peer runs and none will: one has finished, or all pods are in states of `final`. Those get none."""
     peers = [(one, found, why) for one, found, why in fates if one.row.state == State.RUNNING]
     has_finished = any(one.progress and one.progress.has_finished for one, _, _ in peers)
     # Once a peer has finished, a pod that has been silent for long does not keep the run from being over.
     if any(found is Fate.LIVES and not (why and has_finished) for _, found, why in peers):
         return False
-    return has_finished or (is_final and all(one.row.state in _AFTER_SETUP for one, _, _ in fates))
+    return has_finished or (bool(final) and all(one.row.state in final for one, _, _ in fates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,9 @@ class Keeper:
             return
         obstacle = self._obstacle(wanted)
         fates = self._fates(seen)
-        if wanted.stops_when_idle and _is_over(fates.values(), is_final=bool(obstacle)):
+        # Without `replaces`, a command may be about to start a peer on a pod that is set up.
+        final = (*_AFTER_SETUP, State.SYNCED) if wanted.replaces else _AFTER_SETUP
+        if wanted.stops_when_idle and _is_over(fates.values(), final if obstacle else ()):
             await self._stop(wanted)
             return
         dead = {name: (one, why) for name, (one, found, why) in fates.items() if found is Fate.DIED}
@@ -317,7 +319,11 @@ class Keeper:
 
     async def _brought_up(self, found: Renters, wanted: Wanted, failures: Failures) -> Failures:
         """Rent, set up and start all pods but those in `failures`. Returns these and the new errors by pod."""
-        agreed = await found.plan(wanted.specs)
+        agreed, swarm = await found.plan(wanted.specs), Swarm(found, wanted.options, wanted.setup)
+        if name := await swarm.unreachable_coordinator():
+            # On new pods nothing could be started, but they would cost money.
+            why = "it does not answer, and the coordinator may run on it, so nothing is rented until it answers or is"
+            return {name: MachineError(f"{why} gone; `diloco pods down {name}` gives it back")} | failures
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError("this would give back living pods; run `diloco provision`, which asks first")
         agreed = replace(
@@ -328,7 +334,7 @@ class Keeper:
             keep=tuple(row for row in agreed.keep if row.state in _NOT_UP),
         )
         failures = await found.set_up(wanted.setup, failures | await found.apply(agreed))
-        return failures | await Swarm(found, wanted.options, wanted.setup).start()
+        return failures | await swarm.start()
 
     def tell(self, text: str) -> None:
         """Log this, and remember it for `pods status`, unless the last `tick` or this one has told it already."""

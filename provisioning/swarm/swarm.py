@@ -60,15 +60,14 @@ class Swarm:
 
     async def start(self) -> Failures:
         """Start the swarm, and wait until all peers are in epoch 1 or have finished. Returns the errors by pod."""
-        set_up = [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
+        set_up = self._set_up()
         progress_of: dict[str, PeerProgress] = {}
 
         async def read(row: Row) -> None:
             progress_of[row.name] = await self.progress(row)
 
         failures = await each(set_up, read, self._say)
-        deleting = {row.name for row in self._renters.rows if row.state == State.DELETING and row.provider_id}
-        if self._ledger.recall(DHT_POD) in failures.keys() | deleting:
+        if self._ledger.recall(DHT_POD) in failures.keys() | self._deleting():
             # The coordinator on that pod may still run, and a second one would assign the same ranks.
             return failures
         rows = [row for row in set_up if row.name in progress_of]
@@ -94,10 +93,22 @@ class Swarm:
                 self._ledger.advance(row, State.RUNNING)
         return failures | await self._until_in_epoch_one(waiting)
 
+    async def unreachable_coordinator(self) -> str:
+        """The name of the coordinator's pod if it neither answers nor is gone: `start` would start nothing. Else ""."""
+        name = self._ledger.recall(DHT_POD)
+        failures = await each([row for row in self._set_up() if row.name == name], self.progress)
+        return name if name in failures.keys() | self._deleting() else ""
+
     async def progress(self, row: Row) -> PeerProgress:
         """The progress of this pod's peer. Raises MachineError."""
         machine = await self._renters[row.provider].machine(row)
         return await read_progress(machine, row.label)
+
+    def _set_up(self) -> list[Row]:
+        return [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
+
+    def _deleting(self) -> set[str]:
+        return {row.name for row in self._renters.rows if row.state == State.DELETING and row.provider_id}
 
     def _dht_row(self, rows: Sequence[Row]) -> Row:
         known = self._ledger.recall(DHT_POD)

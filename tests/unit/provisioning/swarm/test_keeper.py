@@ -245,6 +245,8 @@ def test_the_budget_is_for_the_pods_of_this_run(watched):
     rent(41 * 3600.0, 42 * 3600.0)
     assert watched.look(first(KILLED), second(RUNS)) == ["gives back pod-0"]
     assert watched.look(first(FAILED), second(KILLED)) == ["stops"]
+    # A replacement that was set up before, and could not be started, will not be started now.
+    assert watched.look(first(FAILED), second(KILLED, state=State.SYNCED)) == ["stops"]
 
 
 def test_a_run_begins_where_there_are_no_pods(tmp_path):

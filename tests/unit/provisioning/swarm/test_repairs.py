@@ -158,6 +158,46 @@ def test_a_pod_that_cannot_be_given_back_keeps_no_other_from_being_replaced(repa
     assert "pod-A100 is not up yet: it is still there" in repaired.told
 
 
+@pytest.mark.parametrize("state", [State.RUNNING, State.DELETING])
+def test_nothing_is_rented_that_could_not_be_started_until_the_coordinator_s_pod_answers(
+    repaired, monkeypatch, state
+):
+    first, _ = repaired.ledger.rows()
+    repaired.ledger.remember(DHT_POD, first.name)
+    killed = PeerProgress(JobState(is_running=False, code=None))
+    answers = False
+
+    async def look(*_: object) -> Overview:
+        rows = repaired.ledger.rows()
+        return Overview(
+            [Status(row, True, "", None if row.name == first.name else killed) for row in rows], {}
+        )
+
+    async def progress(self: Swarm, row: Row) -> PeerProgress:
+        if not answers:
+            raise MachineError("no answer")
+        return killed
+
+    async def end(self: Renter, row: Row) -> None:
+        if not answers and row.name == first.name:
+            raise ProviderError("it is still there")
+        await ends(self, row)
+
+    ends = Renter.end
+    monkeypatch.setattr(keeper, "overview", look)
+    monkeypatch.setattr(Swarm, "progress", progress)
+    monkeypatch.setattr(Renter, "end", end)
+    repaired.ledger.advance(first, state)
+    repaired.tick()
+    # The second pod was dead, and is given back.
+    assert [row.name for row in repaired.ledger.rows()] == [first.name]
+    assert (repaired.shop.orders, repaired.started) == ([], [])
+    assert any("the coordinator may run on it, so nothing is rented" in text for text in repaired.told)
+    answers = True
+    repaired.tick()
+    assert repaired.shop.orders[-1] == "pod-H100" and len(repaired.started) == 1
+
+
 def test_no_second_coordinator_is_started_while_the_pod_of_the_first_may_be_there(repaired, monkeypatch):
     monkeypatch.undo()
     first, second = repaired.ledger.rows()
