@@ -25,8 +25,9 @@ from provisioning.machines.paths import (
     pod_directory,
 )
 
-# 8 GB at 1 MB/s. A repeated command waits for the same installer.
-_INSTALL_TIMEOUT_S = 7200.0
+# Of an installer, on the pod itself, so that a later attempt finds none that hangs. 8 GB at 5 MB/s take 1600 s.
+_INSTALL_TIMEOUT_S = 3600.0
+_TIMED_OUT = 124
 _SHOWN_BYTES = 1500
 _MIN_FREE_MB = 2048
 _UV = "'uv>=0.8,<1'"
@@ -127,22 +128,24 @@ async def make_environment(machine: Machine, label: str, setup: Setup, *, num_gp
     script = environment_script(setup.extras, _fingerprint(setup), is_cpu=num_gpus is None)
     # A job, so that a lost connection does not leave an installer that a repeated one would disturb.
     # Without PYTHONPATH: names in the code must not hide modules of the installer.
-    argv = ["env", "-u", "PYTHONPATH", "sh", "-c", script]
+    limit = ["timeout", "-k", "10", f"{_INSTALL_TIMEOUT_S:g}"]
+    argv = ["env", "-u", "PYTHONPATH", *limit, "sh", "-c", script]
+    wait_s = 2 * _INSTALL_TIMEOUT_S
     try:
-        async with asyncio.timeout(_INSTALL_TIMEOUT_S):
+        async with asyncio.timeout(wait_s):
             # One that runs already may be making another environment; this one then finds the same or replaces it.
             while not await jobs.start(machine, label, jobs.ENVIRONMENT, argv):
                 await jobs.finished(machine, label, jobs.ENVIRONMENT)
             code = await jobs.finished(machine, label, jobs.ENVIRONMENT)
     except TimeoutError as error:
         raise MachineError(
-            f"its Python environment is not made after {_INSTALL_TIMEOUT_S:g} s; that goes on, and the same command "
-            "waits for it"
+            f"its Python environment is not made after {wait_s:g} s; the same command tries again"
         ) from error
     if code != 0:
         log = f"{pod_directory(label)}/{JOBS}/{jobs.ENVIRONMENT}/log"
         end = (await machine.run(f"tail -c {_SHOWN_BYTES} {shlex.quote(log)}")).stdout.strip()
-        raise MachineError(f"making the Python environment failed ({code}): {end or 'no output'}")
+        why = f"took over {_INSTALL_TIMEOUT_S:g} s" if code == _TIMED_OUT else f"failed ({code})"
+        raise MachineError(f"making the Python environment {why}: {end or 'no output'}")
 
 
 async def put_private(machine: Machine, path: str, content: bytes) -> None:

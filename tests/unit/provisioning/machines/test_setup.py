@@ -75,3 +75,16 @@ async def test_a_failed_environment_says_why(pod, tmp_path, monkeypatch):
     await jobs.start(machine, "label", "peer", ["sleep", "60"])
     assert await jobs.any_runs(machine, "label")
     await machine.run(jobs.sweep_script("label"))
+
+
+async def test_an_installer_that_hangs_is_ended_on_its_pod_and_the_next_attempt_starts_anew(
+    pod, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(setup, "_INSTALL_TIMEOUT_S", 0.5)
+    installs(monkeypatch, "echo ran >>runs; [ $(wc -l <runs) = 2 ] || { sleep 60; exit 3; }")
+    machine, sources = LocalMachine(tmp_path), Setup(source=tmp_path)
+    with pytest.raises(MachineError, match=r"environment took over 0\.5 s: no output"):
+        await make_environment(machine, "label", sources, num_gpus=None)
+    monkeypatch.setattr(setup, "_INSTALL_TIMEOUT_S", 60.0)
+    await make_environment(machine, "label", sources, num_gpus=None)
+    assert (pod / "runs").read_text() == "ran\nran\n"
