@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,8 +121,9 @@ def run(
     no_setup: bool
         Do not touch the pods' environments either.
     destroy: bool
-        Give the pods back at the end.
+        Give each pod back after its last training.
     """
+    from provisioning.errors import ProvisioningError
     from provisioning.experiments import runs
     from provisioning.experiments.sets import load
     from provisioning.experiments.trainers import trainer_named
@@ -184,20 +187,34 @@ def run(
     async def trained(pods: Renters, setup: Setup) -> bool:
         """Run the experiments and print the results. Returns whether all succeeded."""
         # Without the ledger's lock, so that pods can be extended, and given back at their rental end, meanwhile.
-        results = await runs.run(pods, setup.pod_python, found, of)
+        results = await runs.run(pods, setup.pod_python, found, of, lambda name: pod_ended(pods, name))
         if as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
         else:
             print_results(results, of.result)
         return all(result.ok for result in results)
 
-    async def destroyed(pods: Renters) -> Mapping[str, Exception]:
-        """Give the pods back if --destroy is set. Returns the errors by pod."""
+    done, giving_back = set[str](), asyncio.Lock()
+
+    async def pod_ended(pods: Renters, name: str) -> None:
+        """Give this pod back if --destroy is set: another pod may not answer for long, and hold up the end."""
+        done.add(name)
+        async with giving_back:
+            names = done.copy()
+            done.clear()
+            if names:
+                # What fails is repeated at the end.
+                with contextlib.suppress(ProvisioningError, OSError):
+                    await destroyed(pods, names)
+
+    async def destroyed(pods: Renters, names: Collection[str] | None = None) -> Mapping[str, Exception]:
+        """Give back the pods of these names, or all, if --destroy is set. Returns the errors by pod."""
         if not destroy:
             return {}
+        rows = [row for row in pods.rows if names is None or row.name in names]
         try:
             with ledger.locked(wait_s=_LOCK_WAIT_S):
-                return await pods.give_back(pods.rows)
+                return await pods.give_back(rows)
         finally:
             ensure_watcher(ledger)
 

@@ -50,16 +50,24 @@ class Result:
     seconds: float = 0.0
 
 
-async def run(renters: Renters, python: str, found: ExperimentSet, trainer: Trainer) -> list[Result]:
+async def run(
+    renters: Renters,
+    python: str,
+    found: ExperimentSet,
+    trainer: Trainer,
+    ended: Callable[[str], Awaitable[None]],
+) -> list[Result]:
     """Run all experiments; if one fails, the others go on. Each result is written to the ledger at once.
 
-    `python`: its path on the pods.
+    `python`: its path on the pods. `ended` is called with the name of each pod after its last experiment.
     """
     rows = {row.name: row for row in renters.rows if row.state in (State.SYNCED, State.RUNNING)}
 
     async def on_pod(name: str) -> list[Result]:
         placed = [one for one in found.experiments if one.pod == name]
-        return [await _one(renters, python, rows.get(name), one, trainer) for one in placed]
+        results = [await _one(renters, python, rows.get(name), one, trainer) for one in placed]
+        await ended(name)
+        return results
 
     by_pod = await asyncio.gather(*(on_pod(spec.name) for spec in found.pods))
     by_name = {result.name: result for results in by_pod for result in results}

@@ -84,7 +84,7 @@ async def finished(
 ) -> int | None:
     """Wait for the job's end, and return its exit code as in `JobState`. `on_poll` is called after each poll.
 
-    Raises MachineError after many failed polls in a row: the job goes on while the connection is lost.
+    Raises MachineError, never CommandFailed, after many failed polls in a row: the job may go on nevertheless.
     """
     failed_polls = 0
     while True:
@@ -95,10 +95,10 @@ async def finished(
             failed_polls = 0
             if not seen.is_running:
                 return seen.code
-        except MachineError:
+        except MachineError as error:
             failed_polls += 1
             if failed_polls > _MAX_FAILED_POLLS:
-                raise
+                raise MachineError(str(error)) from error
         await asyncio.sleep(_POLL_S)
 
 

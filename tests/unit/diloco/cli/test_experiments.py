@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from diloco.cli import experiments
 from diloco.cli.app import exit_code
 from diloco.cli.state_files import state_file_of
 from diloco.errors import FAILED
+from provisioning.experiments import runs
+from provisioning.experiments.runs import Result
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from tests.support.pods_driver import source_of
@@ -89,6 +92,23 @@ def test_pods_are_given_back_though_renting_ended_midway_and_kept_where_nothing_
             patch.setattr(experiments, name, broken)
             assert run("set.toml", "--destroy") == FAILED
         assert list(pods_of(tmp_path).values()) == [["one"] if is_left else []]
+
+
+@pytest.mark.parametrize(("flags", "left"), [(["--destroy"], [["two"], []]), ([], [["one", "two"]] * 2)])
+def test_each_pod_is_given_back_after_its_last_experiment(run, tmp_path, monkeypatch, flags, left):
+    (tmp_path / "set.toml").write_text(SET + SET.replace("one", "two").replace("first", "second"))
+    seen = []
+
+    async def ran(*words: Any) -> list[Result]:
+        for name in ("one", "two"):
+            await words[-1](name)
+            seen.extend(pods_of(tmp_path).values())
+        return []
+
+    monkeypatch.setattr(runs, "run", ran)
+    assert run("set.toml", *flags) == 0
+    assert seen == left
+    assert exit_code(["experiments", "destroy", "set.toml"]) == 0
 
 
 def test_figures_of_no_known_form_are_left_out(run, tmp_path, capsys):

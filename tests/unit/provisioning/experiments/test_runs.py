@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ class FlakyMachine:
     code: str = "0"
     done: list[str] = field(default_factory=list)
     runs: bool = False
+    num_nonsense: int = 0
+    """Number of answers about a running job that make no sense."""
 
     async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
         if self.done and self.num_lost:
@@ -48,6 +51,9 @@ class FlakyMachine:
         if "---log" in script:
             return Answer(0, '{"kind": "step", "step": 7, "loss": 2.5, "time": 1.0}\n---log\n', "")
         if 'cat "$job/code"' in script:
+            if self.runs and self.num_nonsense:
+                self.num_nonsense -= 1
+                return Answer(0, "nonsense", "")
             if self.runs:
                 self.done.append("ended")
                 self.runs = False
@@ -96,7 +102,11 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Renter]:
 
 async def results(one: Renter, machine: FlakyMachine) -> list[Result]:
     one._machines[one.rows[0].label] = machine
-    return await runs.run(Renters(one.ledger, one.say, [one]), "python", SET, PRETRAIN)
+    return await runs.run(Renters(one.ledger, one.say, [one]), "python", SET, PRETRAIN, ended)
+
+
+async def ended(name: str) -> None:
+    pass
 
 
 @pytest.mark.parametrize(("code", "trouble"), [("0", ""), ("3", "its trainer ended with 3: ")])
@@ -116,7 +126,34 @@ async def test_experiments_fail_with_their_pod(one, pod, trouble):
     assert [result.trouble for result in await results(one, FlakyMachine(1000))] == [trouble] * 2
 
 
-async def test_what_a_pod_answers_is_not_waited_for(one, monkeypatch):
+async def test_an_answer_that_makes_no_sense_is_not_the_end_of_an_experiment(one, monkeypatch):
     monkeypatch.setattr(jobs, "_MAX_FAILED_POLLS", 0)
-    found = await results(one, FlakyMachine(0, "nonsense"))
-    assert [result.trouble for result in found] == ["'nonsense' is no state of a job"] * 2
+    machine = FlakyMachine(0, num_nonsense=3)
+    assert [result.trouble for result in await results(one, machine)] == ["", ""]
+    assert machine.done == ["starts", "ended"] * 2
+
+
+async def test_an_experiment_that_cannot_be_started_is_not_waited_for(one):
+    class FullMachine(FlakyMachine):
+        async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
+            return Answer(9, "", "the disk is full")
+
+    found = await results(one, FullMachine(0))
+    assert ["the disk is full" in result.trouble for result in found] == [True, True]
+
+
+async def test_a_pod_that_does_not_answer_holds_up_the_end_of_no_other(one):
+    spec = PodSpec(name="hung", provider="list")
+    row = one.ledger.advance(one.ledger.add(spec, one.rows[0].offer, now=0.0), State.CREATING)
+    row = one.ledger.set_pod(row, "id", None)
+    for state in (State.REACHABLE, State.SYNCED):
+        row = one.ledger.advance(row, state)
+    one._machines = {one.rows[0].label: FlakyMachine(0), row.label: FlakyMachine(10**9, done=["starts"])}
+    placed = [*SET.experiments, Placed(pod="hung", config=ExperimentConfig(name="third"))]
+    both, given_back = replace(SET, pods=[SPEC, spec], experiments=placed), asyncio.Queue[str]()
+    running = asyncio.create_task(
+        runs.run(Renters(one.ledger, one.say, [one]), "python", both, PRETRAIN, given_back.put)
+    )
+    assert await asyncio.wait_for(given_back.get(), 60.0) == "one"
+    assert not running.done()
+    running.cancel()
