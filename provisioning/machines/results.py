@@ -49,13 +49,19 @@ def patterns_of(words: Sequence[str]) -> list[str]:
 
 
 async def fetch_results(
-    machine: Machine, label: str, words: Sequence[str], into: str, transfers: asyncio.Semaphore
+    machine: Machine,
+    label: str,
+    words: Sequence[str],
+    into: str,
+    transfers: asyncio.Semaphore,
+    limit_s: float | None = None,
 ) -> str:
     """Copy results to the same relative paths in `into`, a local directory or a URL that fsspec knows.
 
     `words`: those of --fetch, kinds and paths. `transfers` is held for logs and metrics, and then for the rest: it is
-    fair, so that the small results of all pods precede the first model. Returns a sentence on what was there. May be
-    repeated. Raises MachineError or UserError.
+    fair, so that the small results of all pods precede the first model. `limit_s`: for how long it is held at once,
+    before TimeoutError is raised. Returns a sentence on what was there. May be repeated. Raises MachineError or
+    UserError.
     """
     patterns, directory = patterns_of(words), pod_directory(label)
     if not patterns:
@@ -86,7 +92,7 @@ exit 0
         small = [path for path in paths if _is_one_of(path, patterns_of(_SMALL))]
         for part in (small, [path for path in paths if path not in small]):
             if part:
-                async with transfers:
+                async with transfers, asyncio.timeout(limit_s):
                     await machine.fetch(directory, part, here)
                     if is_url(into):
                         await asyncio.to_thread(_put, here, into)

@@ -21,8 +21,9 @@ from provisioning.renting.each import Failures, each
 from provisioning.renting.renter import Renter
 
 _MIN_ABSENCES = 3
-# For fetching results after the rental end; normally the watcher has fetched them some minutes before.
-_LAST_FETCH_S = 300.0
+# For each transfer of results after the rental end, and for all with their waiting for each other, while the pod costs
+# money; normally the watcher has fetched them some minutes before.
+_LAST_FETCH_S, _LAST_FETCHES_S = 300.0, 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,12 +221,10 @@ async def _carry_out(renter: Renter, action: Action) -> None:
         renter.say(row.name, f"given back: {action.reason}")
         # The rental is over, even if the results cannot be fetched.
         try:
-            async with asyncio.timeout(_LAST_FETCH_S):
-                await renter.fetch_results(row, discard_results=True)
+            async with asyncio.timeout(_LAST_FETCHES_S):
+                await renter.fetch_results(row, discard_results=True, limit_s=_LAST_FETCH_S)
         except TimeoutError:
-            renter.say(
-                row.name, f"of its results, what did not arrive within {_LAST_FETCH_S:g} s of its end is lost"
-            )
+            renter.say(row.name, "of its results, what did not arrive within minutes of its end is lost")
         # Meanwhile another task may have given it back, or a command may have extended its rental.
         current = ledger.current(row)
         if current is None or current.ends_at != row.ends_at:

@@ -36,7 +36,9 @@ Say = Callable[[str, str], None]
 _PRICE_SLACK = 1.02
 # An extension of the shortest allowed length, 36 s, has to be seen.
 _EARLY_S, _LATE_S = 30.0, 600.0
-MAX_TRANSFERS = 4
+MAX_TRANSFERS = 8
+"""Transfers at once. Pods send more slowly than this machine receives, so one alone would leave its line idle; with
+more, each may be too slow to end in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +294,13 @@ class Renter:
         await self.end(row)
         return True
 
-    async def fetch_results(self, row: Row, *, discard_results: bool = False) -> None:
+    async def fetch_results(
+        self, row: Row, *, discard_results: bool = False, limit_s: float | None = None
+    ) -> None:
         """Fetch the results of a pod. Raises ResultsNotFetched if that fails.
 
-        Only prints the failure if `discard_results`, or if the pod is gone or has failed for good.
+        Only prints the failure if `discard_results`, or if the pod is gone or has failed for good. `limit_s`: for each
+        transfer, from its beginning; TimeoutError is raised after it.
         """
         words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
         if row.state not in (State.SYNCED, State.RUNNING) or not self.ledger.recall(RUN_DIR) or not words:
@@ -305,7 +310,7 @@ class Renter:
             pod = await self.pod_of(row)
             failure = pod.failure
             machine = await self.machine_of(row, replace(pod, is_ready=True, failure=""))
-            fetched = await fetch_results(machine, row.label, words, into, self.transfers)
+            fetched = await fetch_results(machine, row.label, words, into, self.transfers, limit_s)
         except NoCapacity:
             self.say(row.name, "there is no such pod any more, so its results cannot be fetched")
         except ProvisioningError as error:
