@@ -198,8 +198,10 @@ def extend(
     from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)
-    # Not those that are being given back, unless they are named.
-    rows = [row for row in ledger.named(names) if names or row.state != "deleting"]
+    found = ledger.named(names)
+    # Of those that are being given back, only those that are named and have no replacement.
+    living = {row.name for row in found if row.state != "deleting"}
+    rows = [row for row in found if row.state != "deleting" or (names and row.name not in living)]
     endless = [row.name for row in rows if row.ends_at is None]
     said = f"no end time to extend: {', '.join(endless)}"
     if endless and (names or len(endless) == len(rows)):
@@ -209,8 +211,8 @@ def extend(
         say("–", said)
 
     async def work() -> int:
-        async with renters(ledger, access(inventory), say) as found:
-            failures = await found.extend([row for row in rows if row.ends_at is not None], hours)
+        async with renters(ledger, access(inventory), say) as opened:
+            failures = await opened.extend([row for row in rows if row.ends_at is not None], hours)
         ensure_watcher(ledger)
         return shouted(failures)
 

@@ -173,8 +173,8 @@ class Ledger:
         offer = row.offer if price is None else replace(row.offer, price_per_hour=price)
         return self.advance(row, state, provider_id=provider_id, offer=_to_json(offer), **more)
 
-    def extend(self, row: Row, ends_at: float) -> None:
-        """Set the rental end, whatever state the row is in by now. Needs no lock.
+    def extend(self, row: Row, extra_s: float) -> float:
+        """Postpone the rental end, whatever state the row is in by now, and return it. Needs no lock.
 
         Raises UserError if the pod is being given back or is gone.
         """
@@ -182,7 +182,10 @@ class Ledger:
             known = self.current(row)
             if known is None or known.state == State.DELETING:
                 raise UserError(f"{row.name} is given back, so its rental was not extended.")
+            assert known.ends_at is not None, row.label
+            ends_at = known.ends_at + extra_s
             self._set(known, ends_at=ends_at)
+        return ends_at
 
     def count_absence(self, row: Row, *, now: float) -> None:
         """Record that one more listing lacks the pod of this order."""

@@ -189,11 +189,17 @@ class Renters(dict[str, Renter]):
         async def one(row: Row) -> None:
             if row.ends_at is None:
                 raise UserError(f"{row.name} has no rental end that could be extended.")
-            ends_at = row.ends_at + hours * 3600
-            renter = self[row.provider]
-            if renter.provider.keeps_time:
-                await renter.schedule_end(replace(row, ends_at=ends_at), await renter.pod_of(row))
-            self.ledger.extend(row, ends_at)
+            extra_s, renter = hours * 3600, self[row.provider]
+
+            async def schedule(ends_at: float) -> None:
+                if renter.provider.keeps_time:
+                    await renter.schedule_end(replace(row, ends_at=ends_at), await renter.pod_of(row))
+
+            await schedule(row.ends_at + extra_s)
+            ends_at = self.ledger.extend(row, extra_s)
+            if ends_at != row.ends_at + extra_s:
+                # Another command has extended it meanwhile.
+                await schedule(ends_at)
             self.say(row.name, f"lives {hours:g} h longer")
 
         return await each(rows, one)

@@ -303,6 +303,11 @@ class Keeper:
             self.tell(f"{name} has died: {why}; it is {'given back' if obstacle else 'replaced'}")
         async with renters(self.ledger, self.access, self.say) as found:
             failures = await found.give_back([one.row for one, _ in dead.values()], discard_results=True)
+        # Their rentals may have been extended meanwhile.
+        labels = {one.row.label for one, _ in dead.values()}
+        ends_at = {row.name: row.ends_at for row in self.ledger.bills() if row.label in labels}
+        wanted = wanted.at(self.clock(), ends_at)
+        wanted.write(self.ledger)
         if not obstacle:
             secrets = secrets_of(self.access.environment, list(wanted.setup.secrets or ()))
             setup = replace(wanted.setup, secrets=secrets)

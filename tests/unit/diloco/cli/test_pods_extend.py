@@ -71,9 +71,35 @@ def test_a_rental_is_not_extended_once_its_pod_is_given_back(provider, capsys):
     assert ledger.rows()[0].ends_at == end
 
 
+def test_a_replacement_is_extended_by_name_though_its_dead_predecessor_is_not_gone_yet(provider):
+    ledger = provider.ledger
+    ledger.advance(provider.row, State.DELETING)
+    row = ledger.advance(ledger.add(provider.row.spec, OFFER, now=2000.0), State.CREATING)
+    provider.row = ledger.advance(ledger.set_pod(row, "new", None), State.REACHABLE)
+    assert pods.extend("pod-0", hours=2.0, state_file=ledger.path) == 0
+    assert provider.until == {"new": row.ends_at + 7200}
+    assert [one.ends_at for one in ledger.rows()] == [4600.0, row.ends_at + 7200]
+
+
+def test_of_two_extensions_at_once_none_is_lost(provider):
+    set_end, ends = provider.set_end, [provider.row.ends_at + 7200, provider.row.ends_at + 10800]
+
+    async def slow(pod_id: str, ends_at: float) -> None:
+        if not provider.until:
+            # Another command is faster.
+            provider.ledger.extend(provider.row, 3600.0)
+        await set_end(pod_id, ends_at)
+        assert ends_at == ends.pop(0)
+
+    provider.set_end = slow
+    assert pods.extend(hours=2.0, state_file=provider.ledger.path) == 0
+    assert ends == []
+    assert provider.ledger.rows()[0].ends_at == provider.until["id"] == provider.row.ends_at + 10800
+
+
 async def test_a_pod_whose_rental_is_extended_while_its_last_results_are_fetched_stays(provider, monkeypatch):
     async def fetch(self: Renter, row: Row, **_: object) -> None:
-        self.ledger.extend(row, 9e9)
+        self.ledger.extend(row, 9e9 - row.ends_at)
 
     monkeypatch.setattr(Renter, "fetch_results", fetch)
     one = Renter(ledger=provider.ledger, provider=provider, say=lambda name, text: None)

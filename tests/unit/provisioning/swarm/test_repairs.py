@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,6 +157,25 @@ def test_a_pod_that_cannot_be_given_back_keeps_no_other_from_being_replaced(repa
     assert sorted(attempts) == ["pod-A100", "pod-H100"]
     assert (repaired.shop.orders, repaired.started) == (["pod-H100"], [["pod-H100"]])
     assert "pod-A100 is not up yet: it is still there" in repaired.told
+
+
+def test_a_rental_that_is_extended_while_its_pod_is_replaced_is_extended_for_the_replacement(
+    repaired, monkeypatch
+):
+    give_back, ends_at = Renter.give_back, time.time() + 3600.0
+    for row in repaired.ledger.rows():
+        repaired.ledger.advance(row, State.RUNNING, ends_at=ends_at)
+
+    async def extended(self: Renter, row: Row, **options: Any) -> bool:
+        if row.name == "pod-A100":
+            self.ledger.extend(row, 7200.0)
+        return await give_back(self, row, **options)
+
+    monkeypatch.setattr(Renter, "give_back", extended)
+    repaired.tick()
+    assert sorted(repaired.shop.orders) == ["pod-A100", "pod-H100"]
+    ends = {row.name: row.ends_at - ends_at for row in repaired.ledger.rows()}
+    assert ends == pytest.approx({"pod-A100": 7200.0, "pod-H100": 0.0}, abs=100.0)
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.DELETING])
