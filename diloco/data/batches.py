@@ -6,6 +6,7 @@ save or restore. Only a streamed dataset has one, since finding a sample by its 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,14 +20,16 @@ import numpy as np
 from diloco.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from diloco.data.held_out import Validation, validation_of, windows_among, windows_at
 from diloco.data.sampling import Block, random_tokens, step_offsets, windows_of
-from diloco.data.streaming import StreamingSource, open_hub_dataset
+from diloco.data.streaming import HubDataset, StreamingSource, open_hub_dataset
 from diloco.data.token_cache import tokenized
 from diloco.data.tokenizer import is_byte_level, text_byte_counts
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 from diloco.options.trainer import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 # If a corpus is so small that no document is held out, the last 1/_HELD_OUT_TAIL of its windows are.
 _HELD_OUT_TAIL = 50
@@ -40,6 +43,8 @@ _FAKE_EVAL_TOKENS = 8192
 _READ_AHEAD = 2
 # Time limit of `check_data`.
 _CHECK_S = 2.0
+# Ten minutes without the hub.
+_NUM_RETRIES, _RETRY_S = 20, 30.0
 
 
 class SampleSource(Protocol):
@@ -67,7 +72,9 @@ def open_data(
     fills_cache: bool = True,
     agreed: Callable[[str], str] = lambda key: key,
 ) -> SampleSource:
-    """The source that the configuration names. A finite dataset is tokenised on first use. Raises UserError.
+    """The source that the configuration names. A finite dataset is tokenised on first use.
+
+    Raises UserError, and DilocoError if a Hugging Face dataset cannot be reached for long.
 
     `on_tokenized` is called with the number of bytes tokenised so far. One rank of a node has to be the one that
     `fills_cache`, and `agreed` returns what it is called with on that rank.
@@ -83,9 +90,8 @@ def open_data(
         )
     corpus = open_corpus(config)
     if corpus is None:
-        dataset = open_hub_dataset(config.dataset_name_or_path, config.text_column, seed=config.seed)
         return StreamingSource(
-            dataset,
+            _opened_patiently(config),
             tokenizer,
             seq_length=config.seq_length,
             samples_per_block=block,
@@ -104,6 +110,20 @@ def open_data(
     )
 
 
+def _opened_patiently(config: TrainConfig) -> HubDataset:
+    """Wait while the hub cannot be reached: a worker that fails for the same reason again and again is given up."""
+    num_failed = 0
+    while True:
+        try:
+            return open_hub_dataset(config.dataset_name_or_path, config.text_column, seed=config.seed)
+        except DilocoError as error:
+            num_failed += 1
+            if isinstance(error, UserError) or num_failed > _NUM_RETRIES:
+                raise
+            log.warning("%s; next attempt in %g s", error, _RETRY_S)
+        time.sleep(_RETRY_S)
+
+
 def check_data(config: TrainConfig) -> None:
     """Check, before anything is started, that the dataset exists, is readable and large enough. Raises UserError.
 
@@ -113,7 +133,12 @@ def check_data(config: TrainConfig) -> None:
         return
     corpus = open_corpus(config)
     if corpus is None:
-        open_hub_dataset(config.dataset_name_or_path, config.text_column)
+        try:
+            open_hub_dataset(config.dataset_name_or_path, config.text_column)
+        except UserError:
+            raise
+        except DilocoError as error:
+            raise UserError(f"{error}; try again later, or name text on this machine's disk") from error
     elif isinstance(corpus, FileCorpus):
         _check_files(corpus, config.seq_length)
 

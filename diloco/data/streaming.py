@@ -39,6 +39,8 @@ NUM_LANES = 2**_LANE_BITS
 # Part of every saved state: increment it when its numbers mean something else.
 _FORMAT = 2
 _HUB_TIMEOUT_S = 10.0
+_TRANSIENT_STATUSES = 408, 429
+"""HTTP statuses below 500 with which the hub refuses a request for now: timeout, and too many requests."""
 # Byte frequencies are estimated from this many documents of lane 0.
 _COUNTED_DOCUMENTS = 256
 
@@ -237,7 +239,8 @@ class HubDataset:
         *,
         seed: int = 0,
     ) -> None:
-        """Reads one row to find the text column. Raises UserError if there is no row or no text.
+        """Reads one row to find the text column. Raises UserError if there is no row or no text, and DilocoError if
+        reading fails.
 
         `seed` determines the order of the files.
         """
@@ -246,10 +249,7 @@ class HubDataset:
         self._seed = seed
         self._train = train
         self._validation = validation
-        try:
-            first = next(iter(self._rows(train)), None)
-        except DilocoError as error:
-            raise UserError(str(error)) from error
+        first = next(iter(self._rows(train)), None)
         if first is None:
             raise UserError(f"{name} is empty; name a dataset with text")
         self._column = text_column_of(first, named=text_column, dataset=name)
@@ -326,7 +326,10 @@ class HubDataset:
 
 
 def open_hub_dataset(name: str, text_column: str | None = None, *, seed: int = 0) -> HubDataset:
-    """Open `owner/name` or `owner/name:config`. Raises UserError if it cannot be opened."""
+    """Open `owner/name` or `owner/name:config`.
+
+    Raises UserError if there is no such dataset for this user, and DilocoError if the hub cannot be asked at present.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -341,6 +344,8 @@ def open_hub_dataset(name: str, text_column: str | None = None, *, seed: int = 0
     # Any exception: the hub's client lets those of its HTTP library through, which depends on the client's version.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
+        if not _is_final(error):
+            raise DilocoError(f"{name} cannot be loaded from Hugging Face at present: {reason}") from error
         raise UserError(
             f"{name} is not a file here, and cannot be loaded from Hugging Face ({reason}); name `stdlib`, a "
             "text, JSONL or Parquet file, a directory of them, or a dataset there (owner/name[:config])"
@@ -359,6 +364,22 @@ def _check_is_there(path: str) -> None:
         HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
     except RepositoryNotFoundError as error:
         raise ValueError("there is no such dataset, or it is not public") from error
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the hub has refused the dataset's name or configuration; else it, or the network, may be down."""
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import FileNotFoundDatasetsError
+    from huggingface_hub.errors import HFValidationError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return 400 <= status < 500 and status not in _TRANSIENT_STATUSES
+    # `datasets` raises ValueError itself for an unknown configuration. Its subclasses include failures of the network,
+    # such as a wrong TLS certificate or an answer that is not JSON; other errors about files, missing answers.
+    return type(error) is ValueError or isinstance(
+        error, HFValidationError | FileNotFoundDatasetsError | EmptyDatasetError
+    )
 
 
 def _usual_configuration(datasets: Any, path: str) -> str:

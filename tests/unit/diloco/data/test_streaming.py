@@ -277,12 +277,11 @@ class Interrupted:
         raise type("HTTPError", (Exception,), {})("server disconnected")
 
 
-def test_an_outage_in_mid_training_lets_the_worker_be_started_again():
-    with pytest.raises(DilocoError, match="reading far failed: server disconnected") as outage:
-        list(HubDataset("far", Interrupted(200)).lane(0))
-    assert not isinstance(outage.value, UserError)
-    with pytest.raises(UserError, match="reading far failed: server disconnected"):
-        HubDataset("far", Interrupted(0))
+def test_an_outage_lets_the_worker_be_started_again():
+    for num_rows in (200, 0):
+        with pytest.raises(DilocoError, match="reading far failed: server disconnected") as outage:
+            list(HubDataset("far", Interrupted(num_rows)).lane(0))
+        assert not isinstance(outage.value, UserError)
 
 
 def test_a_stream_without_text_or_documents_is_refused(tokenizer, tmp_path):
