@@ -133,7 +133,10 @@ def peer(
     fields = daemon_config(train, _SOURCE.named, has_own_worker=bool(program))
     # The other peers on this machine may already use their memory, so only this one is counted.
     one_peer = replace(machine, num_peers=1)
-    check_memory_and_disk(train, one_peer, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
+    is_settled = is_first and not program
+    check_memory_and_disk(
+        train, one_peer, state_dir(), named=_SOURCE.named, num_ranks=ranks, is_settled=is_settled
+    )
     check_ports_free(train.hv)
     with run_dir_of(train) as run_dir:
         print(f"run directory: {run_dir}", flush=True)

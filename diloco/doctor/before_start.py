@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from diloco.data.tokenizer import check_vocabulary
@@ -23,14 +25,22 @@ _NUM_NON_LAYER_UNITS = 3
 
 
 def check_memory_and_disk(
-    config: TrainConfig, machine: Machine, state_dir: Path, *, num_ranks: int = 1, is_settled: bool = True
+    config: TrainConfig,
+    machine: Machine,
+    state_dir: Path,
+    *,
+    named: Collection[str] = (),
+    num_ranks: int = 1,
+    is_settled: bool = True,
 ) -> None:
     """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.
 
-    `is_settled=False` means that batch sizes, steps and `--grpo.lora-rank` may still come from the swarm. Then
-    activations and the run's later checkpoints are not counted, and GRPO counts as training adapters, which takes less
-    memory.
+    `is_settled=False` means that settings that the user has not `named` may still come from the swarm. Then activations
+    and the run's later checkpoints are not counted, the optimizer is the one that takes less memory, and GRPO counts as
+    training adapters, which takes less too.
     """
+    if not is_settled and config.mode == "pretrain" and "optimizer" not in named:
+        config = replace(config, optimizer="muon")
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
     tokens = samples * config.seq_length * num_ranks if is_counted else 0
@@ -39,6 +49,7 @@ def check_memory_and_disk(
         check_peers_fit(
             config.path_model,
             num_peers=num_peers,
+            optimizer=config.optimizer,
             on_gpu=machine.num_gpus > 0,
             activation_tokens=tokens,
             gpu_bytes=machine.gpu_bytes_each * num_ranks or None,

@@ -77,6 +77,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         check_peers_fit(
             config.path_model,
             on_gpu=on_gpu,
+            optimizer=config.optimizer,
             has_adapters=config.trains_adapters,
             compression=config.hv.compression,
         )

@@ -11,8 +11,10 @@ from diloco.errors import UserError
 from diloco.options.model_files import load_model_config
 from peers.protocol.codecs import BITS_BY_CODEC, FLOAT_BYTES, CodecName
 
+Optimizer = Literal["adamw", "muon"]
+
 # In the worker: fp32 weights, gradients, and AdamW's two moments or Muon's one.
-_WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
+_WORKER_BYTES_PER_PARAMETER: Mapping[Optimizer, int] = {"adamw": 16, "muon": 12}
 # In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
 # In host memory, and in a checkpoint: what a lossy codec has kept back of this peer's contributions. What it has kept
@@ -44,7 +46,7 @@ def memory_needed_bytes(
     *,
     activation_tokens: int,
     config: Mapping[str, Any],
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: Optimizer = "adamw",
     on_gpu: bool = False,
     in_swarm: bool = True,
     has_adapters: bool = False,
@@ -183,6 +185,7 @@ def check_peers_fit(
     on_gpu: bool,
     activation_tokens: int = 0,
     gpu_bytes: int | None = None,
+    optimizer: Optimizer,
     has_adapters: bool = False,
     recomputes: bool = False,
     compression: CodecName = "fp32",
@@ -199,6 +202,7 @@ def check_peers_fit(
         least_num_parameters(model),
         activation_tokens=activation_tokens,
         config=model,
+        optimizer=optimizer,
         on_gpu=on_gpu,
         has_adapters=has_adapters,
         recomputes=recomputes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,20 @@ EIGHT_BILLION = {
     "vocab_size": 151_936,
     "tie_word_embeddings": False,
 }
+ONE_AND_A_HALF_BILLION = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 25,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
 MACHINE = Machine(num_cores=64, num_gpus=8, gpu_bytes=80 * 2**30)
 
 
-def check(config: TrainConfig, machine: Machine = MACHINE, num_ranks: int = 8) -> None:
-    check_memory_and_disk(config, machine, Path("state"), num_ranks=num_ranks)
+def check(config: TrainConfig, machine: Machine = MACHINE, num_ranks: int = 8, **settled: Any) -> None:
+    check_memory_and_disk(config, machine, Path("state"), num_ranks=num_ranks, **settled)
 
 
 @pytest.fixture
@@ -68,3 +78,22 @@ def test_a_peer_has_the_memory_of_its_own_ranks_alone(config):
     sharded = replace(config, per_device_train_batch_size=1, activation_checkpointing=True)
     with pytest.raises(UserError, match=r"80\.0 GiB are free; .* more GPUs$"):
         check(sharded, num_ranks=1)
+
+
+def test_the_memory_of_the_optimizer_that_is_chosen_is_counted(config, tmp_path):
+    path_model = str(model_directory(tmp_path / "smaller", **ONE_AND_A_HALF_BILLION))
+    one = {"per_device_train_batch_size": 1, "seq_length": 1024, "activation_checkpointing": True}
+    adamw = replace(config, path_model=path_model, optimizer="adamw", **one)
+    of_24_gb = replace(MACHINE, num_gpus=1, gpu_bytes=25_757_220_864)
+    check(replace(adamw, optimizer="muon"), of_24_gb, num_ranks=1)
+    with pytest.raises(UserError, match="GPU memory"):
+        check(adamw, of_24_gb, num_ranks=1)
+
+
+def test_an_optimizer_that_the_swarm_may_choose_counts_as_the_one_that_takes_less(config, tmp_path):
+    path_model = str(model_directory(tmp_path / "smaller", **ONE_AND_A_HALF_BILLION))
+    default = replace(config, path_model=path_model)
+    small = replace(MACHINE, num_gpus=1, gpu_bytes=24_000_000_000)
+    check(default, small, num_ranks=1, is_settled=False)
+    with pytest.raises(UserError, match="GPU memory"):
+        check(default, small, num_ranks=1, is_settled=False, named={"optimizer"})

@@ -135,10 +135,10 @@ def test_a_model_that_names_its_sizes_otherwise_is_not_guessed_at(config):
 def test_a_model_of_trillions_is_refused_on_any_machine_and_one_that_fits_is_not(tmp_path):
     huge = str(model_directory(tmp_path / "huge", **TRILLIONS))
     with pytest.raises(UserError, match=r"needs about \d+\.\d GiB of memory for 2 peers"):
-        check_peers_fit(huge, num_peers=2, on_gpu=False)
+        check_peers_fit(huge, num_peers=2, on_gpu=False, optimizer="muon")
     with pytest.raises(UserError, match="GiB of memory, "):
-        check_peers_fit(huge, on_gpu=True)
-    check_peers_fit(str(model_directory(tmp_path / "tiny")), num_peers=2, on_gpu=False)
+        check_peers_fit(huge, on_gpu=True, optimizer="muon")
+    check_peers_fit(str(model_directory(tmp_path / "tiny")), num_peers=2, on_gpu=False, optimizer="adamw")
 
 
 def test_checking_loads_no_torch():
