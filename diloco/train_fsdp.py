@@ -299,6 +299,7 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
         optimizer=config.optimizer,
         on_gpu=device.type == "cuda",
         recomputes=config.activation_checkpointing,
+        copies_state=config.copies_state,
         # If this worker was restarted, its daemon has already allocated its share of the memory.
         in_swarm=False,
         num_copies=None if config.shards_model else world.num_local_ranks,

@@ -55,6 +55,7 @@ def check_memory_and_disk(
             gpu_bytes=machine.gpu_bytes_each * num_ranks or None,
             has_adapters=has_adapters,
             recomputes=config.activation_checkpointing,
+            copies_state=config.copies_state,
             num_copies=None if config.shards_model else num_ranks,
             compression=config.hv.compression,
         )

@@ -79,6 +79,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             on_gpu=on_gpu,
             optimizer=config.optimizer,
             has_adapters=config.trains_adapters,
+            copies_state=config.copies_state,
             compression=config.hv.compression,
         )
     except UserError as error:
@@ -96,6 +97,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
             on_gpu=on_gpu,
             has_adapters=config.trains_adapters,
             recomputes=config.activation_checkpointing,
+            copies_state=config.copies_state,
             compression=config.hv.compression,
             num_copies=num_copies,
         )

@@ -337,6 +337,11 @@ class TrainConfig:
         return self.mode == "pretrain" and self.sharding_strategy != "NO_SHARD"
 
     @property
+    def copies_state(self) -> bool:
+        """Whether the trainer keeps a host copy of weights and optimizer state, from which checkpoints are written."""
+        return self.mode == "pretrain" and self.ckpt.interval is not None
+
+    @property
     def end_step(self) -> int:
         """Nominal steps at which training ends."""
         return min(self.max_steps or self.total_steps, self.total_steps)

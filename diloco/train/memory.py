@@ -15,6 +15,8 @@ Optimizer = Literal["adamw", "muon"]
 
 # In the worker: fp32 weights, gradients, and AdamW's two moments or Muon's one.
 _WORKER_BYTES_PER_PARAMETER: Mapping[Optimizer, int] = {"adamw": 16, "muon": 12}
+# In host memory, from the first checkpoint on: what it is written from, weights and the optimizer's moments.
+_COPY_BYTES_PER_PARAMETER: Mapping[Optimizer, int] = {"adamw": 12, "muon": 8}
 # In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
 # In host memory, and in a checkpoint: what a lossy codec has kept back of this peer's contributions. What it has kept
@@ -37,6 +39,8 @@ class MemoryNeed:
     """Summed over its GPUs; 0 if it trains on the CPU."""
     activation_bytes: int = 0
     """The part of `device_bytes`, or of `host_bytes` on the CPU, that depends on batch size and sequence length."""
+    copy_bytes: int = 0
+    """The part of `host_bytes` that --ckpt.interval adds."""
     is_sharded: bool = True
     """Whether its ranks share one copy of the model, so that more GPUs help."""
 
@@ -51,13 +55,14 @@ def memory_needed_bytes(
     in_swarm: bool = True,
     has_adapters: bool = False,
     recomputes: bool = False,
+    copies_state: bool = False,
     compression: CodecName = "fp32",
     num_copies: int | None = None,
 ) -> MemoryNeed:
     """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks on this machine.
 
-    `recomputes` is --activation-checkpointing, `compression` is --hv.compression. `num_copies` is how many ranks here
-    hold the whole model each; None: they share it.
+    `recomputes` is --activation-checkpointing, `compression` is --hv.compression, `copies_state` that of the
+    configuration. `num_copies` is how many ranks here hold the whole model each; None: they share it.
 
     The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
     activations are underestimated, and adapters, which are trained in place of the weights, are not counted.
@@ -67,10 +72,13 @@ def memory_needed_bytes(
     worker = num_parameters * per_parameter * (num_copies or 1) + activations
     per_parameter = _SWARM_BYTES_PER_PARAMETER + residual_bytes_per_parameter(compression)
     swarm = num_parameters * per_parameter if in_swarm and not has_adapters else 0
+    # Whole weights are copied once per peer, by the rank that holds the first replica.
+    copies = num_parameters * _COPY_BYTES_PER_PARAMETER[optimizer] if copies_state else 0
     return MemoryNeed(
-        host_bytes=swarm if on_gpu else worker + swarm,
+        host_bytes=copies + (swarm if on_gpu else worker + swarm),
         device_bytes=worker if on_gpu else 0,
         activation_bytes=activations,
+        copy_bytes=copies,
         is_sharded=num_copies is None,
     )
 
@@ -102,12 +110,15 @@ def check_memory(
     if available is not None and wanted > available:
         peers = "" if num_peers == 1 else f" for {num_peers} peers"
         activations = 0 if need.device_bytes else need.activation_bytes
-        has_room_for_models = wanted - activations * num_peers <= available
+        advice = "a smaller model"
+        if wanted - activations * num_peers <= available:
+            advice = _FEWER_TOKENS
+        elif wanted - need.copy_bytes * num_peers <= available:
+            advice = "a smaller model, or no checkpoints (--ckpt.interval)"
         fewer_peers = ", or fewer peers here" if need.host_bytes <= available else ""
         raise UserError(
             f"training {path_model} needs about {wanted / _GIB:.1f} GiB of memory{peers}, "
-            f"{available / _GIB:.1f} GiB are free; take "
-            f"{_FEWER_TOKENS if has_room_for_models else 'a smaller model'}{fewer_peers}"
+            f"{available / _GIB:.1f} GiB are free; take {advice}{fewer_peers}"
         )
 
 
@@ -188,6 +199,7 @@ def check_peers_fit(
     optimizer: Optimizer,
     has_adapters: bool = False,
     recomputes: bool = False,
+    copies_state: bool = False,
     compression: CodecName = "fp32",
     num_copies: int | None = None,
 ) -> None:
@@ -206,6 +218,7 @@ def check_peers_fit(
         on_gpu=on_gpu,
         has_adapters=has_adapters,
         recomputes=recomputes,
+        copies_state=copies_state,
         compression=compression,
         num_copies=num_copies,
     )

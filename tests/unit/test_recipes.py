@@ -64,7 +64,14 @@ def test_it_says_what_it_takes(name):
     num = num_parameters(model := load_model_config(config.path_model))
     on_gpu = "GPU of 20 GiB" in head
     tokens = config.per_device_train_batch_size * config.seq_length
-    need = memory_needed_bytes(num, activation_tokens=tokens, config=model, on_gpu=on_gpu)
+    need = memory_needed_bytes(
+        num,
+        activation_tokens=tokens,
+        config=model,
+        optimizer=config.optimizer,
+        on_gpu=on_gpu,
+        copies_state=config.copies_state,
+    )
     said = float(re.search(r"([\d.]+) GiB of (?:the machine's own )?memory", head)[1])
     assert said == pytest.approx(need.host_bytes / 2**30, rel=0.1)
     assert need.device_bytes < 20 * 2**30

@@ -11,7 +11,7 @@ import pytest
 from diloco.doctor import before_start
 from diloco.doctor.before_start import check_memory_and_disk
 from diloco.errors import UserError
-from diloco.options.flags import GrpoConfig, TrainConfig
+from diloco.options.flags import CkptConfig, GrpoConfig, TrainConfig
 from diloco.train import memory
 from diloco.train.devices import Machine
 from tests.support.commands import model_directory
@@ -88,6 +88,18 @@ def test_the_memory_of_the_optimizer_that_is_chosen_is_counted(config, tmp_path)
     check(replace(adamw, optimizer="muon"), of_24_gb, num_ranks=1)
     with pytest.raises(UserError, match="GPU memory"):
         check(adamw, of_24_gb, num_ranks=1)
+
+
+def test_the_copies_of_which_checkpoints_are_written_have_to_fit(config, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 32 * 2**30)
+    plain = TrainConfig(path_model="1b", per_device_train_batch_size=1)
+    saving = replace(plain, ckpt=CkptConfig(interval=100))
+    cpu = Machine(num_cores=64)
+    check(plain, cpu, num_ranks=1)
+    with pytest.raises(UserError, match=r"32\.0 GiB are free; .* no checkpoints"):
+        check(saving, cpu, num_ranks=1)
+    # Those of GRPO are written by transformers.
+    check(replace(saving, mode="grpo"), cpu, num_ranks=1)
 
 
 def test_an_optimizer_that_the_swarm_may_choose_counts_as_the_one_that_takes_less(config, tmp_path):

@@ -71,6 +71,22 @@ def test_weights_gradients_optimizer_and_swarm_are_counted():
     assert lossy.host_bytes == 36 * 10**9
     beside = memory_needed_bytes(10**9, activation_tokens=0, config=config, has_adapters=True)
     assert beside.host_bytes == 4 * 10**9
+    for optimizer, per_parameter in (("adamw", 12), ("muon", 8)):
+        for on_gpu in (False, True):
+            plain, saving = (
+                memory_needed_bytes(
+                    10**9,
+                    activation_tokens=0,
+                    config=config,
+                    optimizer=optimizer,
+                    on_gpu=on_gpu,
+                    copies_state=copies_state,
+                    num_copies=2,
+                )
+                for copies_state in (False, True)
+            )
+            assert saving.host_bytes - plain.host_bytes == per_parameter * 10**9
+            assert saving.device_bytes == plain.device_bytes
     on_gpu = memory_needed_bytes(10**9, activation_tokens=1024, config=config, on_gpu=True)
     assert on_gpu.host_bytes == 16 * 10**9 and on_gpu.device_bytes > 16 * 10**9
 
@@ -92,16 +108,20 @@ def test_a_model_too_large_for_the_machine_is_refused_with_both_figures():
 
 
 def test_what_is_advised_would_help():
-    def advice(params, tokens, *, peers=1, gib=30):
-        need = memory_needed_bytes(params, activation_tokens=tokens, config=load_model_config("2m"))
+    def advice(params, tokens, *, peers=1, **options):
+        config = load_model_config("2m")
+        need = memory_needed_bytes(params, activation_tokens=tokens, config=config, **options)
         with pytest.raises(UserError) as refusal:
-            check_memory(need, path_model="2m", num_peers=peers, available=gib * GIB)
+            check_memory(need, path_model="2m", num_peers=peers, available=30 * GIB)
         return str(refusal.value).rpartition("; take ")[2]
 
     shorter = "a smaller --per-device-train-batch-size, a shorter --seq-length, or --activation-checkpointing"
     assert advice(10**6, 10**8) == advice(10**6, 10**8, peers=2) == shorter
     assert advice(10**10, 0) == advice(10**10, 10**8) == advice(10**10, 0, peers=2) == "a smaller model"
     assert advice(10**9, 0, peers=2) == "a smaller model, or fewer peers here"
+    no_checkpoints = "a smaller model, or no checkpoints (--ckpt.interval)"
+    assert advice(10**9, 0, copies_state=True) == no_checkpoints
+    assert advice(10**10, 0, copies_state=True) == "a smaller model"
 
 
 def test_a_model_too_large_for_the_gpus_is_refused():
