@@ -111,16 +111,14 @@ def judged_again(
     """The scores that rollout peers should have found for these completions, each an example's number, tokens, turns.
 
     They are infinite for a completion that cannot be judged, or is impossible, because the environment would not have
-    given the replies in it.
+    given the replies in it. There are none if judging it ends the process: this machine may lack memory.
     """
 
     def scores(example: Example, said: Sequence[str]) -> list[float]:
         return _judged_at_all(lambda: task.scores(example, said)) or [math.inf]
 
     replayed = [_judged_at_all(partial(_replayed, task, tokenizer, *one)) for one in completions]
-    found = iter(
-        task.pool.each("scores", scores, [one for one in replayed if one], if_it_ends=lambda *_: [math.inf])
-    )
+    found = iter(task.pool.each("scores", scores, [one for one in replayed if one], no_verdict=list[float]()))
     return [next(found) if one else [math.inf] for one in replayed]
 
 

@@ -149,7 +149,8 @@ class PeerRollouts:
         ]
         found = self._judge([(group.example, one["tokens"], one["turns"]) for group, one in chosen])
         for (group, one), scores in zip(chosen, found, strict=True):
-            self._checks.judged_again(group.peer_id, one["scores"], scores)
+            if scores:
+                self._checks.judged_again(group.peer_id, one["scores"], scores)
 
     def figures(self) -> dict[str, Any]:
         """Figures of the last generation, for the step's record."""

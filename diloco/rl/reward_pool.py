@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
+from diloco.errors import DilocoError
 from peers.system import num_cores, with_parent
 
 if TYPE_CHECKING:
@@ -56,18 +57,19 @@ class RewardPool:
         here: Callable[[Example, Sequence[str]], T],
         asked: Sequence[tuple[Example, Sequence[str]]],
         *,
-        if_it_ends: Callable[[Example, Sequence[str]], T] | None = None,
+        no_verdict: T | None = None,
     ) -> list[T]:
         """What `here` returns for each example and what the model has said, in this order; `here` asks the question.
 
-        What fails in another process is judged here again, so errors are those of `here`. What ends the process is
-        judged by `if_it_ends`; default: here as well.
+        What fails in another process is judged here again, so errors are those of `here`. What ends its process is
+        judged once more alone, as it may not be to blame if the memory is used up, but never here, where it would end
+        the trainer. If it fails again, `no_verdict` is returned for it. Raises DilocoError if there is none.
         """
         began, found = self._clock(), list[T]()
         for number, one in enumerate(asked):
             spent_s = self._clock() - began
             if self._opened and spent_s >= PAYS_S and spent_s * (len(asked) - number) >= PAYS_S * number:
-                return found + self._elsewhere(question, here, asked[number:], if_it_ends or here)
+                return found + self._elsewhere(question, here, asked[number:], no_verdict)
             found.append(here(*one))
         return found
 
@@ -76,24 +78,44 @@ class RewardPool:
         question: Question,
         here: Callable[[Example, Sequence[str]], T],
         asked: Sequence[tuple[Example, Sequence[str]]],
-        if_it_ends: Callable[[Example, Sequence[str]], T],
+        no_verdict: T | None,
     ) -> list[T]:
         found, reasons = list[T](), list[str]()
         requests = [_outcome(partial(pickle.dumps, (question, *one))) for one in asked]
-        for one, outcome in zip(asked, self._answers(requests), strict=True):
-            if outcome is None:
-                found.append(if_it_ends(*one))
-                reasons.append(_HAS_ENDED)
-            elif outcome[0]:
-                found.append(outcome[1])
-            else:
+        for one, request, first in zip(asked, requests, self._answers(requests), strict=True):
+            succeeded, result = first or self._alone(request[1])
+            if succeeded:
+                found.append(result)
+            elif first:
                 found.append(here(*one))
-                reasons.append(outcome[1])
+            elif no_verdict is not None:
+                found.append(no_verdict)
+            else:
+                raise DilocoError(
+                    f"A completion cannot be judged: it has ended its process, and failed again alone: {result}."
+                )
+            if not (first and succeeded):
+                reasons.append(_HAS_ENDED if first is None else result)
         if reasons:
             log.warning(
                 "%d rewards failed in processes of their own; the first: %s", len(reasons), reasons[0]
             )
         return found
+
+    def _alone(self, request: bytes) -> _Outcome:
+        """The outcome of a question in a new process, after all others have ended."""
+        for process in list(self._processes):
+            self._end(process)
+        process = _Process(pickle.dumps(self._opened))
+        try:
+            outcome = process.answer()
+            if outcome and outcome[0]:
+                process.ask(0, request)
+                outcome = process.answer()
+        finally:
+            process.end()
+        code = process.process.returncode
+        return outcome or (False, f"{_HAS_ENDED} ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
 
     def _answers(self, requests: Sequence[_Outcome]) -> list[_Outcome | None]:
         """The outcome of each question; None if it has ended its process. Those not pickled are returned as they are.

@@ -8,7 +8,7 @@ Three checks, each cheap for a learner, which trains on these completions anyway
 - *Copies.* A completion that is too improbable to be sampled twice must not have come before.
 
 Not detected: completions of another model with forged log-probabilities of the learner's policy; a policy that is only
-a little older than claimed; and rewards forged for few of many completions.
+a little older than claimed; rewards forged for few of many completions, or for those that end whoever judges them.
 """
 
 from __future__ import annotations

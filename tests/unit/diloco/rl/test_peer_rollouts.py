@@ -175,6 +175,18 @@ def test_a_completion_that_cannot_be_judged_counts_as_falsely_judged(daemon, sou
     assert set(left_out(daemon)) == {"peer"}
 
 
+def test_a_completion_without_a_verdict_counts_neither_for_nor_against_its_peer(daemon, source):
+    def judged_by(scores, times):
+        source._judge = lambda asked: [scores for _ in asked]
+        for _ in range(times):
+            daemon.queue = [sent(0)]
+            source.take(1)
+        return left_out(daemon)
+
+    assert judged_by([], 64) == []
+    assert judged_by([math.inf], 9) == ["peer"]
+
+
 def test_no_more_of_a_peers_completions_are_judged_again_at_once_than_are_needed(daemon, source):
     judge, num_judged = source._judge, []
     source._judge = lambda asked: num_judged.append(len(asked)) or judge(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 from diloco.options.flags import GrpoConfig
 from diloco.rl import reward_pool
 from diloco.rl.dialogues import judged_again
@@ -21,6 +20,7 @@ from diloco.rl.task_choice import open_task
 
 CODE = """
 import os
+import signal
 
 class Env:
     num_examples = 9
@@ -44,6 +44,11 @@ class Env:
                 raise RuntimeError("no GPU")
             case ["end", "except", "in", process] if process != str(os.getpid()):
                 os._exit(9)
+            case ["kill", "once", marker]:
+                if not os.path.exists(__file__ + marker):
+                    os.mkdir(__file__ + marker)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return os.getpid()
         return number + len(said[-1]) / 8
 """
 # Opened by the first process of the pool alone.
@@ -102,13 +107,19 @@ def test_what_fails_in_another_process_is_judged_here_with_the_same_error(task, 
     assert scores(task, "x") == [[1 / 8]]
 
 
-def test_what_ends_its_process_is_judged_here_and_others_answer_the_rest(task, caplog):
-    text = f"end except in {os.getpid()}"
-    texts = [text, "x", text, text, "process"]
-    *found, [process] = scores(task, *texts)
-    assert found == [[number + len(one) / 8] for number, one in enumerate(texts[:-1])]
-    assert process in {one.process.pid for one in task.pool._processes}
+def test_what_ends_its_process_is_judged_once_more_alone_and_others_answer_the_rest(task, caplog):
+    [first], x, [second], [third], [process] = scores(
+        task, "kill once .a", "x", "kill once .b", "kill once .c", "process"
+    )
+    assert x == [1 + 1 / 8]
+    assert len({first, second, third, process, os.getpid()}) == 5
     assert "3 rewards failed in processes of their own; the first: the process has ended" in caplog.text
+
+
+def test_what_ends_its_process_alone_too_is_an_error_and_not_judged_here(task):
+    with pytest.raises(DilocoError, match=r"memory is used up, or the reward .* ends it \(exit code 9\)"):
+        scores(task, "x", f"end except in {os.getpid()}", "xx")
+    assert scores(task, "x") == [[1 / 8]]
 
 
 def test_what_cannot_be_sent_is_judged_here(task, caplog):
@@ -118,12 +129,11 @@ def test_what_cannot_be_sent_is_judged_here(task, caplog):
     assert "1 rewards failed in processes of their own" in caplog.text
 
 
-def test_no_completion_of_a_rollout_peer_ends_a_learner_by_ending_a_process(task):
-    tokenizer = SimpleNamespace(
-        decode=lambda tokens, **_: "x" if tokens == [1] else f"end except in {os.getpid()}"
-    )
-    asked = [(number, [int(number == 3)], []) for number in range(4)]
-    assert judged_again(task, tokenizer, asked) == [[math.inf]] * 3 + [[3 + 1 / 8]]
+def test_a_rollout_peer_is_not_blamed_for_a_process_that_ended(task):
+    texts = [f"end except in {os.getpid()}", "kill once .d", "x"]
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: texts[tokens[0]])
+    ends, [process], x = judged_again(task, tokenizer, [(number, [number], []) for number in range(3)])
+    assert (ends, x) == ([], [2 + 1 / 8]) and process != os.getpid()
 
 
 def test_a_process_that_cannot_open_the_task_gets_no_questions(tmp_path, caplog):
@@ -161,7 +171,7 @@ def test_other_processes_judge_where_the_rest_would_take_longer_than_what_they_c
             now[0] += seconds
             judged["here"] += 1
 
-        def elsewhere(_question, _here, asked, _if_it_ends):
+        def elsewhere(_question, _here, asked, _no_verdict):
             judged["elsewhere"] += len(asked)
             return [None] * len(asked)
 
