@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -225,8 +226,10 @@ class _Process:
         return outcome
 
     def end(self) -> None:
-        """End the process at once. Repeating it is safe."""
-        self.process.kill()
+        """End the process and what it has started, at once. Repeating it is safe."""
+        # It leads a session of its own, which may outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         # A question that it has not read cannot be sent any more.
         with contextlib.suppress(OSError), self.process:
             pass
@@ -236,8 +239,12 @@ def work() -> None:
     """Open the task that standard input brings, then answer one question after the other until the input ends."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # The user's code may read and print.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
     os.dup2(2, 1)
+    # It may fork, too. If its children held the pipes, the trainer would not notice the end of this process.
+    for pipe in (requests, replies):
+        os.register_at_fork(after_in_child=partial(os.dup2, null, pipe.fileno(), inheritable=False))
     is_open, task = _outcome(lambda: pickle.load(requests)())
     pickle.dump((is_open, "" if is_open else task), replies)
     replies.flush()

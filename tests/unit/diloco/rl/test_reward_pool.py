@@ -21,6 +21,7 @@ from diloco.rl.task_choice import open_task
 CODE = """
 import os
 import signal
+import time
 
 class Env:
     num_examples = 9
@@ -49,6 +50,13 @@ class Env:
                     os.mkdir(__file__ + marker)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return os.getpid()
+            case ["fork", fifo]:
+                with open(fifo, "w"):
+                    if os.fork():
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(20)
+                    os.mkdir(fifo + ".outlived")
+                    os._exit(0)
         return number + len(said[-1]) / 8
 """
 # Opened by the first process of the pool alone.
@@ -120,6 +128,20 @@ def test_what_ends_its_process_alone_too_is_an_error_and_not_judged_here(task):
     with pytest.raises(DilocoError, match=r"memory is used up, or the reward .* ends it \(exit code 9\)"):
         scores(task, "x", f"end except in {os.getpid()}", "xx")
     assert scores(task, "x") == [[1 / 8]]
+
+
+def test_what_ends_its_process_is_not_waited_for_though_it_leaves_a_child_which_is_ended(task, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    child = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        asked = [(task.example(0), [f"fork {fifo}"]), (task.example(1), ["x"])]
+        assert task.pool.each("scores", task.scores, asked, no_verdict=[]) == [[], [1 + 1 / 8]]
+        os.set_blocking(child, True)
+        assert os.read(child, 1) == b""
+    finally:
+        os.close(child)
+    assert not (tmp_path / "fifo.outlived").exists()
 
 
 def test_what_cannot_be_sent_is_judged_here(task, caplog):
