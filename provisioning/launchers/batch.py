@@ -16,6 +16,8 @@ _SUBMIT_TIMEOUT_S = 60.0
 _MAX_SHORT_LIVES = 3
 _LONG_LIFE_S = 600
 """A training that fails sooner may not have trained at all."""
+_MAX_LIVES = 20
+"""Of one job: a training may fail each time at the same place."""
 _USER_ERROR = 2
 """The exit code for what a user must change first. torchrun passes it on as 1."""
 
@@ -123,16 +125,16 @@ def submit(script: str, path: Path, program: str) -> str:
 
 
 def _repeated(start: str) -> list[str]:
-    """Lines that run a command until it succeeds, needs its user, or fails several times in a row within minutes."""
+    """Lines that run a command until it succeeds, needs its user, or fails too often, in all or within minutes."""
     return [
-        "short_lives=0",
+        "lives=0 short_lives=0",
         "while true; do",
         "  began=$(date +%s) code=0",
         f"  {start} || code=$?",
         f'  if [ "$code" -eq 0 ] || [ "$code" -eq {_USER_ERROR} ]; then exit "$code"; fi',
-        "  short_lives=$((short_lives + 1))",
+        "  lives=$((lives + 1)) short_lives=$((short_lives + 1))",
         f"  if [ $(($(date +%s) - began)) -ge {_LONG_LIFE_S} ]; then short_lives=0; fi",
-        f'  if [ "$short_lives" -eq {_MAX_SHORT_LIVES} ]; then exit "$code"; fi',
+        f'  if [ "$short_lives" -eq {_MAX_SHORT_LIVES} ] || [ "$lives" -eq {_MAX_LIVES} ]; then exit "$code"; fi',
         '  echo "The training ended with $code and is started again."',
         "done",
     ]

@@ -42,9 +42,9 @@ def checked_config(path: Path) -> Path:
 
 
 def resumes(config: Path) -> bool:
-    """Whether a training with this configuration continues from its newest checkpoint."""
+    """Whether a training with this configuration saves checkpoints, and continues from the newest one."""
     ckpt = read_toml(config).get("ckpt")
-    return isinstance(ckpt, Mapping) and ckpt.get("resume") == "auto"
+    return isinstance(ckpt, Mapping) and ckpt.get("resume") == "auto" and {"interval", "path"} <= ckpt.keys()
 
 
 def checked(job: LaunchJob) -> tuple[LaunchJob, int]:

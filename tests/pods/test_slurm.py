@@ -150,7 +150,8 @@ print("rank", dist.get_rank(), "succeeded", flush=True)
 def test_a_training_that_resumes_is_started_again_on_both_nodes(environment, tmp_path):
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
     words = (f"--program={tmp_path / 'fails_once.py'}", "--config-flag=")
-    said = submitted(environment, tmp_path, '[ckpt]\nresume = "auto"\n', *words)
+    config = '[ckpt]\ninterval = 10\npath = "saved"\nresume = "auto"\n'
+    said = submitted(environment, tmp_path, config, *words)
     assert "a rank failed" in said and "is started again" in said, said
     assert "rank 0 succeeded" in said and "rank 1 succeeded" in said, said
 

@@ -54,7 +54,7 @@ def test_a_pbs_job_has_its_nodes_to_itself_and_the_cores_asked_for(
     assert "#PBS -l place=scatter:excl" in lines
 
 
-RESUMES = '[ckpt]\nresume = "auto"\n'
+RESUMES = '[ckpt]\nresume = "auto"\ninterval = 100\npath = "/shared"\n'
 SHORT, LONG = 5, 700
 
 
@@ -64,9 +64,20 @@ SHORT, LONG = 5, 700
         (RESUMES, [(LONG, 1), (LONG, 137), (SHORT, 1), (SHORT, 1), (LONG, 1), (SHORT, 0)], 6),
         (RESUMES, [(LONG, 1), *[(SHORT, 1)] * 4], 4),
         (RESUMES, [(LONG, 2), (SHORT, 0)], 1),
+        (RESUMES, [(LONG, 1)] * 21, 20),
         ("seed = 7\n", [(LONG, 1), (SHORT, 0)], 1),
+        ('[ckpt]\nresume = "auto"\npath = "/shared"\n', [(LONG, 1), (SHORT, 0)], 1),
+        ('[ckpt]\nresume = "auto"\ninterval = 100\n', [(LONG, 1), (SHORT, 0)], 1),
     ],
-    ids=["several long lives", "three short lives", "an error of the user's", "one that does not resume"],
+    ids=[
+        "several long lives",
+        "three short lives",
+        "an error of the user's",
+        "twenty lives",
+        "one that does not resume",
+        "one without interval",
+        "one without path",
+    ],
 )
 def test_slurm_starts_a_training_again_that_resumes(config, lives, num_lives, tmp_path, monkeypatch, capsys):
     """Shell scripts stand in for Slurm's commands and for the clock; the job script is run unchanged."""
