@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.outer.page_locked import lock_pages
 from tests.support.commands import (
     DILOCO,
     check_nothing_left,
@@ -48,6 +49,14 @@ def test_a_resumed_training_has_the_losses_of_the_undisturbed_one(start, model, 
     assert list(expected) == list(range(1, 9)) and list(resumed) == [5, 6, 7, 8]
     # CUDA kernels may sum in another order from run to run.
     assert resumed == pytest.approx({step: expected[step] for step in resumed}, rel=1e-3)
+
+
+def test_memory_that_cuda_refuses_to_lock_does_not_fail_the_next_kernel():
+    memory = torch.zeros(1024)
+    # CUDA refuses what is locked already.
+    lock_pages(memory)
+    lock_pages(memory)
+    assert (torch.ones(4, device=DEVICE) + 1).sum().item() == 8.0
 
 
 def test_compiled_it_trains(start, model):
