@@ -24,7 +24,8 @@ async def test_a_slow_transfer_may_take_any_time(monkeypatch):
     assert await ssh._rsync_once(["sh", "-c", script], "fetching", b"") == (0, "")
 
 
-async def test_an_interrupted_rsync_may_keep_what_it_has(tmp_path):
+async def test_an_interrupted_rsync_may_keep_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(ssh, "_KEEP_PARTIAL_S", 60.0)
     trap = f"trap 'echo some >{tmp_path}/partial; exit 20' TERM"
     script = f"{trap}; touch {tmp_path}/began; while :; do sleep 0.02; done"
     running = asyncio.create_task(ssh._rsync_once(["sh", "-c", script], "fetching", b""))
