@@ -203,9 +203,11 @@ def run(
             names = done.copy()
             done.clear()
             if names:
-                # What fails is repeated at the end.
+                # What fails is repeated when the next pod ends, and at the end.
+                failed: Collection[str] = names
                 with contextlib.suppress(ProvisioningError, OSError):
-                    await destroyed(pods, names)
+                    failed = await destroyed(pods, names)
+                done.update(failed)
 
     async def destroyed(pods: Renters, names: Collection[str] | None = None) -> Mapping[str, Exception]:
         """Give back the pods of these names, or all, if --destroy is set. Returns the errors by pod."""

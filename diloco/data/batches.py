@@ -43,8 +43,8 @@ _FAKE_EVAL_TOKENS = 8192
 _READ_AHEAD = 2
 # Time limit of `check_data`.
 _CHECK_S = 2.0
-# Ten minutes without the hub.
-_NUM_RETRIES, _RETRY_S = 20, 30.0
+# How long the hub may be away, and how often it is asked. An attempt may itself take minutes.
+_PATIENCE_S, _RETRY_S = 600.0, 30.0
 
 
 class SampleSource(Protocol):
@@ -112,13 +112,12 @@ def open_data(
 
 def _opened_patiently(config: TrainConfig) -> HubDataset:
     """Wait while the hub cannot be reached: a worker that fails for the same reason again and again is given up."""
-    num_failed = 0
+    give_up_at = time.monotonic() + _PATIENCE_S
     while True:
         try:
             return open_hub_dataset(config.dataset_name_or_path, config.text_column, seed=config.seed)
         except DilocoError as error:
-            num_failed += 1
-            if isinstance(error, UserError) or num_failed > _NUM_RETRIES:
+            if isinstance(error, UserError) or time.monotonic() >= give_up_at:
                 raise
             log.warning("%s; next attempt in %g s", error, _RETRY_S)
         time.sleep(_RETRY_S)

@@ -367,10 +367,11 @@ def _check_is_there(path: str) -> None:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether the hub has refused the dataset's name or configuration; else it, or the network, may be down."""
+    """Whether the hub has refused the dataset's name or configuration, or must not be asked; else it, or the network,
+    may be down."""
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import FileNotFoundDatasetsError
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
@@ -378,7 +379,7 @@ def _is_final(error: Exception) -> bool:
     # `datasets` raises ValueError itself for an unknown configuration. Its subclasses include failures of the network,
     # such as a wrong TLS certificate or an answer that is not JSON; other errors about files, missing answers.
     return type(error) is ValueError or isinstance(
-        error, HFValidationError | FileNotFoundDatasetsError | EmptyDatasetError
+        error, HFValidationError | OfflineModeIsEnabled | FileNotFoundDatasetsError | EmptyDatasetError
     )
 
 

@@ -14,8 +14,8 @@ from provisioning.launchers.job import LOGS, LaunchJob
 
 _SUBMIT_TIMEOUT_S = 60.0
 _MAX_SHORT_LIVES = 3
-_LONG_LIFE_S = 600
-"""A training that fails sooner may not have trained at all."""
+_LONG_LIFE_S = 1800
+"""A training that fails sooner may not have trained at all: it may wait ten minutes for its data (data/batches.py)."""
 _MAX_LIVES = 20
 """Of one job: a training may fail each time at the same place."""
 _USER_ERROR = 2

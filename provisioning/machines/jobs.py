@@ -21,6 +21,8 @@ _STOP_S = 12
 _START_TIMEOUT_S = 30.0
 _POLL_S = 2.0
 _MAX_FAILED_POLLS = 30
+_NO_DIRECTORY = 9
+"""The exit code of a script that finds no directory of the pod."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,21 @@ echo started
 
 
 async def state(machine: Machine, label: str, name: str) -> JobState:
-    """Raises MachineError."""
+    """Raises CommandFailed if the pod's directory is gone, MachineError if its state cannot be told."""
     script = f"""
 {_functions(label, name)}
 if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else echo none; fi
 """
-    word = (await machine.run(script)).checked(f"looking at {name}").strip() or "none"
+    answer = await machine.run(script)
+    try:
+        word = answer.checked(f"looking at {name}").strip() or "none"
+    except CommandFailed as error:
+        if answer.code == _NO_DIRECTORY:
+            raise
+        raise MachineError(str(error)) from error
     code = number_in(word)
     if code is None and word not in ("runs", "none"):
-        raise CommandFailed(f"{word[:40]!r} is no state of a job")
+        raise MachineError(f"{word[:40]!r} is no state of a job")
     return JobState(word == "runs", code)
 
 
@@ -84,7 +92,8 @@ async def finished(
 ) -> int | None:
     """Wait for the job's end, and return its exit code as in `JobState`. `on_poll` is called after each poll.
 
-    Raises MachineError, never CommandFailed, after many failed polls in a row: the job may go on nevertheless.
+    Raises, after many failed polls in a row, CommandFailed if the pod's directory is gone, and with it the job, and
+    MachineError if the job may go on nevertheless.
     """
     failed_polls = 0
     while True:
@@ -95,17 +104,17 @@ async def finished(
             failed_polls = 0
             if not seen.is_running:
                 return seen.code
-        except MachineError as error:
+        except MachineError:
             failed_polls += 1
             if failed_polls > _MAX_FAILED_POLLS:
-                raise MachineError(str(error)) from error
+                raise
         await asyncio.sleep(_POLL_S)
 
 
 async def any_runs(machine: Machine, label: str) -> bool:
     """Whether any job runs on the pod that needs its environment. Raises MachineError."""
     script = f"""
-cd {shlex.quote(pod_directory(label))} || exit 9
+cd {shlex.quote(pod_directory(label))} || exit {_NO_DIRECTORY}
 for file in {JOBS}/*/pid; do
   [ "$file" != {JOBS}/{ENVIRONMENT}/pid ] && [ -f "$file" ] && read -r pid <"$file" || continue
   grep -qzxF -e {shlex.quote(f"{MARK}={label}")} "/proc/$pid/environ" 2>/dev/null && echo runs
@@ -138,7 +147,7 @@ done
 def _functions(label: str, name: str) -> str:
     # The pid may have been reused by another process, which lacks the mark.
     return f"""
-cd {shlex.quote(pod_directory(label))} || exit 9
+cd {shlex.quote(pod_directory(label))} || exit {_NO_DIRECTORY}
 job={JOBS}/{shlex.quote(name)}
 alive() {{ [ -f "$job/pid" ] && grep -qzxF -e {shlex.quote(f"{MARK}={label}")} \
 "/proc/$(cat "$job/pid")/environ" 2>/dev/null; }}

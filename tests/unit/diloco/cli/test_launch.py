@@ -55,7 +55,7 @@ def test_a_pbs_job_has_its_nodes_to_itself_and_the_cores_asked_for(
 
 
 RESUMES = '[ckpt]\nresume = "auto"\ninterval = 100\npath = "/shared"\n'
-SHORT, LONG = 5, 700
+SHORT, LONG = 700, 2000
 
 
 @pytest.mark.parametrize(

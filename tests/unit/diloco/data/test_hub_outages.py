@@ -53,6 +53,7 @@ def test_a_worker_that_cannot_reach_the_hub_is_started_again(error, monkeypatch,
         hub.HFValidationError("no name for a dataset"),
         DatasetNotFoundError("Dataset 'far/away' is a gated dataset on the Hub."),
         ValueError("BuilderConfig 'fr' not found."),
+        hub.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"),
     ],
     ids=repr,
 )
@@ -79,7 +80,8 @@ def test_a_worker_waits_ten_minutes_for_the_hub_and_the_check_before_the_start_d
         return SimpleNamespace(num_files=64)
 
     monkeypatch.setattr(batches, "open_hub_dataset", opened)
-    monkeypatch.setattr(batches.time, "sleep", pauses_s.append)
+    clock = SimpleNamespace(sleep=pauses_s.append, monotonic=lambda: sum(pauses_s))
+    monkeypatch.setattr(batches, "time", clock)
     tokenizer = load_tokenizer("2m")
     assert batches.open_data(config, tokenizer).num_files == 64
     assert sum(pauses_s) == 600
