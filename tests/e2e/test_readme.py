@@ -75,7 +75,7 @@ TORCHRUN = (
     "--hv.world-rank 0 --hv.local-steps 2"
 )
 SLURM = "diloco launch config.toml 2 --engine slurm --gpus-per-node 8 --time-limit 12:00:00 --dry-run"
-PBS = "diloco launch config.toml 2 --engine pbs --gpus-per-node 8 --dry-run"
+PBS = "diloco launch config.toml 2 --engine pbs --gpus-per-node 8 --cpus-per-node 96 --dry-run"
 GRPO_MODEL = "python -m benchmarks.format_model tiny-grpo"
 GRPO = (
     "diloco run --mode grpo --path-model tiny-grpo --rollout hf "
