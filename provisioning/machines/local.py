@@ -10,7 +10,16 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.machines.machine import BLOCK_BYTES, EXCLUDED, Answer, end, exchange, lines_of, whole
+from provisioning.machines.machine import (
+    BLOCK_BYTES,
+    EXCLUDED,
+    Answer,
+    end,
+    exchange,
+    lines_of,
+    spawned,
+    whole,
+)
 
 _COMPILED = "__pycache__"
 
@@ -105,15 +114,17 @@ class LocalMachine:
 
     async def _start(self, script: str, stdin: int, stdout: int) -> asyncio.subprocess.Process:
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return await asyncio.create_subprocess_exec(
-            "sh",
-            "-c",
-            script,
-            cwd=self.home,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stdout,
-            start_new_session=True,
+        return await spawned(
+            asyncio.create_subprocess_exec(
+                "sh",
+                "-c",
+                script,
+                cwd=self.home,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stdout,
+                start_new_session=True,
+            )
         )
 
 

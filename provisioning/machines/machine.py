@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from provisioning.errors import CommandFailed
 
@@ -81,6 +81,19 @@ async def exchange(stdin: Writer, content: bytes, *outputs: Awaitable[bytes]) ->
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def spawned(starting: Coroutine[Any, Any, asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
+    """The process that `create_subprocess_exec` starts in a session of its own. If this is cancelled, the process ends.
+
+    asyncio itself may then wait for ever, since the children of the process go on.
+    """
+    task = asyncio.create_task(starting)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await end(await task)
+        raise
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

@@ -26,6 +26,7 @@ from provisioning.machines.machine import (
     end_of_stream,
     exchange,
     lines_of,
+    spawned,
     whole,
 )
 
@@ -292,12 +293,14 @@ async def _rsync_once(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int
     Raises MachineError if rsync, which runs with --progress, prints no progress for _MAX_SILENCE_S. A transfer may take
     any time, and rsync's own --timeout misses a stalled one: what rsync sends meanwhile to keep the connection counts.
     """
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
+    process = await spawned(
+        asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
     )
     assert process.stdin and process.stdout and process.stderr
     try:

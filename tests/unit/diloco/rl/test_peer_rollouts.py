@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_learner_generates_its_own_only_while_no_rollout_peer_is_there_and_say
     ):
         daemon.is_alone, daemon.queue = is_alone, queue
         assert source.take(1) == found
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert source.figures()["rollout_peers"] == 1
     source.generated([OWN])
     assert source.figures()["rollout_peers"] == 0

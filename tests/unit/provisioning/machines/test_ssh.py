@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from provisioning.machines import ssh
+from provisioning.machines.machine import spawned
 from provisioning.machines.ssh import Address
 from tests.support.in_process import until
 
@@ -34,3 +35,26 @@ async def test_an_interrupted_rsync_may_keep_what_it_has(tmp_path, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await running
     assert (tmp_path / "partial").read_text() == "some\n"
+
+
+async def test_a_copy_that_is_cancelled_while_its_process_starts_leaves_no_process(tmp_path):
+    """asyncio alone waits for ever here, as long as the process's child lives."""
+    began = tmp_path / "began"
+    start = asyncio.create_subprocess_exec
+
+    async def started(*args, **kwargs):
+        process = await start(*args, **kwargs)
+        await until(began.exists)
+        return process
+
+    argv = ("sh", "-c", f"sh -c 'echo $$ >{tmp_path}/pid; touch {began}; sleep 60' & wait")
+    pipe = asyncio.subprocess.PIPE
+    running = asyncio.create_task(
+        spawned(started(*argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True))
+    )
+    await until(began.exists)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    pid = int((tmp_path / "pid").read_text())
+    await until(lambda: not Path(f"/proc/{pid}/cwd").exists())
