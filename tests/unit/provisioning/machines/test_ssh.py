@@ -38,13 +38,12 @@ async def test_an_interrupted_rsync_may_keep_what_it_has(tmp_path, monkeypatch):
 
 
 async def test_a_copy_that_is_cancelled_while_its_process_starts_leaves_no_process(tmp_path):
-    """asyncio alone waits for ever here, as long as the process's child lives."""
-    began = tmp_path / "began"
-    start = asyncio.create_subprocess_exec
+    """asyncio itself may wait for ever then, as long as the process's child lives."""
+    began, is_cancelled = tmp_path / "began", asyncio.Event()
 
     async def started(*args, **kwargs):
-        process = await start(*args, **kwargs)
-        await until(began.exists)
+        process = await asyncio.create_subprocess_exec(*args, **kwargs)
+        await is_cancelled.wait()
         return process
 
     argv = ("sh", "-c", f"sh -c 'echo $$ >{tmp_path}/pid; touch {began}; sleep 60' & wait")
@@ -54,6 +53,7 @@ async def test_a_copy_that_is_cancelled_while_its_process_starts_leaves_no_proce
     )
     await until(began.exists)
     running.cancel()
+    is_cancelled.set()
     with pytest.raises(asyncio.CancelledError):
         await running
     pid = int((tmp_path / "pid").read_text())
