@@ -22,7 +22,8 @@ from peers.protocol.messages import Offer, Status
 STRIKES = 2.0
 """A peer with this many strikes is left out of groups."""
 FADE_EPOCHS = 8
-"""Strikes decay by one in this many epochs."""
+"""Strikes decay by one in this many epochs, at the peer's next contribution: one that only spoils attempts, however
+seldom, is left out in the end."""
 FIRST_TERM_EPOCHS = 4
 MAX_OUT_EPOCHS = 256
 """Each term of being left out is twice as long as the last, up to this."""
@@ -59,7 +60,7 @@ class Health:
     offer_checked_at: float = -math.inf
     strikes: float = 0.0
     fades_from: int = 0
-    """The epoch from which strikes decay."""
+    """The epoch up to which strikes have decayed."""
     out_until: int = 0
     """The epoch up to which it is left out."""
     term: int = 0
@@ -68,6 +69,14 @@ class Health:
     @property
     def is_live(self) -> bool:
         return self.lost_at == math.inf and self.status.phase != "leaving"
+
+    def fade(self, epoch: int) -> None:
+        """It has contributed to the commit that ended this epoch."""
+        if epoch > self.fades_from:
+            self.strikes = max(0.0, self.strikes - (epoch - self.fades_from) / FADE_EPOCHS)
+            self.fades_from = epoch
+        if not self.strikes:
+            self.term = 0
 
     def trains_at(self, head: str) -> bool:
         """Whether it is live and trains on this head, by its last status."""
@@ -256,7 +265,9 @@ class Swarm:
         # If timeouts changed, look again: other peers may be lost or gone by the new ones.
         self._look_at = look_at if is_same else -math.inf
 
-    def head_moved(self, now: float, head: str, signers: Collection[str], *, is_first: bool) -> None:
+    def head_moved(
+        self, now: float, head: str, epoch: int, signers: Collection[str], *, is_first: bool
+    ) -> None:
         """This peer has moved to a new head by commits of these signers. `is_first`: it had no head before. `roster` is
         the new head's already.
 
@@ -274,6 +285,8 @@ class Swarm:
                 health.at_head_at = now
         self._head = head
         for peer_id, health in self._peers.items():
+            if peer_id in signers:
+                health.fade(epoch)
             if is_first or peer_id in signers:
                 health.missed = 0
             elif health.status.head:
@@ -352,9 +365,8 @@ class Swarm:
         health = self._peers.get(peer_id)
         if health is None or self.is_left_out(peer_id, epoch):
             return False
-        health.strikes = max(0.0, health.strikes - max(0, epoch - health.fades_from) / FADE_EPOCHS)
-        health.term = health.term if health.strikes else 0
-        health.strikes, health.fades_from = health.strikes + weight, epoch
+        health.fades_from = epoch if not health.strikes else min(epoch, health.fades_from)
+        health.strikes += weight
         if health.strikes < STRIKES:
             return False
         health.term = min(MAX_OUT_EPOCHS, 2 * health.term or FIRST_TERM_EPOCHS)

@@ -95,7 +95,6 @@ class Lead:
             return self.abort(turn, f"lost {', '.join(lost)}", lost)
         if not turn.passed(self.deadline):
             return None
-        self._timing.attempt_timed_out()
         # If most members have not voted, the cause is probably not theirs: blame nobody.
         late = not_voted if self._has_majority else []
         for peer_id in late:

@@ -562,7 +562,7 @@ class Peer:
         for peer_id in sorted(roster.keys() - {self.me}):
             self.swarm.expect(peer_id, turn.now)
         signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
-        self.swarm.head_moved(turn.now, parent.head, signers, is_first=is_first)
+        self.swarm.head_moved(turn.now, parent.head, self.epoch, signers, is_first=is_first)
         self.catch_up.head_moved()
         self.worker.head_moved()
         self._head_since = turn.now

@@ -329,7 +329,7 @@ class Round:
         self.voted_result = Body(plan=plan, anchor=anchor, momentum=momentum)
         self.reduced_s = turn.now - self._accepted_at
         self.stage, self._signed = Stage.VOTE, plan.attempt
-        self._deadline = turn.now + self._timing.attempt_s
+        self._deadline = turn.now + self._timing.vote_s
         turn.do(Pledge(self.head, plan.attempt))
         vote = Vote(
             head=self.head,
@@ -386,7 +386,6 @@ class Round:
                 self._blame.strike(turn, leader, self._leader_failed, 0.5)
                 self._fail(turn, Failure(self._leader_failed, (leader,)))
             else:
-                self._timing.attempt_timed_out()
                 self._fail(turn, Failure("it took too long"))
             return True
         return False
@@ -450,5 +449,7 @@ class Round:
         """Record why this attempt failed, and go to the next one after a pause."""
         self.failures = [*self.failures[-MAX_FAILURES:], failure.reason]
         self._blame.attempt_failed(failure.suspects)
+        if self.stage is not Stage.GATHER:
+            self._timing.attempt_failed(turn.now - self._accepted_at)
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._leave_attempt(turn, self.attempt + 1)

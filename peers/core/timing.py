@@ -42,7 +42,8 @@ SLOWEST_LINK = 1e6
 LEAST_ROUND_S = START_S
 """The least timeout of the first round, in which streams are opened and kernels compiled."""
 ROUNDS = 4.0
-"""An attempt times out after this many usual rounds."""
+"""An attempt times out after this many usual rounds. If it fails late, the next one has about three times as long
+(`attempt_failed`), and so on: links may have become slower, or a peer with a slow link may have come back."""
 FETCH_S = START_S
 """A fetch may take this long in addition to what its bytes need."""
 _NORMAL_MAD = 1.4826
@@ -149,12 +150,19 @@ class Timing:
         return self.silence_s + min(self.silence_s, self.usual_round_s)
 
     @property
-    def attempt_s(self) -> float:
-        """The timeout of an attempt, from proposal to certificate."""
+    def vote_s(self) -> float:
+        """How long the votes of all and the certificate may take, once this peer's own reduction is done."""
         if not self._rounds:
             return min(self.most_attempt_s, self.first_round_s)
         usual = self.connect_s + self.stall_s + ROUNDS * self.usual_round_s
         return min(self.most_attempt_s, usual)
+
+    @property
+    def attempt_s(self) -> float:
+        """The timeout of an attempt, from proposal to certificate. It may take as long as an epoch even if rounds are
+        usually much shorter: otherwise a peer with a slow link could never come back."""
+        epoch_s = statistics.median_low(self._epochs) if self._epochs else 0.0
+        return min(self.most_attempt_s, max(self.vote_s, epoch_s))
 
     @property
     def least_grace_s(self) -> float:
@@ -215,8 +223,8 @@ class Timing:
             self._waited_s = waited_s
             self._gathers.append(last_s if complete else LATER * waited_s)
 
-    def attempt_timed_out(self) -> None:
-        """Double the usual round: rounds take longer now than they used to."""
-        longer = min(self.first_round_s, 2 * self.usual_round_s)
-        self._rounds.clear()
-        self._rounds.append(longer)
+    def attempt_failed(self, lasted_s: float) -> None:
+        """An attempt failed, `lasted_s` after its reduction began: for now, a round takes at least so long."""
+        if lasted_s > self.usual_round_s:
+            self._rounds.clear()
+            self._rounds.append(min(self.first_round_s, lasted_s))

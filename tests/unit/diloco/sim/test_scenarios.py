@@ -8,7 +8,7 @@ import pytest
 
 from diloco.sim.faults import MOMENTS
 from diloco.sim.schedules import lost_pieces
-from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
+from diloco.sim.swarm import Durations, VirtualSwarm, peer_id_of, settings_for
 from diloco.sim.values import State, initial_state
 from peers.core.effects import Apply, Broadcast, Reduce
 from peers.protocol.messages import Certificates
@@ -94,6 +94,30 @@ def test_the_work_of_a_slow_peer_comes_into_later_commits():
     late = worker.trained - worker.pending
     assert len(late) > 15 and late <= swarm.state(2).pieces
     assert min(swarm.epochs().values()) > 8
+
+
+@pytest.mark.parametrize("num_peers", [2, 4])
+def test_commits_go_on_though_all_links_have_become_twenty_times_slower(num_peers):
+    swarm = VirtualSwarm(num_peers, durations=Durations(reduce_s=(0.9, 1.0)))
+    in_epoch(swarm, 5)
+    swarm.reductions.reduce_s = (18.0, 20.0)
+    together(swarm, within_s=400.0)
+
+
+def test_a_peer_with_a_slow_link_that_was_away_for_long_is_in_the_commits_again():
+    durations = Durations(step_s=2.0, reduce_s=(0.5, 0.6), apply_s=(0.001, 0.002))
+    swarm = VirtualSwarm(4, settings=settings_for(4, grace_s=300.0), durations=durations)
+    in_epoch(swarm, 2)
+    swarm.kill(3)
+    assert swarm.run_until(lambda: min(swarm.epochs().values()) == 12, 300.0)
+    swarm.start(3)
+    assert swarm.run_until(lambda: swarm.peers[3].state is not None, 60.0)
+    # Only its link is slow: a reduction with it takes 12 s, where the others take half a second, and train 12 s.
+    swarm.peers[3].slowness = 20.0
+    back_at = swarm.now
+    together(swarm, within_s=120.0, commits=4)
+    later = [state for state in chain_of(swarm.state(0)) if state.made_at > back_at]
+    assert sum("p3" in state.certificate.plan.signer_set for state in later) >= 3
 
 
 def test_who_was_frozen_over_some_commits_brings_its_work_to_the_next():

@@ -22,7 +22,7 @@ def a_swarm(*names: str) -> Swarm:
     swarm = Swarm(Timing.of(SETTINGS))
     for name in names:
         swarm.heard(name, status(HEAD), 0.0)
-    swarm.head_moved(0.0, HEAD.head, (), is_first=True)
+    swarm.head_moved(0.0, HEAD.head, 0, (), is_first=True)
     return swarm
 
 
@@ -184,19 +184,31 @@ def test_a_peer_that_spoils_rounds_is_left_out_for_a_while():
     assert not swarm.is_left_out("b", 14)
 
 
-def test_strikes_fade_also_those_of_the_first_epoch():
+def contributes(swarm: Swarm, peer_id: str, epoch: int) -> None:
+    swarm.head_moved(float(epoch), HEAD.head, epoch, {peer_id}, is_first=False)
+
+
+def test_strikes_of_those_who_contribute_fade_also_those_of_the_first_epoch():
     for first in (0, 10):
         swarm = a_swarm("b")
         for _ in range(2):
-            swarm.strike("b", first)
+            swarm.strike("b", first, 0.9)
+        contributes(swarm, "b", first + 2 * FADE_EPOCHS)
         assert not swarm.strike("b", first + 2 * FADE_EPOCHS)
         assert not swarm.is_left_out("b", first + 2 * FADE_EPOCHS)
 
 
-def test_one_strike_now_and_then_leaves_nobody_out():
+def test_one_strike_now_and_then_leaves_nobody_out_who_contributes():
     swarm = a_swarm("b")
     for epoch in range(0, 40 * FADE_EPOCHS, FADE_EPOCHS):
         assert not swarm.strike("b", epoch)
+        contributes(swarm, "b", epoch + FADE_EPOCHS)
+
+
+def test_who_only_spoils_attempts_is_left_out_however_seldom_it_does():
+    swarm = a_swarm("b")
+    epochs = range(0, 8 * FADE_EPOCHS, 2 * FADE_EPOCHS)
+    assert [swarm.strike("b", epoch, 0.5) for epoch in epochs] == [False, False, False, True]
 
 
 def test_who_spoils_the_next_round_whenever_it_is_back_is_left_out_for_longer_each_time():
@@ -277,7 +289,7 @@ def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back(ph
         look(swarm, float(now))
     assert swarm.is_off_head("b", Turn(30.0))
     swarm.disconnected("b", 30.0)
-    swarm.head_moved(31.0, ahead.head, (), is_first=False)
+    swarm.head_moved(31.0, ahead.head, 1, (), is_first=False)
     assert not swarm.is_off_head("b", Turn(31.0))
     assert not swarm.is_gone("b")
 
@@ -294,7 +306,7 @@ def test_a_majority_that_signed_the_head_that_this_peer_comes_to_is_not_taken_fo
         look(swarm, float(now))
     assert swarm.is_off_head("b", Turn(30.0))
     swarm.roster = frozenset(roster)
-    swarm.head_moved(31.0, ahead.head, {"b", "c"}, is_first=False)
+    swarm.head_moved(31.0, ahead.head, 1, {"b", "c"}, is_first=False)
     assert swarm.is_off_head("b", Turn(31.0)) == swarm.is_off_head("c", Turn(31.0)) == is_off
 
 

@@ -102,19 +102,27 @@ def test_who_has_a_stream_begins_within_a_reaction_and_what_rounds_take_here():
 
 
 def test_an_attempt_takes_a_few_usual_rounds_beside_what_connections_take():
-    timing = learned(rounds=10.0)
+    timing = learned(rounds=10.0, epochs=20.0)
     assert STREAMS_S + 4 * 10.0 < timing.attempt_s < STREAMS_S + 4 * 10.0 + 3 * timing.silence_s
     assert learned(rounds=10.0, attempt_timeout_s=7.0).attempt_s == 7.0
 
 
-def test_an_attempt_that_timed_out_makes_the_next_one_longer_up_to_the_first():
+def test_an_attempt_may_take_as_long_as_an_epoch_but_votes_may_not():
+    timing = learned(rounds=1.0, epochs=600.0)
+    assert timing.attempt_s == 600.0
+    assert timing.vote_s == learned(rounds=1.0, epochs=5.0).vote_s < 20.0
+    assert learned(rounds=1.0, epochs=600.0, attempt_timeout_s=90.0).attempt_s == 90.0
+
+
+def test_an_attempt_that_failed_late_makes_the_next_one_longer_up_to_the_first():
     timing = learned(rounds=1.0)
+    timing.attempt_failed(0.9)
     lengths = [timing.attempt_s]
     for _ in range(8):
-        timing.attempt_timed_out()
+        timing.attempt_failed(0.75 * timing.attempt_s)
         lengths.append(timing.attempt_s)
     assert lengths == sorted(lengths)
-    assert lengths[1] > lengths[0]
+    assert lengths[1] > 2 * lengths[0]
     assert timing.usual_round_s == LEAST_ROUND_S
 
 
