@@ -143,19 +143,25 @@ class Registrar:
         is_own = wanted is not None and self._ledger.holder(wanted) == peer_id
         if wanted in held and not is_own and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
             return Taken(held[wanted].peer_id)
-        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(held))
-        if isinstance(answer, Taken) and not await self._is_there(answer.holder):
-            answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
-        if isinstance(answer, Taken):
-            return answer
-        return Grant(world_rank=answer, galaxy_size=self._num_around(peer_id, others))
+        present, avoid = self._present(others) - {peer_id}, frozenset(held)
+        answer = self._ledger.assign(peer_id, wanted, avoid=avoid, present=present)
+        while isinstance(answer, Taken):
+            holder, is_there = answer.holder, await self._is_there(answer.holder)
+            if is_there and wanted is not None:
+                return answer
+            if is_there:
+                present.add(holder)
+            answer = self._ledger.assign(
+                peer_id, wanted, evict=None if is_there else holder, avoid=avoid, present=present
+            )
+        self._granted_at[peer_id] = time.monotonic()
+        return Grant(world_rank=answer, galaxy_size=len(present | {peer_id}))
 
-    def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
-        """Peers that are present or arriving, `peer_id` included. (The ledger also contains dead ones.)"""
+    def _present(self, others: Iterable[Announcement]) -> set[str]:
+        """The peers that are present or arriving. (The ledger also contains dead ones.)"""
         now = time.monotonic()
-        arriving = {peer: at for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
-        self._granted_at = {**arriving, peer_id: now}
-        return len(self._granted_at.keys() | {record.peer_id for record in others})
+        self._granted_at = {peer: at for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
+        return self._granted_at.keys() | {record.peer_id for record in others}
 
     async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
         return await self._dht.ping(peer_id, timeout_s=PROBE_S, maddrs=maddrs)

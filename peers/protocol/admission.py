@@ -81,7 +81,7 @@ class AskRank(Struct, frozen=True, tag="rank"):
 class Grant(Struct, frozen=True, tag="grant"):
     world_rank: WorldRank
     galaxy_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_RANK)]
-    """How many peers the ledger knows, this one included."""
+    """How many peers are present or arriving, this one included."""
 
 
 class Taken(Struct, frozen=True, tag="taken"):

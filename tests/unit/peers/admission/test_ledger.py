@@ -20,7 +20,7 @@ def ledger(tmp_path):
 
 
 def test_ranks_are_given_from_zero_and_the_same_identity_gets_its_own_again(ledger):
-    assert [ledger.assign(peer) for peer in PEERS[:3]] == [0, 1, 2]
+    assert [ledger.assign(peer, present=PEERS) for peer in PEERS[:3]] == [0, 1, 2]
     assert ledger.assign(PEERS[1]) == 1
 
 
@@ -48,19 +48,41 @@ def test_ranks_in_use_elsewhere_are_avoided_unless_asked_for(ledger):
 
 def test_of_ever_new_identities_those_with_the_lowest_ranks_are_remembered(ledger, monkeypatch):
     monkeypatch.setattr(admission_ledger, "MAX_HOLDERS", 4)
-    assert [ledger.assign(peer) for peer in PEERS[:3]] == [0, 1, 2]
+    assert [ledger.assign(peer, present=PEERS) for peer in PEERS[:3]] == [0, 1, 2]
     for number in range(20):
-        rank = ledger.assign(f"stranger {number}", 100 + number if number % 2 else None)
+        rank = ledger.assign(f"stranger {number}", 100 + number if number % 2 else None, present=PEERS)
         assert ledger.holder(rank) == f"stranger {number}"
         assert rank in (3, 4, 100 + number)
-    assert [ledger.assign(peer) for peer in PEERS[:3]] == [0, 1, 2]
+    assert [ledger.assign(peer, present=PEERS) for peer in PEERS[:3]] == [0, 1, 2]
     assert ledger._db.execute("SELECT count(*) FROM holders").fetchone() == (4,)
+
+
+def test_over_weeks_of_replacements_ranks_grow_to_twice_the_peers_that_are_present(ledger):
+    here: list[str] = []
+    for number in range(100):
+        peer_id = f"pod {number}"
+        here = here[-3:]
+        answer = ledger.assign(peer_id, present=here)
+        if isinstance(answer, Taken):
+            assert answer.holder not in here
+            answer = ledger.assign(peer_id, present=here, evict=answer.holder)
+        assert answer < 8
+        assert all(ledger.assign(other) < 8 for other in here)
+        here.append(peer_id)
+    # The one whose rank is given again has been away the longest.
+    assert ledger.assign("another", present=here[-3:]) == Taken(holder="pod 92")
+
+
+def test_a_newcomer_takes_nobodys_rank_when_all_come_back_one_after_another(ledger):
+    ranks = {peer: ledger.assign(peer, present=PEERS[:number]) for number, peer in enumerate(PEERS)}
+    assert ledger.assign("newcomer") == len(PEERS)
+    assert {peer: ledger.assign(peer) for peer in PEERS} == ranks
 
 
 def test_who_asks_again_costs_no_write(ledger):
     for _ in range(3):
         assert ledger.assign("a") == ledger.assign("a", 0) == 0
-    assert ledger._db.total_changes == 1
+    assert ledger._db.total_changes == 2
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path):

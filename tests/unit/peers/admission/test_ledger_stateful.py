@@ -29,13 +29,23 @@ class LedgerUnderRequests(RuleBasedStateMachine):
     def open(self) -> None:
         self.ledger = RankLedger(Path(self.directory.name, "run.sqlite"))
 
-    @rule(peer_id=peer_ids, wanted=st.none() | ranks, avoid=st.frozensets(ranks, max_size=2))
-    def a_rank_is_asked_for(self, peer_id: str, wanted: int | None, avoid: frozenset[int]) -> None:
-        self._assign(peer_id, wanted, None, avoid)
+    @rule(
+        peer_id=peer_ids,
+        wanted=st.none() | ranks,
+        avoid=st.frozensets(ranks, max_size=2),
+        present=st.frozensets(peer_ids),
+    )
+    def a_rank_is_asked_for(
+        self, peer_id: str, wanted: int | None, avoid: frozenset[int], present: frozenset[str]
+    ) -> None:
+        answer = self._assign(peer_id, wanted, None, avoid, present - {peer_id})
+        if isinstance(answer, Taken) and wanted is None:
+            assert answer.holder not in present
+            self._assign(peer_id, wanted, answer.holder, avoid, present - {peer_id})
 
     @rule(peer_id=peer_ids, wanted=ranks)
     def a_holder_that_does_not_answer_is_evicted(self, peer_id: str, wanted: int) -> None:
-        self._assign(peer_id, wanted, self.holders.get(wanted), frozenset())
+        self._assign(peer_id, wanted, self.holders.get(wanted))
 
     @rule()
     def the_coordinator_is_started_again(self) -> None:
@@ -60,23 +70,32 @@ class LedgerUnderRequests(RuleBasedStateMachine):
         self.ledger.close()
         self.directory.cleanup()
 
-    def _assign(self, peer_id: str, wanted: int | None, evict: str | None, avoid: frozenset[int]) -> None:
+    def _assign(
+        self,
+        peer_id: str,
+        wanted: int | None,
+        evict: str | None,
+        avoid: frozenset[int] = frozenset(),
+        present: frozenset[str] = frozenset(),
+    ) -> int | Taken:
         before = {holder: rank for rank, holder in self.holders.items()}
-        answer = self.ledger.assign(peer_id, wanted, evict=evict, avoid=avoid)
+        answer = self.ledger.assign(peer_id, wanted, evict=evict, avoid=avoid, present=present)
         if isinstance(answer, Taken):
-            assert wanted is not None and answer.holder == self.holders[wanted] not in (peer_id, evict)
-            return
+            assert answer.holder in self.holders.values() and answer.holder not in (peer_id, evict)
+            assert wanted is None or answer.holder == self.holders[wanted]
+            return answer
         rank, mine = answer, before.get(peer_id)
         if wanted is not None:
             assert rank == wanted
         elif mine is not None and mine not in avoid:
             assert rank == mine
         else:
-            assert rank not in avoid and self.holders.get(rank) in (None, peer_id)
+            assert rank not in avoid
         assert self.holders.get(rank) in (None, peer_id, evict)
         self.holders = {r: holder for r, holder in self.holders.items() if holder != peer_id} | {
             rank: peer_id
         }
+        return answer
 
 
 LedgerUnderRequests.TestCase.settings = settings(

@@ -61,3 +61,19 @@ async def test_who_was_given_a_rank_and_never_came_is_forgotten(claimant, tmp_pa
         assert isinstance(grant, Grant) and grant.galaxy_size == min(number + 2, 3)
     assert registrar._granted_at.keys() == {"stranger 8", "stranger 9"}
     ledger.close()
+
+
+async def test_a_holder_that_still_answers_keeps_its_rank_though_the_dht_does_not_list_it(tmp_path, claimant):
+    class Unlisted(FakeDht):
+        async def get(self, key):
+            return {}
+
+    ledger = RankLedger(tmp_path / "ledger")
+    registrar = Registrar(RUN, ledger, Unlisted(claimant), Gate(RUN))
+    ledger.assign(claimant.peer_id)
+    for number in (1, 2, 3):
+        assert ledger.assign(f"gone {number}", present=["another"]) == number
+    assert await registrar.assign("newcomer", None) == Grant(world_rank=1, galaxy_size=2)
+    assert ledger.holder(0) == claimant.peer_id
+    assert ledger.holder(1) == "newcomer"
+    ledger.close()
