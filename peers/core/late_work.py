@@ -95,8 +95,10 @@ class LateWork:
         own, steps, roster = self.worker.step_s, self.settings.steps_per_epoch, self.swarm.roster
         # Only members count: any stranger can come and claim to be fast.
         others = [s.step_s for peer_id, s in self.swarm.live() if peer_id in roster and s.step_s > 0]
-        if not own or not others:
+        if not others:
             return 0.0
+        # A worker that has just come takes no longer than the others, until it knows its own speed.
+        own = own or statistics.median(others)
         hides_rounds = self.settings.never_waits or not self.chain.is_faultless
         return best_epoch_s(own, others, steps, self.timing.learned_round_s, hides_rounds=hides_rounds)
 

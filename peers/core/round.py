@@ -223,8 +223,10 @@ class Round:
         assert self._quorum_at is not None
         epoch_s = self._quorum_at - self._began_at
         relied_on = set(filter(self._group.relies_on, late))
-        if relied_on & self._group.roster:
-            return self._timing.grace_s(epoch_s)
+        if members := relied_on & self._group.roster:
+            statuses = map(self._swarm.status, members)
+            is_fetching = any(status is not None and status.phase == "fetching" for status in statuses)
+            return self._timing.grace_s(epoch_s, is_fetching=is_fetching)
         return self._timing.newcomers_grace_s(epoch_s) if relied_on else self._timing.least_grace_s
 
     def _note_group(self, turn: Turn, late: Collection[str]) -> None:

@@ -171,8 +171,9 @@ class Timing:
             self.most_grace_s, max(self.reaction_s, LEAST_GRACE_SHARE * max(self._epochs, default=0.0))
         )
 
-    def grace_s(self, epoch_s: float) -> float:
-        """How long a quorum waits for the other peers, if it was ready `epoch_s` after the epoch began."""
+    def grace_s(self, epoch_s: float, *, is_fetching: bool = False) -> float:
+        """How long a quorum waits for the other peers, if it was ready `epoch_s` after the epoch began. `is_fetching`:
+        one of them fetches the last commit, which takes no longer than a round."""
         slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
@@ -180,6 +181,8 @@ class Timing:
         # The median absolute deviation, which outliers do not change, as a standard deviation.
         deviation_s = _NORMAL_MAD * statistics.median(abs(each - usual_s) for each in self._gathers)
         learned = max(self.least_grace_s, usual_s + DEVIATIONS * deviation_s)
+        if is_fetching:
+            learned = max(learned, self.usual_round_s)
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
     def newcomers_grace_s(self, epoch_s: float) -> float:

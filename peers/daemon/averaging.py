@@ -202,7 +202,7 @@ class Averaging:
         """
         until, connect_s = time.monotonic() + timeout_s, min(self._timing.connect_s, timeout_s / 2)
         stall_s, optimizer = self._timing.stall_s, optimizer_of(self._manifest, len(plan.contributors))
-        work.begin_attempt(Recording() if self._may_be_fetched() else None)
+        work.begin_attempt(Recording() if self._may_be_fetched(plan) else None)
         reduce_plan = work.plan = reduce_plan_of(
             plan, self._me, work.local.numel(), self._codec, self._aggregation.rule, self._aggregation.trim
         )
@@ -282,7 +282,8 @@ class Averaging:
             into=work.inn,
         )
         # A download that begins from now on begins with this commit.
-        recording = work.recording if self.commit_log.is_wanted else None
+        is_wanted = self.commit_log.is_wanted or self._is_missed_by_somebody(certificate.plan)
+        recording = work.recording if is_wanted else None
         self.commit_log.add(recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes))
         work.contributors = [contributor.world_rank for contributor in contributors]
         work.lap("apply_s")
@@ -302,9 +303,14 @@ class Averaging:
         for peer_id in likely_neighbours(self._me, bandwidths, self._aggregation.rule):
             self.pool.open_ahead(peer_id)
 
-    def _may_be_fetched(self) -> bool:
+    def _may_be_fetched(self, plan: Plan) -> bool:
         """Whether a peer downloads the state, or may begin to before this attempt is committed."""
-        return self.commit_log.is_wanted or any(not status.head for _, status in self._swarm.live())
+        has_newcomers = any(not status.head for _, status in self._swarm.live())
+        return self.commit_log.is_wanted or has_newcomers or self._is_missed_by_somebody(plan)
+
+    def _is_missed_by_somebody(self, plan: Plan) -> bool:
+        """Whether a peer that is at the parent of this commit, but not in the commit, will ask for it."""
+        return not self._swarm.live_at(plan.parent).keys() <= plan.signer_set
 
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
         """Open streams to the neighbours, which ask for them by the same id. Raises RoundFailed."""

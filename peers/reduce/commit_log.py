@@ -1,4 +1,4 @@
-"""The commits that a donor records while a peer downloads its state, for that peer to replay.
+"""The commits that a donor records while a peer downloads its state or misses a commit, for that peer to replay.
 
 If epochs are shorter than a download of the state, the state is out of date when it arrives. A commit is far smaller:
 the average as it went on the wire. So the joiner then requests the commits made since (peers/net/states/replay.py). It

@@ -29,9 +29,9 @@ class Downloads:
         self._recorded_until = 0.0
         self._recorded: set[str] = set()
 
-    def committed(self, head: str, begun_at: float) -> None:
-        """Record the commit with this head, if its reduction began at a time when commits are recorded."""
-        if self._under_way or begun_at < self._recorded_until:
+    def committed(self, head: str, *, is_missed: bool) -> None:
+        """Record the commit with this head if commits are recorded now, or if a peer at its parent is not in it."""
+        if self._under_way or is_missed or self._clock.now < self._recorded_until:
             self._recorded.add(head)
 
     def size_of(self, path: Sequence[Certificate], have: Certificate | None) -> float:

@@ -211,7 +211,9 @@ class CostSwarm:
         if plan.epoch > self.newest.plan.epoch:
             if self.newest.plan.epoch < self._last_epoch:
                 self._last_members = frozenset(contributor.world_rank for contributor in plan.contributors)
-            self.downloads.committed(certificate.head, record.at - record.parts.round_s)
+            outside = self.living.keys() - plan.signer_set
+            is_missed = any(self.living[peer_id].machine.head == plan.parent for peer_id in outside)
+            self.downloads.committed(certificate.head, is_missed=is_missed)
             self.newest = certificate
             in_hand_s = sum(peer.worker.uncommitted_s for peer in self.living.values())
             self._in_hand[plan.epoch] = InHand(self.clock.now, in_hand_s)

@@ -141,6 +141,33 @@ def test_work_that_is_handed_over_on_an_anchor_that_has_gone_is_rebased_and_the_
     assert a.of(effects.Answer)[-1].epoch == 1
 
 
+def test_a_member_that_fetches_the_last_commit_is_waited_for_as_long_as_a_round_takes():
+    """Where rounds follow each other without a pause, it would miss each next one as well."""
+    for phase, waits in (("training", False), ("fetching", True)):
+        a = Driven.at(GENESIS, "bc")
+        a.come_to([last := commit(GENESIS, "abc")], "b")
+        a.peer.timing._rounds.extend([28.0] * 8)
+        a.peer.timing._gathers.extend([0.1] * 16)
+        a.peer.timing._epochs.extend([30.0] * 8)
+        a.announce(GENESIS if phase == "fetching" else last, "c", phase)
+        a.announce(last, "b", "ready", work=work(based_on=1))
+        for _ in range(2):
+            # The first time, the worker is told that the others are an epoch ahead.
+            a.ready(work(based_on=1))
+        a.run(15)
+        has_tried = a.peer.round.attempt > 0 or a.peer.round.stage is Stage.REDUCE
+        assert has_tried is not waits
+
+
+def test_a_worker_that_has_just_come_is_given_as_long_an_epoch_as_the_others():
+    """Before it knows its own speed: else a slow one would train a whole number of steps, for many of their epochs."""
+    a = Driven.at(GENESIS, "bc", settings=with_settings(epoch_s=0.0, steps_per_epoch=100))
+    a.announce(GENESIS, "bc", step_s=2.0)
+    a.run(1)
+    assert a.peer.worker.step_s == 0
+    assert a.peer._late_work.epoch_s() == 200.0
+
+
 def test_late_work_says_since_when_it_is_in_no_commit_until_it_is_in_one():
     swarm = founded("abc")
     swarm["c"].train_in(100.0)

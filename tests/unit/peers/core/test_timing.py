@@ -149,6 +149,12 @@ def test_the_grace_is_learned_from_how_far_apart_the_peers_are():
     assert few.grace_s(1.0) == FIRST_GRACE_S
 
 
+def test_who_fetches_the_last_commit_is_given_what_a_round_takes():
+    timing = learned(rounds=28.0, gathers=2.0, epochs=30.0)
+    assert timing.grace_s(30.0) == pytest.approx(3.0)
+    assert timing.grace_s(30.0, is_fetching=True) == 28.0
+
+
 @pytest.mark.parametrize("most", [0.0, 1.5, 5.0])
 def test_the_users_bound_on_the_grace_holds_whatever_was_learned(most):
     assert learned(gathers=20.0, grace_s=most).grace_s(60.0) == most

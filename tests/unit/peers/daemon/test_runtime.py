@@ -369,6 +369,20 @@ async def test_a_commit_is_kept_for_a_newcomer_whose_download_begins_during_its_
     assert kept == ([outcome.head] if num_newcomers and downloads else [])
 
 
+@pytest.mark.parametrize("is_missed", [True, False])
+async def test_a_commit_is_kept_for_a_live_peer_that_it_leaves_out(runtime, monkeypatch, is_missed):
+    """It will ask for this commit, which is far smaller than the state."""
+    log, mine = runtime.averaging.commit_log, memories()
+    async with running(runtime):
+        await runtime.begin_worker(mine.inn, offered())
+        before = runtime.core.head
+        if is_missed:
+            status = Status(incarnation=1, sequence=1, world_rank=1, phase="training", head=before)
+            runtime.post(events.Received("late", status))
+        outcome = await runtime.average(work_in(mine))
+    assert [commit.head for commit in log.between(before, outcome.head)] == [outcome.head] * is_missed
+
+
 class ScriptedCore(SimpleNamespace):
     """A core that answers each event with the effects from its script, and records all events."""
 
