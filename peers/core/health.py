@@ -43,6 +43,8 @@ class Health:
 
     status: Status
     heard_at: float
+    told_at: float = 0.0
+    """When its status last showed that its worker has come further."""
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is live."""
     in_started_run: bool = False
@@ -69,6 +71,11 @@ class Health:
     @property
     def is_live(self) -> bool:
         return self.lost_at == math.inf and self.status.phase != "leaving"
+
+    def tell(self, status: Status, now: float) -> None:
+        old, self.status = self.status, status
+        if (status.head, status.phase, status.local_step) != (old.head, old.phase, old.local_step):
+            self.told_at = now
 
     def fade(self, epoch: int) -> None:
         """It has contributed to the commit that ended this epoch."""
@@ -144,7 +151,7 @@ class Swarm:
         health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         is_newer = status is not None and _version(status) > _version(health.status)
         if status is not None and is_newer:
-            health.status = status
+            health.tell(status, now)
         if is_newer or was_lost:
             self._changed(peer_id, health, now)
         return status is None or is_newer
@@ -160,7 +167,8 @@ class Swarm:
         same = replace(old, sequence=status.sequence, local_step=status.local_step, step_s=status.step_s)
         if status != same or status.sequence <= old.sequence:
             return False
-        health.status, health.heard_at = status, now
+        health.heard_at = now
+        health.tell(status, now)
         if peer_id in self._live:
             self._live[peer_id] = self._live_at[status.head][peer_id] = status
         return True
@@ -172,7 +180,7 @@ class Swarm:
                 self._peers[peer_id].heard_at = now
 
     def _add(self, peer_id: str, status: Status, now: float) -> None:
-        health = self._peers[peer_id] = Health(status, now, at_head_at=now)
+        health = self._peers[peer_id] = Health(status, now, told_at=now, at_head_at=now)
         self._changed(peer_id, health, now)
 
     def _make_room(self) -> bool:
@@ -230,6 +238,7 @@ class Swarm:
         """This process was frozen for `seconds`: do not count that as silence of the others."""
         for health in self._peers.values():
             health.heard_at += seconds
+            health.told_at += seconds
             health.at_head_at += seconds
             health.lost_at += seconds
 
@@ -348,6 +357,10 @@ class Swarm:
             health.offer_checked_at = now
             health.sound_offer = offer if check(offer) else None
         return offer == health.sound_offer
+
+    def told_at(self, peer_id: str) -> float:
+        """When its status last showed that its worker has come further."""
+        return self._peers[peer_id].told_at
 
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at

@@ -211,7 +211,7 @@ class Peer:
                 self.swarm.still_here(peer_ids, now)
                 return True
             case events.WorkerTrains(local_step, step_s):
-                self.worker.local_step, self.worker.step_s = local_step, step_s
+                self.worker.tell(local_step, step_s, now)
                 return True
         return False
 
@@ -245,7 +245,7 @@ class Peer:
             case events.WorkerWaits():
                 worker.arrive()
             case events.WorkerTrains(local_step, step_s):
-                worker.local_step, worker.step_s = local_step, step_s
+                worker.tell(local_step, step_s, turn.now)
             case events.WorkReady(work):
                 worker.hand_over(work, self._settings.fragment_of(worker.epoch), turn.now)
             case events.WorkerGone():
@@ -538,7 +538,7 @@ class Peer:
         round_, worker = self.round, self.worker
         if round_ is None or self.catch_up.target is not None:
             return False
-        return round_.advance(turn, self._entry, is_training=worker.is_training)
+        return round_.advance(turn, self._entry, worker.progress)
 
     @property
     def _entry(self) -> Entry | None:

@@ -28,6 +28,7 @@ from peers.core.group import Group, RoundContext
 from peers.core.leading import Failure, Lead
 from peers.core.plans import Entry
 from peers.core.turn import Turn
+from peers.core.worker import Progress
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.messages import Abort, Decline, Vote
@@ -139,8 +140,8 @@ class Round:
     def leader_of(self, attempt: int) -> str:
         return self._order[attempt % len(self._order)]
 
-    def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
-        """Do what is due; True if anything was. `entry`: this peer's work, None while its worker trains."""
+    def advance(self, turn: Turn, entry: Entry | None, progress: Progress | None) -> bool:
+        """Do what is due; True if anything was. `entry`: this peer's work; `progress`: of its worker, while it trains."""
         if self._skip_to_median_attempt(turn):
             return True
         if self._lead is not None and (failure := self._lead.watch(turn)) is not None:
@@ -153,7 +154,7 @@ class Round:
         if (plan := self._proposals.pop(self.attempt, None)) is not None:
             self._consider(turn, plan, entry)
             return True
-        return self._gather(turn, entry, is_training)
+        return self._gather(turn, entry, progress)
 
     @property
     def next_data_base(self) -> int:
@@ -167,8 +168,8 @@ class Round:
 
     # Gathering
 
-    def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
-        ready, expected = self._ready_and_expected(turn, entry, is_training=is_training)
+    def _gather(self, turn: Turn, entry: Entry | None, progress: Progress | None) -> bool:
+        ready, expected = self._ready_and_expected(turn, entry, is_training=progress is not None)
         if not self._group.is_enough(turn, ready):
             self._quorum_at, self._leader_could_propose_at, self._num_ready = None, None, 0
             return False
@@ -176,7 +177,7 @@ class Round:
         if len(ready) > self._num_ready:
             self._num_ready, self._last_ready_at = len(ready), turn.now
         late = expected - ready
-        if late and not turn.passed(self._quorum_at + self._grace_s(late)):
+        if late and not turn.passed(self._quorum_at + self._grace_s(late, progress)):
             self._leader_could_propose_at = None
             return False
         leader = self.leader_of(self.attempt)
@@ -218,16 +219,33 @@ class Round:
         self._fail(turn, Failure(f"its leader {leader} is silent"))
         return True
 
-    def _grace_s(self, late: set[str]) -> float:
-        """How long a ready quorum waits for these peers."""
+    def _grace_s(self, late: set[str], own: Progress | None) -> float:
+        """How long a ready quorum waits for these peers. `own`: the progress of this peer, which may be one of them."""
         assert self._quorum_at is not None
         epoch_s = self._quorum_at - self._began_at
         relied_on = set(filter(self._group.relies_on, late))
         if members := relied_on & self._group.roster:
-            statuses = map(self._swarm.status, members)
-            is_fetching = any(status is not None and status.phase == "fetching" for status in statuses)
-            return self._timing.grace_s(epoch_s, is_fetching=is_fetching)
+            statuses = {p: status for p in members if (status := self._swarm.status(p)) is not None}
+            progress = [
+                Progress(status.local_step, status.step_s, self._swarm.told_at(p))
+                for p, status in statuses.items()
+                if status.head == self.head and status.phase == "training"
+            ]
+            progress += [own] if own is not None and self._me in members else []
+            return self._timing.grace_s(
+                epoch_s,
+                is_fetching=any(status.phase == "fetching" for status in statuses.values()),
+                due_in_s=self._due_in_s(progress),
+            )
         return self._timing.newcomers_grace_s(epoch_s) if relied_on else self._timing.least_grace_s
+
+    def _due_in_s(self, late: Sequence[Progress]) -> list[float]:
+        """How long after the quorum these peers will be ready, by their own progress, if all train as many steps."""
+        assert self._quorum_at is not None
+        settings = self._context.settings
+        if settings.epoch_s is not None:
+            return []
+        return [progress.done_at(settings.steps_per_epoch) - self._quorum_at for progress in late]
 
     def _note_group(self, turn: Turn, late: Collection[str]) -> None:
         """Record how long it took to form this group, which excludes the peers that are `late`."""

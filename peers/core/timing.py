@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
@@ -35,6 +36,9 @@ ENOUGH_ROUNDS = 4
 """Rounds to have seen before waiting times are learned from them."""
 LATER = 1.5
 """A waiting time that ended with a peer still missing is multiplied by this: a longer grace might have sufficed."""
+DUE_SHARE = 0.5
+"""A member whose own progress says that it will be ready is waited for, up to this share of an epoch: it has evaluated or
+saved. Without it, the others would count it as absent, and train ahead of each of the next commits."""
 SLOWEST_PEER = 8.0
 """The grace is at most this many epochs: slower peers are never waited for."""
 SLOWEST_LINK = 1e6
@@ -171,9 +175,14 @@ class Timing:
             self.most_grace_s, max(self.reaction_s, LEAST_GRACE_SHARE * max(self._epochs, default=0.0))
         )
 
-    def grace_s(self, epoch_s: float, *, is_fetching: bool = False) -> float:
-        """How long a quorum waits for the other peers, if it was ready `epoch_s` after the epoch began. `is_fetching`:
-        one of them fetches the last commit, which takes no longer than a round."""
+    def grace_s(
+        self, epoch_s: float, *, is_fetching: bool = False, due_in_s: Collection[float] = ()
+    ) -> float:
+        """How long a quorum waits for the other peers, if it was ready `epoch_s` after the epoch began.
+
+        `is_fetching`: one of them fetches the last commit, which takes no longer than a round. `due_in_s`: how long
+        after the quorum others of them will be ready, by their own progress.
+        """
         slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
@@ -183,6 +192,8 @@ class Timing:
         learned = max(self.least_grace_s, usual_s + DEVIATIONS * deviation_s)
         if is_fetching:
             learned = max(learned, self.usual_round_s)
+        longest_s = DUE_SHARE * statistics.median_low(self._epochs or [epoch_s])
+        learned = max([learned, *(due_s + self.reaction_s for due_s in due_in_s if due_s <= longest_s)])
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
     def newcomers_grace_s(self, epoch_s: float) -> float:

@@ -14,6 +14,20 @@ from peers.protocol.certificates import Work
 from peers.protocol.messages import Status
 
 
+class Progress(NamedTuple):
+    """How far a worker has come in its epoch."""
+
+    local_step: int
+    step_s: float
+    """0: not known."""
+    at: float
+    """When it said so."""
+
+    def done_at(self, steps_per_epoch: int) -> float:
+        """When it will have trained its epoch; infinite if its speed is not known."""
+        return self.at + (steps_per_epoch - self.local_step) * self.step_s if self.step_s else math.inf
+
+
 @dataclass
 class Worker:
     """The state machine of one peer's worker, over restarts of the worker process.
@@ -33,6 +47,8 @@ class Worker:
     """Handed over, and not yet answered."""
     local_step: int = 0
     step_s: float = 0.0
+    told_at: float = 0.0
+    """When it reported its local step."""
     ready_at: float = 0.0
     """When it handed over its work."""
     is_ahead: bool = False
@@ -51,6 +67,15 @@ class Worker:
     @property
     def is_training(self) -> bool:
         return self.state == "trains"
+
+    @property
+    def progress(self) -> Progress | None:
+        """None: it does not train."""
+        return Progress(self.local_step, self.step_s, self.told_at) if self.is_training else None
+
+    def tell(self, local_step: int, step_s: float, now: float) -> None:
+        """It reports its local step, and how long its steps take."""
+        self.local_step, self.step_s, self.told_at = local_step, step_s, now
 
     @property
     def has_lost_work(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -118,6 +119,24 @@ def test_a_peer_with_a_slow_link_that_was_away_for_long_is_in_the_commits_again(
     together(swarm, within_s=120.0, commits=4)
     later = [state for state in chain_of(swarm.state(0)) if state.made_at > back_at]
     assert sum("p3" in state.certificate.plan.signer_set for state in later) >= 3
+
+
+def test_a_member_that_has_evaluated_is_waited_for():
+    """Else each of the next commits would count as one with a fault."""
+    swarm = VirtualSwarm(4, settings=settings_for(4, grace_s=300.0), durations=Durations(step_s=2.0))
+    in_epoch(swarm, 4)
+    in_epoch(swarm, 8)
+    worker = swarm.peers[0].worker
+    go_on = worker._step_or_hand_over
+
+    def evaluate() -> None:
+        del worker._step_or_hand_over
+        worker.after(5.0, go_on)
+
+    worker._step_or_hand_over = evaluate
+    in_epoch(swarm, 10)
+    last = list(itertools.islice(chain_of(swarm.state(0)), 3))
+    assert [len(state.certificate.plan.signers) for state in last] == [4, 4, 4]
 
 
 def test_who_was_frozen_over_some_commits_brings_its_work_to_the_next():
