@@ -22,7 +22,7 @@ from diloco.options.trainer import (
     notes_on_unused_flags,
 )
 from diloco.output import lose_unwritable
-from diloco.train.devices import this_machine, visible_gpus
+from diloco.train.devices import check_gpus_listed, this_machine
 
 _SOURCE = ValueSource()
 
@@ -68,8 +68,10 @@ def grpo_sweep(
     train = settled(train, named).config
     # A mistyped name is reported once here, instead of by each instance.
     load_model_config(train.path_model)
-    check_choices(train, this_machine(os.environ, train.device))
-    plan = plan_instances(train, seeds=seeds_of(seeds, instances, train.seed), gpus=visible_gpus(os.environ))
+    machine = this_machine(os.environ, train.device)
+    check_gpus_listed(os.environ, train.device, machine.gpus)
+    check_choices(train, machine)
+    plan = plan_instances(train, seeds=seeds_of(seeds, instances, train.seed), gpus=machine.gpus)
     return run_interruptible(Sweep(train, named, plan).run())
 
 

@@ -16,7 +16,7 @@ from diloco.options.flags import CkptConfig, Count, Switch, Whole
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, notes_on_unused_flags
 from diloco.output import lose_unwritable
-from diloco.train.devices import needs_two_gpus, this_machine
+from diloco.train.devices import check_gpus_listed, needs_two_gpus, this_machine
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import METRICS, run_dir_of
 from peers.core.weights import Aggregation
@@ -73,6 +73,7 @@ def run(
     for note in notes_on_unused_flags(train, _SOURCE.named):
         print_note(note)
     machine = this_machine(os.environ, train.device, num_peers=peers)
+    check_gpus_listed(os.environ, train.device, machine.gpus)
     _check_enough_gpus(train, machine.num_gpus, peers)
     choice = settled(train, _SOURCE.named, machine)
     train = choice.config
@@ -86,7 +87,9 @@ def run(
         if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
             raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
         return run_interruptible(
-            _Run(train, named, run_dir, peers, lose_peer, baseline, choice.in_words(train)).run()
+            _Run(
+                train, named, run_dir, peers, machine.gpus, lose_peer, baseline, choice.in_words(train)
+            ).run()
         )
 
 
@@ -125,6 +128,7 @@ class _Run:
     named: frozenset[str]
     run_dir: Path
     num_peers: int
+    gpus: tuple[str, ...]
     lose_peer: int | None
     has_baseline: bool
     description: str
@@ -143,7 +147,7 @@ class _Run:
         _say(f"each peer {self.description}")
         peers = f"{self.num_peers} peer{'' if self.num_peers == 1 else 's'}"
         _say(f"starting a coordinator and {peers}: some seconds, and half a minute the first time")
-        swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
+        swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say, self.gpus)
         self.histories = {peer.name: History() for peer in swarm.rows}
         self.run_dirs = [peer.run_dir for peer in swarm.rows]
         try:
@@ -166,7 +170,7 @@ class _Run:
         from diloco.launch.report import baseline_line, plot_run
 
         _say("training a single peer for as many steps, to compare; Ctrl-C skips this")
-        alone = await train_alone(self.config, self.named, self.run_dir, self.num_peers)
+        alone = await train_alone(self.config, self.named, self.run_dir, self.num_peers, self.gpus)
         plot_run(self.config, self.records, self.run_dir, self._title, alone)
         print(baseline_line(alone, self.records), flush=True)
 

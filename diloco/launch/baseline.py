@@ -14,7 +14,6 @@ from diloco.launch.live import PeerRow, running_view, show
 from diloco.launch.local_swarm import PER_PEER_FIELDS, environment_of_peers, gpu_of_peer
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, flat_values, to_toml
-from diloco.train.devices import visible_gpus
 from diloco.train.file_tail import FileTail
 from diloco.train.metrics_file import Record
 from diloco.train.run_dir import reason_in
@@ -24,11 +23,12 @@ from peers.protocol.reports import Phase
 
 
 async def train_alone(
-    config: TrainConfig, named: Collection[str], run_dir: Path, num_peers: int
+    config: TrainConfig, named: Collection[str], run_dir: Path, num_peers: int, gpus: Sequence[str]
 ) -> list[Record]:
     """Train without a swarm, with the flags, data, seed and threads of one of `num_peers` peers, and a live view.
 
-    `run_dir` is that of the swarm. Returns the records. Raises DilocoError. No process is left, even if cancelled.
+    `run_dir` is that of the swarm; of this machine's `gpus` it takes the first. Returns the records. Raises
+    DilocoError. No process is left, even if cancelled.
     """
     own_dir = run_dir / "alone"
     own_dir.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ async def train_alone(
     path.write_text(to_toml(config, only=set(named) - PER_PEER_FIELDS - checkpoints), encoding="utf-8")
     command = WorkerCommand(
         argv=(sys.executable, "-m", "diloco.train_fsdp", "--config", str(path), "--run-dir", str(own_dir)),
-        env=environment_of_peers(os.environ, run_dir, num_peers) | gpu_of_peer(0, visible_gpus(os.environ)),
+        env=environment_of_peers(os.environ, run_dir, num_peers) | gpu_of_peer(0, gpus),
         cwd=Path.cwd(),
         log_path=own_dir / "logs" / "peer.log",
         reason_in=reason_in,

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from diloco.errors import USER_ERROR, DilocoError, UserError
 from diloco.launch.live import PeerRow
 from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
-from diloco.train.devices import needs_two_gpus, thread_settings, visible_gpus
+from diloco.train.devices import needs_two_gpus, thread_settings
 from diloco.train.file_tail import FileTail
 from diloco.train.run_dir import reason_in
 from peers.admission.secrets import SECRET_ENV
@@ -68,6 +68,8 @@ class LocalSwarm:
     run_dir: Path
     num_peers: int
     say: Callable[[str], None]
+    gpus: Sequence[str] = ()
+    """This machine's GPUs, to divide among the peers."""
     peers: list[LocalPeer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class LocalSwarm:
         }
         command = WorkerCommand(
             argv=(sys.executable, "-m", "diloco", "peer", *(part for pair in flags.items() for part in pair)),
-            env={**self._environment, **self._gpus(rank, visible_gpus(os.environ))},
+            env={**self._environment, **self._gpus_of(rank)},
             cwd=Path.cwd(),
             log_path=row.run_dir / "logs" / "peer.log",
             reason_in=reason_in,
@@ -164,11 +166,11 @@ class LocalSwarm:
         supervisor = Supervisor(command, on_exit, stop_timeout_s=_STOP_TIMEOUT_S)
         return LocalPeer(rank, supervisor, row, FileTail(command.log_path))
 
-    def _gpus(self, rank: int, gpus: list[str]) -> dict[str, str]:
+    def _gpus_of(self, rank: int) -> dict[str, str]:
         """The GPU of the peer's trainer, followed by that of its vLLM server if it starts one, as in a sweep."""
-        if gpus and needs_two_gpus(self.config):
-            return {"CUDA_VISIBLE_DEVICES": f"{gpus[2 * rank + 1]},{gpus[2 * rank]}"}
-        return gpu_of_peer(rank, gpus)
+        if self.gpus and needs_two_gpus(self.config):
+            return {"CUDA_VISIBLE_DEVICES": f"{self.gpus[2 * rank + 1]},{self.gpus[2 * rank]}"}
+        return gpu_of_peer(rank, self.gpus)
 
 
 def coordinator_command(
@@ -207,7 +209,7 @@ def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peer
     return {**inherited, **thread_settings(environment, num_peers), **own}
 
 
-def gpu_of_peer(rank: int, gpus: list[str]) -> dict[str, str]:
+def gpu_of_peer(rank: int, gpus: Sequence[str]) -> dict[str, str]:
     """The GPU of a peer, assigned round-robin; peers share GPUs if there are more peers than GPUs."""
     return {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
 

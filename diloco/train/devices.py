@@ -6,13 +6,16 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig
 from diloco.train.memory import available_memory_bytes
 from peers.system import num_cores
 
-_NVIDIA_SMI_TIMEOUT_S = 10.0
+# Without persistence mode the driver wakes each GPU first, which takes one to two seconds.
+_NVIDIA_SMI_TIMEOUT_S = 30.0
+_DEVICES = Path("/dev")
 _GIB = 2**30
 
 
@@ -23,10 +26,15 @@ class Machine:
     num_cores: int
     memory_bytes: int | None = None
     """Free host memory; None if unknown."""
-    num_gpus: int = 0
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them."""
     gpu_bytes: int = 0
     """Memory of the smallest GPU; 0 if the peers train on the CPU."""
     num_peers: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpus)
 
     @property
     def cores_each(self) -> int:
@@ -58,14 +66,30 @@ def this_machine(environment: Mapping[str, str], device: str, *, num_peers: int 
     return Machine(
         num_cores=num_cores(),
         memory_bytes=available_memory_bytes(),
-        num_gpus=len(gpus),
+        gpus=tuple(gpus),
         gpu_bytes=min(mebibytes, default=0) << 20,
         num_peers=num_peers,
     )
 
 
+def check_gpus_listed(environment: Mapping[str, str], device: str, gpus: Sequence[str]) -> None:
+    """Raise UserError if this machine has several GPUs, but `gpus` has none: nvidia-smi is missing or has failed.
+
+    For commands that divide the GPUs among processes, which would otherwise all use the first one.
+    """
+    if gpus or device == "cpu" or "CUDA_VISIBLE_DEVICES" in environment:
+        return
+    num_found = len(list(_DEVICES.glob("nvidia[0-9]*")))
+    if num_found > 1:
+        raise UserError(
+            f"this machine has {num_found} GPUs ({_DEVICES}/nvidia*), but nvidia-smi lists none: it is missing, fails, "
+            f"or takes over {_NVIDIA_SMI_TIMEOUT_S:g} s. Repair it, or set CUDA_VISIBLE_DEVICES to the GPUs to use, "
+            "such as 0,1; or use --device cpu."
+        )
+
+
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The entries of CUDA_VISIBLE_DEVICES if it is set, else the indices that nvidia-smi lists."""
+    """The entries of CUDA_VISIBLE_DEVICES if it is set, else the indices that nvidia-smi lists, none if it fails."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]

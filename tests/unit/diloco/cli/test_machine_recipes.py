@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,14 @@ from diloco.train.model import num_parameters
 GIB = 2**30
 
 
-def machine(cores: int, memory_gib: float | None = 1000.0, **more: int) -> Machine:
+def machine(cores: int, memory_gib: float | None = 1000.0, **more: Any) -> Machine:
     return Machine(
         num_cores=cores, memory_bytes=None if memory_gib is None else int(memory_gib * GIB), **more
     )
 
 
 def gpus(number: int, gib: float, num_peers: int = 1) -> Machine:
-    return machine(4, 4.0, num_gpus=number, gpu_bytes=int(gib * GIB), num_peers=num_peers)
+    return machine(4, 4.0, gpus=tuple(map(str, range(number))), gpu_bytes=int(gib * GIB), num_peers=num_peers)
 
 
 @pytest.mark.parametrize(

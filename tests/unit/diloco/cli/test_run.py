@@ -8,6 +8,7 @@ import pytest
 
 from diloco.cli.app import exit_code
 from diloco.options.trainer import TrainConfig
+from diloco.train import devices
 from diloco.train.run_dir import run_dir_of
 
 
@@ -19,6 +20,18 @@ def test_servers_without_a_gpu_are_noticed_before_the_start(tmp_path, monkeypatc
     assert exit_code(["run", "--mode", "grpo", "--dataset", "none.py:None", "--peers", peers]) == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ("need 4 GPUs, two each, but this machine has 3" in said) == is_refused
+
+
+@pytest.mark.parametrize("command", ["run", "grpo-sweep"])
+def test_peers_do_not_all_get_the_first_of_several_gpus(tmp_path, monkeypatch, capsys, command):
+    for device in ("nvidia0", "nvidia1"):
+        (tmp_path / device).touch()
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert exit_code([command, "--run-dir", str(tmp_path / "mine")]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "this machine has 2 GPUs" in said and "set CUDA_VISIBLE_DEVICES" in said
 
 
 @pytest.mark.parametrize("command", [["run"], ["peer", "--world-rank", "0"]], ids=["run", "peer"])

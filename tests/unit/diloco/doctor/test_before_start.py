@@ -35,7 +35,7 @@ ONE_AND_A_HALF_BILLION = {
     "vocab_size": 151_936,
     "tie_word_embeddings": True,
 }
-MACHINE = Machine(num_cores=64, num_gpus=8, gpu_bytes=80 * 2**30)
+MACHINE = Machine(num_cores=64, gpus=tuple("01234567"), gpu_bytes=80 * 2**30)
 
 
 def check(config: TrainConfig, machine: Machine = MACHINE, num_ranks: int = 8, **settled: Any) -> None:
@@ -84,7 +84,7 @@ def test_the_memory_of_the_optimizer_that_is_chosen_is_counted(config, tmp_path)
     path_model = str(model_directory(tmp_path / "smaller", **ONE_AND_A_HALF_BILLION))
     one = {"per_device_train_batch_size": 1, "seq_length": 1024, "activation_checkpointing": True}
     adamw = replace(config, path_model=path_model, optimizer="adamw", **one)
-    of_24_gb = replace(MACHINE, num_gpus=1, gpu_bytes=25_757_220_864)
+    of_24_gb = replace(MACHINE, gpus=("0",), gpu_bytes=25_757_220_864)
     check(replace(adamw, optimizer="muon"), of_24_gb, num_ranks=1)
     with pytest.raises(UserError, match="GPU memory"):
         check(adamw, of_24_gb, num_ranks=1)
@@ -105,7 +105,7 @@ def test_the_copies_of_which_checkpoints_are_written_have_to_fit(config, monkeyp
 def test_an_optimizer_that_the_swarm_may_choose_counts_as_the_one_that_takes_less(config, tmp_path):
     path_model = str(model_directory(tmp_path / "smaller", **ONE_AND_A_HALF_BILLION))
     default = replace(config, path_model=path_model)
-    small = replace(MACHINE, num_gpus=1, gpu_bytes=24_000_000_000)
+    small = replace(MACHINE, gpus=("0",), gpu_bytes=24_000_000_000)
     check(default, small, num_ranks=1, is_settled=False)
     with pytest.raises(UserError, match="GPU memory"):
         check(default, small, num_ranks=1, is_settled=False, named={"optimizer"})

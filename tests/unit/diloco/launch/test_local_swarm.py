@@ -28,8 +28,9 @@ GPUS = ["0", "1", "2", "3"]
     ],
 )
 def test_a_peer_that_starts_a_server_has_a_gpu_for_it(tmp_path, config, gpus, expected):
-    swarm = LocalSwarm(config, frozenset(), tmp_path, 2, print)
-    assert [swarm._gpus(rank, gpus).get("CUDA_VISIBLE_DEVICES") for rank in range(2)] == expected
+    swarm = LocalSwarm(config, frozenset(), tmp_path, 2, print, gpus)
+    peers = [swarm._peer(rank, "/ip4/127.0.0.1/tcp/1/p2p/x") for rank in range(2)]
+    assert [peer.supervisor.command.env.get("CUDA_VISIBLE_DEVICES") for peer in peers] == expected
 
 
 async def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.train.devices import hardware_in_words, num_cores, this_machine
+from diloco.errors import UserError
+from diloco.train import devices
+from diloco.train.devices import check_gpus_listed, hardware_in_words, num_cores, this_machine
 
 ON_CPU = f"CPU, {num_cores()} cores"
 
@@ -54,3 +56,26 @@ def test_peers_on_processors_share_cores_and_memory(nvidia_smi):
     machine = this_machine({}, "cpu", num_peers=2)
     assert (machine.num_gpus, machine.gpu_bytes) == (0, 0)
     assert machine.cores_each == max(num_cores() // 2, 1)
+
+
+@pytest.mark.parametrize("program", ["exit 9", "exec sleep 60", None], ids=["fails", "hangs", "missing"])
+def test_gpus_that_nvidia_smi_does_not_list_are_not_taken_for_none(tmp_path, monkeypatch, program):
+    for device in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / device).touch()
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "_NVIDIA_SMI_TIMEOUT_S", 0.05)
+    if program:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if program else "/nowhere")
+    gpus = this_machine({}, "auto").gpus
+    with pytest.raises(
+        UserError, match=r"has 2 GPUs .* but nvidia-smi lists none.* set CUDA_VISIBLE_DEVICES"
+    ):
+        check_gpus_listed({}, "auto", gpus)
+    check_gpus_listed({}, "cpu", gpus)
+    check_gpus_listed({"CUDA_VISIBLE_DEVICES": ""}, "auto", gpus)
+    check_gpus_listed({}, "auto", ("0", "1"))
+    # One GPU cannot be divided wrongly, whoever lists it.
+    (tmp_path / "nvidia1").unlink()
+    check_gpus_listed({}, "auto", gpus)
