@@ -140,6 +140,7 @@ class _Run:
     async def run(self) -> int:
         import asyncio
 
+        from diloco.launch.equal_models import link_equal_weights
         from diloco.launch.live import running_view, show
         from diloco.launch.local_swarm import LocalSwarm
 
@@ -160,6 +161,7 @@ class _Run:
             _say(f"stopped at step {step} of {self.config.end_step}; everything is in {self.run_dir}")
             raise
         code = self._report()
+        await asyncio.to_thread(link_equal_weights, self.run_dirs)
         if self.has_baseline and code is not None:
             await self._compare()
         return code or 0

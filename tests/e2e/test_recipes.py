@@ -50,7 +50,8 @@ def test_a_laptops_recipe_trains_averages_and_reports(start, tmp_path):
         in command.stdout
     )
     check_agreed([tmp_path / "run" / f"peer-{rank}" for rank in (0, 1)], num_epochs=2)
-    assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
+    weights = [tmp_path / "run" / f"peer-{rank}" / "model" / "model.safetensors" for rank in (0, 1)]
+    assert weights[0].samefile(weights[1])
 
 
 def test_the_recipe_for_one_gpu_trains_alone_and_saves(start, tmp_path):
