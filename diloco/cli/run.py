@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +19,7 @@ from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, notes_on
 from diloco.output import lose_unwritable
 from diloco.train.devices import check_gpus_listed, needs_two_gpus, this_machine
 from diloco.train.metrics_file import Record
-from diloco.train.run_dir import METRICS, run_dir_of
+from diloco.train.run_dir import METRICS, locked, run_dir_of
 from peers.core.weights import Aggregation
 from peers.protocol.aggregation import Rule
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from diloco.launch.local_swarm import LocalSwarm
 
 _SOURCE = ValueSource()
+# Not the name of a run directory's lock, since that directory may be the one of the checkpoints.
+_SAVING_LOCK = "saving.lock"
 
 app = App(name="run", config=[_SOURCE])
 
@@ -81,9 +84,8 @@ def run(
     check_memory_and_disk(train, machine, state_dir())
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
-    _check_no_overwrite(train.ckpt)
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
-    with run_dir_of(train) as run_dir:
+    with run_dir_of(train) as run_dir, _own_checkpoints(train.ckpt):
         if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
             raise UserError(f"--run-dir {run_dir} already holds a run; use another directory, or remove it.")
         return run_interruptible(
@@ -93,16 +95,30 @@ def run(
         )
 
 
-def _check_no_overwrite(ckpt: CkptConfig) -> None:
-    """Raise UserError if a new run would overwrite the checkpoints of an earlier one."""
-    if ckpt.interval is None or ckpt.resume is not None or "://" in ckpt.path:
+@contextlib.contextmanager
+def _own_checkpoints(ckpt: CkptConfig) -> Iterator[None]:
+    """While the block runs, no other `diloco run` may save in the directory of --ckpt.path.
+
+    Raises UserError if another one does, or if a new run would overwrite the checkpoints of an earlier one.
+    """
+    if ckpt.interval is None or "://" in ckpt.path:
+        yield
         return
     path = Path(ckpt.path).expanduser()
-    if any(path.glob("model_step_*")):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise UserError(
-            f"{path} already holds checkpoints, which this run would overwrite. Resume from them with "
-            "--ckpt.resume auto, or choose another directory with --ckpt.path."
-        )
+            f"--ckpt.path {path} cannot be written to: {error.strerror}. Name another place, or leave out "
+            "--ckpt.interval to save nothing."
+        ) from error
+    with locked(path / _SAVING_LOCK, "--ckpt.path"):
+        if ckpt.resume is None and any(path.glob("model_step_*")):
+            raise UserError(
+                f"{path} already holds checkpoints, which this run would overwrite. Resume from them with "
+                "--ckpt.resume auto, or choose another directory with --ckpt.path."
+            )
+        yield
 
 
 def _check_enough_peers(rule: Rule, num_peers: int) -> None:

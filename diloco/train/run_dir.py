@@ -32,7 +32,7 @@ def run_dir_of(config: TrainConfig) -> Iterator[Path]:
     """
     is_new = not (config.run_dir and Path(config.run_dir).expanduser().exists())
     run_dir = created_run_dir(config)
-    with _locked(run_dir):
+    with locked(run_dir / LOCK, "--run-dir"):
         try:
             yield run_dir
         except (UserError, peers_errors.UserError):
@@ -42,16 +42,17 @@ def run_dir_of(config: TrainConfig) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
+def locked(lock: Path, flag: str) -> Iterator[None]:
+    """Hold this lock for the directory that it is in, which `flag` names. Raises UserError if another process does."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(held(run_dir / LOCK))
+            stack.enter_context(held(lock))
         except Busy as holder:
             raise UserError(
-                f"--run-dir {run_dir} is in use by process {holder}; give another directory, or stop that process."
+                f"{flag} {lock.parent} is in use by process {holder}; give another directory, or stop that process."
             ) from None
         except PodsError as error:
-            raise UserError(f"--run-dir: {error}") from error
+            raise UserError(f"{flag}: {error}") from error
         except OSError:
             # Some network file systems have no locks. Runs there are not refused.
             pass

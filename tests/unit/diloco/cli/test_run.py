@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Coroutine
 
 import pytest
 
@@ -45,6 +46,32 @@ def test_a_second_command_leaves_the_directory_of_a_live_run_as_it_is(tmp_path, 
         assert {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert f"--run-dir {run_dir} is in use by process {os.getpid()}" in said
+
+
+@pytest.mark.parametrize("more", [[], ["--ckpt.resume", "auto"]], ids=["new", "resumed"])
+def test_two_runs_do_not_save_in_one_directory_at_once(tmp_path, monkeypatch, capsys, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shared").mkdir()
+    codes = []
+
+    def runs(*flags: str) -> int:
+        return exit_code(["run", "--device", "cpu", "--ckpt.interval", "5", *flags])
+
+    def train(main: Coroutine[None, None, int]) -> int:
+        main.close()
+        if not codes:
+            codes.append(0)
+            codes.extend([runs("--ckpt.path", "shared", *more), runs("--ckpt.path", "another", *more)])
+        return 0
+
+    monkeypatch.setattr("diloco.cli.interrupts.run_interruptible", train)
+    # The directory of the run and its checkpoints may be the same.
+    assert runs("--ckpt.path", "shared", "--run-dir", "shared", *more) == 0
+    assert codes == [0, 2, 0]
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"--ckpt.path shared is in use by process {os.getpid()}" in said
+    assert runs("--ckpt.path", "shared", *more) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
