@@ -21,7 +21,7 @@ from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import needs_two_gpus, thread_settings
 from diloco.train.file_tail import FileTail
-from diloco.train.run_dir import reason_in
+from diloco.train.run_dir import reason_in, run_id_of
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import WORKER_ENDED, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
@@ -78,8 +78,10 @@ class LocalSwarm:
             to_toml(self.config, only=self.named - PER_PEER_FIELDS), encoding="utf-8"
         )
         self._environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
+        # The runs at wandb, for instance, are grouped by it.
+        self._run_id = self.config.hv.run_id if "hv.run_id" in self.named else run_id_of(self.run_dir)
         command = coordinator_command(
-            self.config.hv.run_id, _lasting_port(), self._environment, self.run_dir / "logs" / "dht.log"
+            self._run_id, _lasting_port(), self._environment, self.run_dir / "logs" / "dht.log"
         )
         self._coordinator = Supervisor(command, stop_timeout_s=_STOP_TIMEOUT_S)
         # Files of an earlier run in this directory must be ignored.
@@ -141,6 +143,7 @@ class LocalSwarm:
         row = self.rows[rank]
         flags = {
             "--config": str(self._config_path),
+            "--run-id": self._run_id,
             "--initial-peers": address,
             "--world-rank": str(rank),
             "--galaxy-size": str(self.num_peers),

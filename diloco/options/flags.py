@@ -101,7 +101,7 @@ class HvConfig:
     """When, how and with whom this peer averages."""
 
     run_id: Annotated[Name, Parameter(alias="--run-id")] = "diloco"
-    """Name of the run; peers of different runs ignore each other."""
+    """Name of the run; peers of different runs ignore each other. `diloco run` takes its run directory's name."""
     initial_peers: Annotated[tuple[str, ...], address_list("--initial-peers", of_peers=True)] = ()
     """Addresses (/ip4/…/tcp/…/p2p/…) of one or more members of the swarm's DHT."""
     galaxy_size: Annotated[Count | None, Parameter(alias="--galaxy-size")] = None

@@ -86,8 +86,16 @@ def _new_directory(first: Path) -> Path:
 
 def default_run_dir(project: str) -> Path:
     """A path that is unique to the second. It is not created."""
-    safe_project = re.sub(r"[^A-Za-z0-9._-]+", "-", project).strip(".-") or "run"
-    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_project}"
+    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{_safe(project)}"
+
+
+def run_id_of(run_dir: Path) -> str:
+    """A --run-id made from the directory's name, so the same after a resume there."""
+    return _safe(run_dir.name)[:64]
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-") or "run"
 
 
 def written_config(config: TrainConfig, run_dir: Path) -> Path:

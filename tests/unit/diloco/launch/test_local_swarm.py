@@ -12,6 +12,7 @@ from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.train.file_tail import FileTail
 from peers.daemon.restarts import WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.net.identity import check_run_id
 
 GPUS = ["0", "1", "2", "3"]
 
@@ -31,6 +32,29 @@ def test_a_peer_that_starts_a_server_has_a_gpu_for_it(tmp_path, config, gpus, ex
     swarm = LocalSwarm(config, frozenset(), tmp_path, 2, print, gpus)
     peers = [swarm._peer(rank, "/ip4/127.0.0.1/tcp/1/p2p/x") for rank in range(2)]
     assert [peer.supervisor.command.env.get("CUDA_VISIBLE_DEVICES") for peer in peers] == expected
+
+
+@pytest.mark.parametrize(
+    ("directory", "named", "expected"),
+    [
+        ("20260101-120000-diloco", frozenset(), "20260101-120000-diloco"),
+        ("_lr 1e-3, H=50", frozenset(), "lr-1e-3-H-50"),
+        ("é", frozenset(), "run"),
+        ("x" * 100, frozenset(), "x" * 64),
+        ("mine", frozenset({"hv.run_id"}), "diloco"),
+    ],
+)
+def test_swarms_whose_user_names_none_have_the_names_of_their_directories(
+    tmp_path, directory, named, expected
+):
+    run_dir = tmp_path / directory
+    run_dir.mkdir()
+    swarm = LocalSwarm(TrainConfig(), named, run_dir, 2, print)
+    peer = swarm._peer(1, "/ip4/127.0.0.1/tcp/1/p2p/x").supervisor.command
+    for command in (swarm._coordinator.command, peer):
+        assert command.argv[command.argv.index("--run-id") + 1] == check_run_id(expected)
+    # A later run with this file as its --config has a name of its own.
+    assert ("run_id" in (run_dir / "config.toml").read_text()) == bool(named)
 
 
 async def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):
