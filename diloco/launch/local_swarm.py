@@ -151,6 +151,9 @@ class LocalSwarm:
             "--run-dir": str(row.run_dir),
             "--nproc-per-node": "1",
         }
+        if "hv.transport" not in self.named:
+            # Over loopback, TLS would cost time and protect from nobody: the swarm is open to whoever can connect.
+            flags["--hv.transport"] = "tcp"
         command = WorkerCommand(
             argv=(sys.executable, "-m", "diloco", "peer", *(part for pair in flags.items() for part in pair)),
             env={**self._environment, **self._gpus_of(rank)},

@@ -161,7 +161,8 @@ class HvConfig:
         Parameter(
             help="Transport of pseudo-gradients: `auto` uses TCP with TLS 1.3 between peers that reach each other, "
             "else libp2p, else a third peer that forwards; `libp2p` does not use TCP with TLS; `tcp` omits TLS if "
-            "both peers set it: the data is then not encrypted, so use it only on a network you trust."
+            "both peers set it: the data is then not encrypted, so use it only on a network you trust. It is the "
+            "default of `diloco run`, whose peers listen on loopback."
         ),
     ] = "auto"
     data_port: Port = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -55,6 +56,16 @@ def test_swarms_whose_user_names_none_have_the_names_of_their_directories(
         assert command.argv[command.argv.index("--run-id") + 1] == check_run_id(expected)
     # A later run with this file as its --config has a name of its own.
     assert ("run_id" in (run_dir / "config.toml").read_text()) == bool(named)
+
+
+@pytest.mark.parametrize(("named", "expected"), [((), ["tcp"]), (("hv.transport",), [])])
+def test_peers_on_loopback_do_not_encrypt_unless_the_user_names_a_transport(tmp_path, named, expected):
+    swarm = LocalSwarm(TrainConfig(), frozenset(named), tmp_path, 2, print)
+    argv = swarm._peer(0, "/ip4/127.0.0.1/tcp/1/p2p/x").supervisor.command.argv
+    assert [value for flag, value in pairwise(argv) if flag == "--hv.transport"] == expected
+    assert argv[argv.index("--host-maddrs") + 1] == "/ip4/127.0.0.1/tcp/0"
+    # Where this file is used as --config, peers may be on other machines.
+    assert "tcp" not in swarm._config_path.read_text()
 
 
 async def test_the_address_is_that_of_the_coordinator_that_runs_now(tmp_path):
