@@ -26,6 +26,7 @@ _HELD_OUT = 1 / 50
 _PIECE_BYTES = 32 * 1024
 _TEXT_SUFFIXES = (".txt", ".md", ".text", ".py", ".rst", ".tex", ".html")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".json", ".parquet")
+_COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")
 # Directories to skip. Tests of the library are often packaged separately, and some contain invalid source on purpose.
 _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 # One generated file of help texts, so large that it would dominate the text.
@@ -70,8 +71,11 @@ class FileCorpus:
     def __init__(self, path: Path, text_column: str | None = None) -> None:
         self.name = str(path)
         self.root = path if path.is_dir() else path.parent
-        self.files = _sorted_files(path, _SUFFIXES) if path.is_dir() else [path]
+        found = _sorted_files(path, (*_SUFFIXES, *_COMPRESSED_SUFFIXES)) if path.is_dir() else [path]
+        compressed = [one for one in found if one.suffix in _COMPRESSED_SUFFIXES]
+        self.files = [one for one in found if one.suffix not in _COMPRESSED_SUFFIXES]
         self.text_column = text_column
+        _check_none_is_compressed(path, self.files, compressed)
         if not self.files:
             raise UserError(f"{path} holds no {', '.join(_SUFFIXES)} file, so there is no text to train on")
 
@@ -136,6 +140,27 @@ def _sorted_files(root: Path, suffixes: tuple[str, ...], without: Collection[str
     files = [path for path in paths if path.suffix in suffixes and path.is_file()]
     # Sorted as strings, because Path comparison ignores case on some systems.
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _check_none_is_compressed(root: Path, files: list[Path], compressed: list[Path]) -> None:
+    """Raise UserError for compressed text, and for archives that are larger than all files that can be read.
+
+    Smaller archives belong to many a tree of sources; a compressed file beside the same one decompressed is no loss.
+    """
+    left_out = [path for path in compressed if path == root or not path.with_suffix("").exists()]
+    texts = [path for path in left_out if path.with_suffix("").suffix in _SUFFIXES]
+    if texts or (left_out and _num_bytes(left_out) > _num_bytes(files)):
+        one = (texts or left_out)[0]
+        raise UserError(
+            f"{one} is compressed, so it cannot be read; decompress it"
+            if one == root
+            else f"{root} holds compressed files, which cannot be read ({one.relative_to(root)} and "
+            f"{len(left_out) - 1} others); decompress them, or move them out of it"
+        )
+
+
+def _num_bytes(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
 def _refuse(error: OSError) -> None:

@@ -332,6 +332,30 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path):
         check_data(config_for(tmp_path / "empty"))
 
 
+def test_compressed_text_is_not_left_out_without_a_word(tmp_path):
+    (tmp_path / "README.md").write_text("a corpus\n" * 1000)
+    compressed = [tmp_path / f"{number}.jsonl.zst" for number in range(3)]
+    for path in compressed:
+        path.touch()
+    with pytest.raises(UserError, match=r"compressed files, .* \(0\.jsonl\.zst and 2 others\); decompress"):
+        check_data(config_for(tmp_path))
+    with pytest.raises(UserError, match=r"0\.jsonl\.zst is compressed, so it cannot be read; decompress it"):
+        check_data(config_for(compressed[0]))
+    for path in compressed:
+        write_jsonl(path.with_suffix(""), documents(30))
+    check_data(config_for(tmp_path))
+
+
+def test_an_archive_is_refused_if_it_is_larger_than_the_text_beside_it(tmp_path):
+    (tmp_path / "README.md").write_text("words\n" * 1000)
+    archive = tmp_path / "corpus.tar.gz"
+    archive.write_bytes(bytes(6000))
+    check_data(config_for(tmp_path))
+    archive.write_bytes(bytes(6001))
+    with pytest.raises(UserError, match=r"\(corpus\.tar\.gz and 0 others\)"):
+        check_data(config_for(tmp_path))
+
+
 def test_every_file_of_a_directory_is_looked_at_before_the_first_is_read_to_its_end(tmp_path):
     (tmp_path / "a.txt").write_text("words and words\n" * 1000)
     (tmp_path / "b.jsonl").write_text('{"text": "a"\n')
