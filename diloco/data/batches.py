@@ -22,6 +22,7 @@ from diloco.data.held_out import Validation, validation_of, windows_among, windo
 from diloco.data.sampling import Block, random_tokens, step_offsets, windows_of
 from diloco.data.streaming import HubDataset, StreamingSource, open_hub_dataset
 from diloco.data.token_cache import tokenized
+from diloco.data.token_files import Tokens
 from diloco.data.tokenizer import is_byte_level, text_byte_counts
 from diloco.errors import DilocoError, UserError
 from diloco.options.trainer import TrainConfig
@@ -201,8 +202,8 @@ class FiniteSource:
 
     def __init__(
         self,
-        train: np.ndarray,
-        held_out: np.ndarray,
+        train: Tokens,
+        held_out: Tokens,
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
@@ -264,15 +265,13 @@ class FakeSource:
         )
 
 
-def _divided(
-    train: np.ndarray, held_out: np.ndarray, seq_length: int, name: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _divided(train: Tokens, held_out: Tokens, seq_length: int, name: str) -> tuple[Tokens, Tokens]:
     """Training and held-out ids, at least one window of each; raises UserError if there are too few."""
     num_tokens = len(train) + len(held_out)
     if len(held_out) <= seq_length < len(train):
         num_windows = (len(train) - 1) // seq_length
         tail = max(1, num_windows // _HELD_OUT_TAIL) * seq_length + 1
-        train, held_out = np.split(train, [len(train) - tail])
+        train, held_out = train[: len(train) - tail], train[len(train) - tail :]
     if len(train) <= seq_length or len(held_out) <= seq_length:
         raise UserError(
             f"{name} has {num_tokens} tokens, too few for training and "

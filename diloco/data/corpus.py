@@ -10,10 +10,11 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -24,6 +25,10 @@ _STDLIB_HELD_OUT_BYTES = 384 * 1024
 _HELD_OUT = 1 / 50
 # Long text files are cut at line ends into documents of about this size, so that some of them can be held out.
 _PIECE_BYTES = 32 * 1024
+# Average size of the parts that small files are joined to; larger files are parts of their own.
+_PART_BYTES = 256 * 2**20
+# The start of a file, which tells files of the same name, size and time apart.
+_START_BYTES = 16 * 1024
 _TEXT_SUFFIXES = (".txt", ".md", ".text", ".py", ".rst", ".tex", ".html")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".json", ".parquet")
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -41,6 +46,18 @@ class Document:
     held_out: bool
 
 
+@dataclass(frozen=True)
+class CorpusPart:
+    """Consecutive files of a corpus, or a single one."""
+
+    fingerprint: str
+    """Changes when the documents may have changed; it does not depend on the directories in which the files are."""
+    num_bytes: int
+    """The size of the files."""
+    documents: Callable[[], Iterator[Document]]
+    """The documents of these files, always in the same order."""
+
+
 class StdlibCorpus:
     """The sources of the Python standard library: real text on every machine, without a download."""
 
@@ -55,9 +72,10 @@ class StdlibCorpus:
             raise UserError(f"this Python has no sources in {self.root}; name a dataset of your own instead")
         self.held_out = _held_out_files(self.root, self.files)
 
-    def fingerprint(self) -> str:
-        """A string that changes when the documents may have changed; computed from file sizes and times only."""
-        return _files_fingerprint(self.root, self.files)
+    def parts(self) -> list[CorpusPart]:
+        """A single part, since all files decide together which ones are held out."""
+        facts = [_FileFacts.of(path, path.relative_to(self.root).as_posix()) for path in self.files]
+        return [_part_of(facts, "", self.documents)]
 
     def documents(self) -> Iterator[Document]:
         """All documents, always in the same order."""
@@ -79,11 +97,19 @@ class FileCorpus:
         if not self.files:
             raise UserError(f"{path} holds no {', '.join(_SUFFIXES)} file, so there is no text to train on")
 
-    def fingerprint(self) -> str:
-        return f"{_files_fingerprint(self.root, self.files)} {self.text_column}"
+    def parts(self) -> list[CorpusPart]:
+        """The documents in parts, in order."""
+        groups = _groups([_FileFacts.of(path, path.name) for path in self.files])
+        return [
+            _part_of(facts, f"{self.text_column}", partial(self._documents, [one.path for one in facts]))
+            for facts in groups
+        ]
 
     def documents(self) -> Iterator[Document]:
-        for path in self.files:
+        return self._documents(self.files)
+
+    def _documents(self, files: Iterable[Path]) -> Iterator[Document]:
+        for path in files:
             for content in self._texts(path):
                 if content:
                     yield Document(content, held_out=is_held_out(content))
@@ -167,14 +193,57 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _files_fingerprint(root: Path, files: list[Path]) -> str:
+@dataclass(frozen=True)
+class _FileFacts:
+    path: Path
+    num_bytes: int
+    identity: bytes
+    """What tells whether the file has changed."""
+
+    @classmethod
+    def of(cls, path: Path, name: str) -> Self:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        times = f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode()
+        return cls(path, status.st_size, os.fsencode(name) + times)
+
+
+def _groups(files: Iterable[_FileFacts]) -> list[list[_FileFacts]]:
+    """Joins small files to groups of about _PART_BYTES.
+
+    Whether a group ends with a file depends on this file alone, so a file that is added, changed or removed changes its
+    own group only.
+    """
+    groups: list[list[_FileFacts]] = [[]]
+    for file in files:
+        if file.num_bytes >= _PART_BYTES and groups[-1]:
+            groups.append([])
+        groups[-1].append(file)
+        if xxhash.xxh3_64_intdigest(file.identity) < file.num_bytes / _PART_BYTES * 2**64:
+            groups.append([])
+    return groups if groups[-1] else groups[:-1]
+
+
+def _part_of(
+    files: list[_FileFacts], options: str, documents: Callable[[], Iterator[Document]]
+) -> CorpusPart:
+    """`options` says how the files are read."""
     digest = xxhash.xxh3_128()
-    for path in files:
-        status = path.stat()
-        digest.update(
-            f"{path.relative_to(root).as_posix()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode()
-        )
-    return f"{root.resolve()} {digest.hexdigest()}"
+    for file in files:
+        digest.update(file.identity)
+    digest.update(_start_of(files[0].path))
+    num_bytes = sum(file.num_bytes for file in files)
+    return CorpusPart(f"{digest.hexdigest()} {options}", num_bytes, documents)
+
+
+def _start_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_START_BYTES)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read_bytes(path: Path) -> bytes:

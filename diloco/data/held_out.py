@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diloco.data.token_files import Tokens
 from diloco.data.tokenizer import is_byte_level, text_byte_counts
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Validation:
 
 
 def validation_of(
-    tokens: np.ndarray,
+    tokens: Tokens,
     train_byte_counts: np.ndarray,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -45,16 +46,19 @@ def validation_of(
     return Validation(windows, max(1, int(byte_counts.sum())), bits)
 
 
-def windows_among(tokens: np.ndarray, seq_length: int, *, max_tokens: int) -> np.ndarray:
+def windows_among(tokens: Tokens, seq_length: int, *, max_tokens: int) -> np.ndarray:
     """Windows spread evenly over `tokens`, int64 [num_windows, seq_length + 1]; neighbours share one id at most."""
     available = (len(tokens) - 1) // seq_length
     num_windows = max(1, min(available, max_tokens // seq_length))
     return windows_at(np.arange(num_windows) * available // num_windows, tokens, seq_length)
 
 
-def windows_at(numbers: np.ndarray, tokens: np.ndarray, seq_length: int) -> np.ndarray:
+def windows_at(numbers: np.ndarray, tokens: Tokens, seq_length: int) -> np.ndarray:
     """Windows by their number in the text, int64 [len(numbers), seq_length + 1]."""
-    return tokens[numbers[:, None] * seq_length + np.arange(seq_length + 1)].astype(np.int64)
+    windows = np.empty((len(numbers), seq_length + 1), dtype=np.int64)
+    for window, first in zip(windows, numbers.tolist(), strict=True):
+        window[:] = np.asarray(tokens[first * seq_length : (first + 1) * seq_length + 1])
+    return windows
 
 
 def cross_entropy_bits(counts: np.ndarray, model_counts: np.ndarray) -> float:

@@ -1,27 +1,34 @@
-"""A corpus as two arrays of token ids, tokenised once and memory-mapped from a cache afterwards.
+"""A corpus as two sequences of token ids, tokenised once and read from a cache afterwards.
+
+The cache keeps the tokens of each part of the corpus, a few files, in a directory of its own. So a part is tokenised
+again only if one of its files has changed, tokenising that was cut short continues after the last complete part, and
+corpora share the parts that they have in common.
 
 The cache does not use `datasets`, whose import takes most of a second and 90 MB on every rank.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 
-from diloco.data.corpus import Corpus, StdlibCorpus
+from diloco.data.corpus import Corpus, CorpusPart, Document, StdlibCorpus
+from diloco.data.token_files import TokenFiles, Tokens
 from diloco.data.tokenizer import encode_documents, is_byte_level
 from diloco.errors import UserError
+from peers.system import num_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,10 +37,14 @@ log = logging.getLogger(__name__)
 
 # Part of every cache key: increment it when a change makes the same corpus tokenise differently.
 _FORMAT = 2
-# Documents per call of the tokenizer, which spreads them over the cores.
-_BATCH_SIZE = 256
+# Bytes of text, and documents, per call of the tokenizer. It spreads the documents over the cores, and takes about 100
+# bytes of memory for each token.
+_BATCH_BYTES, _BATCH_SIZE = 2**22, 1024
+# Reading the documents and storing the ids takes one core at a time, about as long as 16 cores encode. So several parts
+# are read at once, but no more than keep the cores busy.
+_MOST_AT_ONCE, _CORES_EACH = 4, 4
 _POLL_S = 0.5
-_PARTS = ("train.bin", "held_out.bin")
+_TRAIN, _HELD_OUT = "train.bin", "held_out.bin"
 
 
 def default_cache_dir() -> Path:
@@ -50,30 +61,39 @@ def tokenized(
     *,
     fills_cache: bool = True,
     agreed: Callable[[str], str] = lambda key: key,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Tokens, Tokens]:
     """Training ids and held-out ids: 1-D, uint16 or uint32, documents in order, each followed by eos.
 
-    Fills the cache on first use; any number of processes may call it at once. `on_tokenized` is called with the number
-    of bytes that this process has tokenised so far. Without `fills_cache`, waits until another process has filled it,
-    with the death of which this one ends. `agreed` returns that process's key of the corpus: the files may change while
-    processes start. Raises UserError.
+    Fills the cache on first use; processes that call it at once divide the parts. `on_tokenized` is called with the
+    number of bytes that this process has tokenised so far. Without `fills_cache`, waits until another process has
+    filled it, with the death of which this one ends. `agreed` returns that process's key of the corpus: the files may
+    change while processes start. Raises UserError.
     """
     if isinstance(corpus, StdlibCorpus) and is_byte_level(tokenizer):
         # Not cached: encoding takes less time than checking the files for changes.
-        parts = [list(ids) for ids in (_encoded(corpus, tokenizer, held_out) for held_out in (False, True))]
-        return np.concatenate(parts[0]), np.concatenate(parts[1])
+        ids_of: dict[bool, list[np.ndarray]] = {False: [], True: []}
+        for document, ids in _encoded(corpus.documents(), tokenizer):
+            ids_of[document.held_out].append(ids)
+        return np.concatenate(ids_of[False]), np.concatenate(ids_of[True])
     cache_dir = cache_dir or default_cache_dir()
-    key = f"{_FORMAT} {corpus.fingerprint()} {tokenizer_digest(tokenizer)}"
-    directory = cache_dir / agreed(xxhash.xxh3_128_hexdigest(key.encode()))
+    parts = corpus.parts()
+    key = " ".join([tokenizer_digest(tokenizer), *map(_text_digest, parts)])
+    of_tokenizer, *of_texts = agreed(key).split()
+    directories = [cache_dir / f"{of_text}-{of_tokenizer}" for of_text in of_texts]
     try:
-        while not fills_cache and not directory.is_dir():
-            time.sleep(_POLL_S)
-        if not directory.is_dir():
+        if fills_cache:
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with _acquired(FileLock(directory.with_suffix(".lock")), corpus.name):
-                if not directory.is_dir():
-                    _build(corpus, tokenizer, directory, on_tokenized)
-        train, held_out = (_mapped(directory / name, token_dtype(tokenizer)) for name in _PARTS)
+            missing = [pair for pair in zip(directories, parts, strict=True) if not pair[0].is_dir()]
+            if missing:
+                _Tokenising(corpus.name, tokenizer, on_tokenized).fill(missing)
+        else:
+            for directory in directories:
+                while not directory.is_dir():
+                    time.sleep(_POLL_S)
+        train, held_out = (
+            TokenFiles.of([directory / name for directory in directories], token_dtype(tokenizer))
+            for name in (_TRAIN, _HELD_OUT)
+        )
     except OSError as error:
         raise UserError(
             f"cannot keep the tokens of {corpus.name} in {cache_dir}: {error.strerror or error}; "
@@ -94,58 +114,111 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
-def _acquired(lock: FileLock, name: str) -> AcquireReturnProxy[FileLock]:
-    """Wait for another process that tokenises the corpus, however long: if it dies, the kernel releases its lock."""
-    try:
-        return lock.acquire(blocking=False)
-    except Timeout:
-        log.warning("waiting for another process, which tokenises %s", name)
-        return lock.acquire()
+def _text_digest(part: CorpusPart) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{_FORMAT} {part.fingerprint}".encode())
 
 
-def _build(
-    corpus: Corpus,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    on_tokenized: Callable[[float], None],
-) -> None:
-    """Tokenise the corpus into `directory`. The caller holds the lock, so a `.partial` is a dead process's."""
-    log.info("tokenising %s", corpus.name)
-    num_bytes = 0
+class _Tokenising:
+    """Tokenises parts of one corpus, several at a time."""
 
-    def count(more: int) -> None:
-        nonlocal num_bytes
-        num_bytes += more
-        on_tokenized(num_bytes)
+    def __init__(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, on_tokenized: Callable[[float], None]
+    ) -> None:
+        self._name = name
+        self._tokenizer = tokenizer
+        self._on_tokenized = on_tokenized
+        self._num_bytes, self._counting = 0, threading.Lock()
+        self._is_cut_short = threading.Event()
 
-    partial = directory.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        for name, held_out in zip(_PARTS, (False, True), strict=True):
-            with (partial / name).open("wb") as file:
-                for ids in _encoded(corpus, tokenizer, held_out, count):
-                    ids.tofile(file)
-        partial.rename(directory)
-    finally:
+    def fill(self, missing: Sequence[tuple[Path, CorpusPart]]) -> None:
+        """Tokenise each part into its directory, or wait until another process has."""
+        log.info("tokenising %s", self._name)
+        # The first call sets options of the tokenizer, which must not change while another thread uses it.
+        encode_documents(self._tokenizer, [b""], byte_level=False)
+        num_threads = max(1, min(_MOST_AT_ONCE, num_cores() // _CORES_EACH))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise") as pool:
+            taken = {pool.submit(self._take, *pair, waits=False): pair for pair in missing}
+            try:
+                for future in as_completed(taken):
+                    future.result()
+            except BaseException:
+                self._is_cut_short.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        elsewhere = [pair for future, pair in taken.items() if not future.result()]
+        if not all(directory.is_dir() for directory, _ in elsewhere):
+            log.warning("waiting for another process, which tokenises %s", self._name)
+        for directory, part in elsewhere:
+            self._take(directory, part, waits=True)
+
+    def _take(self, directory: Path, part: CorpusPart, *, waits: bool) -> bool:
+        """Tokenise the part unless it is there by now. Returns False if another process does so, and not `waits`.
+
+        Waits however long: if the other process dies, the kernel releases its lock.
+        """
+        lock_path = directory.with_suffix(".lock")
+        lock = FileLock(lock_path)
+        try:
+            lock.acquire(blocking=waits)
+        except Timeout:
+            return False
+        try:
+            if not directory.is_dir():
+                self._build(directory, part)
+            # Whoever acquires a lock, be it on this file or on the next of its name, finds the directory.
+            lock_path.unlink(missing_ok=True)
+        finally:
+            lock.release()
+        return True
+
+    def _build(self, directory: Path, part: CorpusPart) -> None:
+        """Tokenise the part into `directory`. The caller holds the lock, so a `.partial` is a dead process's."""
+        partial = directory.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            with (partial / _TRAIN).open("wb") as train, (partial / _HELD_OUT).open("wb") as held_out:
+                for document, ids in _encoded(part.documents(), self._tokenizer, self._count):
+                    (held_out if document.held_out else train).write(ids.data)
+                for file in (train, held_out):
+                    file.flush()
+                    os.fsync(file.fileno())
+            partial.rename(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _count(self, num_bytes: int) -> None:
+        if self._is_cut_short.is_set():
+            raise CancelledError
+        with self._counting:
+            self._num_bytes += num_bytes
+            self._on_tokenized(self._num_bytes)
 
 
 def _encoded(
-    corpus: Corpus,
+    documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
-    held_out: bool,
     count: Callable[[int], None] = lambda _num_bytes: None,
-) -> Iterator[np.ndarray]:
-    """Yields the ids of each document; calls `count` with the bytes of text of each batch that has been encoded."""
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Yields each document with its ids; calls `count` with the bytes of text of each batch that has been encoded."""
     byte_level, dtype = is_byte_level(tokenizer), token_dtype(tokenizer)
-    contents = (one.content for one in corpus.documents() if one.content and one.held_out == held_out)
-    while batch := list(itertools.islice(contents, _BATCH_SIZE)):
-        for ids in encode_documents(tokenizer, batch, byte_level=byte_level):
-            yield ids.astype(dtype)
-        count(sum(map(len, batch)))
+    for batch in _batches(documents):
+        contents = [document.content for document in batch]
+        encoded = encode_documents(tokenizer, contents, byte_level=byte_level)
+        for document, ids in zip(batch, encoded, strict=True):
+            yield document, ids.astype(dtype)
+        count(sum(map(len, contents)))
 
 
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    num_bytes = 0
+    for document in documents:
+        if document.content:
+            batch.append(document)
+            num_bytes += len(document.content)
+        if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_SIZE:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

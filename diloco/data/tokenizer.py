@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,11 +108,10 @@ def encode_documents(
         rows = (np.frombuffer(content, dtype=np.uint8) for content in contents)
     else:
         texts = [content.decode("utf-8", errors="replace") for content in contents]
-        with warnings.catch_warnings():
-            # The warning "longer than the maximum sequence length" does not apply: windows are cut afterwards.
-            warnings.simplefilter("ignore")
-            options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-            rows = tokenizer(texts, **options)["input_ids"]
+        only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
+        # Not verbose: the warning "longer than the maximum sequence length" does not apply, since windows are cut.
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False, **only_ids}
+        rows = tokenizer(texts, **options)["input_ids"]
     return [np.append(np.asarray(row, dtype=np.int64), tokenizer.eos_token_id) for row in rows]
 
 

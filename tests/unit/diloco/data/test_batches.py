@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from diloco.data import corpus as corpus_module
 from diloco.data.batches import Block, Prefetched, batches, check_data, open_data
-from diloco.data.corpus import FileCorpus, StdlibCorpus
+from diloco.data.corpus import FileCorpus, StdlibCorpus, is_held_out
 from diloco.data.held_out import cross_entropy_bits
 from diloco.data.token_cache import tokenized
 from diloco.data.tokenizer import load_tokenizer
@@ -59,6 +60,32 @@ def write_jsonl(path, texts, column="text"):
 
 def all_windows(source):
     return source.windows(np.arange(source.num_windows))
+
+
+@pytest.fixture
+def parts_of_one_file(monkeypatch):
+    monkeypatch.setattr(corpus_module, "_PART_BYTES", 1)
+
+
+def write_shards(root, count=6, each=40):
+    """Returns the files, in order."""
+    texts = documents(count * each)
+    root.mkdir(parents=True)
+    return [
+        write_jsonl(root / f"{number}.jsonl", texts[number * each : (number + 1) * each])
+        for number in range(count)
+    ]
+
+
+def tokenise(root, tokenizer, cache):
+    """Training and held-out ids, and the number of bytes tokenised."""
+    told = [0.0]
+    train, held_out = tokenized(FileCorpus(root), tokenizer, cache, told.append)
+    return np.asarray(train), np.asarray(held_out), told[-1]
+
+
+def num_text_bytes(files):
+    return sum(len(json.loads(line)["text"]) for path in files for line in path.read_text().splitlines())
 
 
 def test_stdlib_holds_out_enough_and_never_trains_on_it(tokenizer, tmp_path):
@@ -123,6 +150,7 @@ def test_a_document_is_trained_on_or_held_out_and_its_copies_with_it(tokenizer, 
 
 
 def _split(tokens):
+    tokens = np.asarray(tokens)
     parts = np.split(tokens, np.flatnonzero(tokens == 257) + 1)
     return [part[:-1].astype(np.uint8).tobytes() for part in parts if len(part)]
 
@@ -199,20 +227,21 @@ def test_a_changed_file_is_tokenised_anew(tokenizer, tmp_path):
     assert open_data(config_for(path), tokenizer, cache_dir=tmp_path / "cache").num_windows > before
 
 
-def test_those_who_start_at_once_share_one_cache(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(2000))
-    cache = tmp_path / "cache"
+def test_those_who_start_at_once_divide_the_work(tokenizer, tmp_path, parts_of_one_file):
+    root, cache = tmp_path / "texts", tmp_path / "cache"
+    files = write_shards(root, count=12)
     together = threading.Barrier(4)
 
-    def tokenise(_):
+    def work(_):
         # The lock belongs to an open file, so threads contend for it as processes do.
         together.wait(timeout=30)
-        return tokenized(FileCorpus(path), tokenizer, cache)
+        return tokenise(root, tokenizer, cache)
 
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(tokenise, range(4)))
-    assert all((train == answers[0][0]).all() for train, _ in answers)
-    assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
+        answers = list(pool.map(work, range(4)))
+    assert all(np.array_equal(train, answers[0][0]) for train, _, _ in answers)
+    assert sum(num_bytes for _, _, num_bytes in answers) == num_text_bytes(files)
+    assert len(list(cache.iterdir())) == 12 and all(entry.is_dir() for entry in cache.iterdir())
 
 
 def test_who_waits_for_the_tokens_of_another_process_waits_as_long_as_it_takes_and_says_so(
@@ -221,9 +250,9 @@ def test_who_waits_for_the_tokens_of_another_process_waits_as_long_as_it_takes_a
     path = write_jsonl(tmp_path / "a.jsonl", documents(300))
     cache, hours = tmp_path / "cache", itertools.count()
     tokenized(FileCorpus(path), tokenizer, cache)
-    (directory,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    (directory,) = cache.iterdir()
     shutil.rmtree(directory)
-    with directory.with_suffix(".lock").open() as other:
+    with directory.with_suffix(".lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
 
         def sleep(_seconds):
@@ -253,7 +282,7 @@ def test_a_rank_that_does_not_fill_the_cache_waits_for_the_one_that_does_and_tel
         other = pool.submit(tokenized, FileCorpus(path), tokenizer, cache, told[1].append, fills_cache=False)
         assert waits.wait(30)
         train, _ = tokenized(FileCorpus(path), tokenizer, cache, told[0].append)
-        assert (other.result(timeout=30)[0] == train).all()
+        assert np.array_equal(other.result(timeout=30)[0], train)
     assert told[0] and not told[1]
 
 
@@ -270,12 +299,91 @@ def test_ranks_of_a_node_use_the_same_tokens_also_where_the_files_change_while_t
     first, _ = tokenized(FileCorpus(path), tokenizer, cache, agreed=told)
     write_jsonl(path, documents(40))
     second, _ = tokenized(FileCorpus(path), tokenizer, cache, fills_cache=False, agreed=told)
-    assert (second == first).all() and len(set(keys)) == 2
+    assert np.array_equal(second, first) and len(set(keys)) == 2
+
+
+@pytest.mark.parametrize("num_cores", [1, 16])
+def test_parts_follow_one_another_as_the_documents_do(
+    tokenizer, tmp_path, monkeypatch, num_cores, parts_of_one_file
+):
+    monkeypatch.setattr("diloco.data.token_cache.num_cores", lambda: num_cores)
+    root, cache = tmp_path / "texts", tmp_path / "cache"
+    write_shards(root)
+    (root / "3a.jsonl").touch()
+    train, held_out, _ = tokenise(root, tokenizer, cache)
+    assert len(list(cache.iterdir())) == 7
+    contents = [text.encode() for text in documents(240)]
+    assert _split(train) == [content for content in contents if not is_held_out(content)]
+    assert _split(held_out) == [content for content in contents if is_held_out(content)]
+    source = open_data(config_for(root), tokenizer, cache_dir=cache)
+    ids = train[: source.num_windows * 32 + 1]
+    assert np.array_equal(all_windows(source)[:, :-1].ravel(), ids[:-1])
+    assert np.array_equal(all_windows(source)[:, -1], ids[32::32])
+
+
+def test_tokenising_that_was_cut_short_continues_after_the_last_complete_file(
+    tokenizer, tmp_path, parts_of_one_file
+):
+    root, cache = tmp_path / "texts", tmp_path / "cache"
+    last = write_shards(root)[-1]
+    whole, good = tokenise(root, tokenizer, tmp_path / "other"), last.read_text()
+    last.write_text(good + "{")
+    with pytest.raises(UserError, match=r"5\.jsonl, line 41 is not JSON"):
+        tokenise(root, tokenizer, cache)
+    assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 5
+    assert not list(cache.glob("*.partial"))
+    last.write_text(good)
+    train, held_out, num_bytes = tokenise(root, tokenizer, cache)
+    assert num_bytes == num_text_bytes([last])
+    assert np.array_equal(train, whole[0]) and np.array_equal(held_out, whole[1])
+
+
+def test_only_new_and_changed_files_are_tokenised(tokenizer, tmp_path, parts_of_one_file):
+    root, cache = tmp_path / "texts", tmp_path / "cache"
+    files = write_shards(root / "one")
+    assert tokenise(root, tokenizer, cache)[2] == num_text_bytes(files)
+    write_jsonl(files[2], documents(41))
+    assert tokenise(root, tokenizer, cache)[2] == num_text_bytes(files[2:3])
+    added = write_shards(root / "added", count=2)
+    assert tokenise(root, tokenizer, cache)[2] == num_text_bytes(added)
+    moved = root.rename(tmp_path / "moved")
+    assert tokenise(moved, tokenizer, cache)[2] == 0
+    assert tokenise(moved / "one", tokenizer, cache)[2] == 0
+
+
+def test_files_of_one_name_size_and_time_are_told_apart(tokenizer, tmp_path):
+    for name, text in (("one", "b" * 200), ("two", "a" * 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "xaa.txt").write_text(text)
+        os.utime(tmp_path / name / "xaa.txt", (0, 0))
+    ids = [tokenise(tmp_path / name, tokenizer, tmp_path / "cache")[:2] for name in ("one", "two")]
+    assert [set(np.concatenate(both).tolist()) - {257} for both in ids] == [{98}, {97}]
+
+
+def test_small_files_are_joined_so_that_a_change_moves_no_other_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_PART_BYTES", 2000)
+    root = tmp_path / "texts"
+    root.mkdir()
+    for number in range(400):
+        (root / f"{number:03}.txt").write_text("x" * (number % 190 + 10))
+    (root / "200.txt").write_text("x" * 2000)
+
+    def prints():
+        return [part.fingerprint for part in FileCorpus(root).parts()]
+
+    before = prints()
+    assert 10 < len(before) < 60 and FileCorpus(root).parts()[0].num_bytes < 20_000
+    (large,) = (part for part in FileCorpus(root).parts() if part.num_bytes == 2000)
+    assert [len(document.content) for document in large.documents()] == [2000]
+    (root / "100.txt").write_text("y")
+    assert len(set(prints()) - set(before)) <= 2
+    (root / "0000.txt").write_text("first")
+    assert len(set(prints()) - set(before)) <= 4
 
 
 class Dying(FileCorpus):
-    def documents(self):
-        for number, document in enumerate(super().documents()):
+    def _documents(self, files):
+        for number, document in enumerate(super()._documents(files)):
             if number == 100:
                 raise KeyboardInterrupt
             yield document
@@ -291,7 +399,7 @@ def test_tokenising_that_was_cut_short_leaves_nothing_that_is_read(tokenizer, tm
     key = next(cache.iterdir()).stem
     (cache / f"{key}.partial").mkdir()
     assert open_data(config_for(path), tokenizer, cache_dir=cache).num_windows > 100
-    assert sorted(entry.name for entry in cache.iterdir()) == sorted([key, f"{key}.lock"])
+    assert [entry.name for entry in cache.iterdir()] == [key]
 
 
 @pytest.mark.parametrize(
