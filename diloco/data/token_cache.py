@@ -102,6 +102,13 @@ def tokenized(
     return train, held_out
 
 
+def num_bytes_to_tokenize(corpus: Corpus, cache_dir: Path) -> int:
+    """The size of the files whose tokens are not in the cache; there, those of any tokenizer count."""
+    entries = cache_dir.iterdir() if cache_dir.is_dir() else ()
+    there = {entry.name.partition("-")[0] for entry in entries if not entry.suffix}
+    return sum(part.num_bytes for part in corpus.parts() if _text_digest(part) not in there)
+
+
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest that is equal for tokenizers that encode every text to the same ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

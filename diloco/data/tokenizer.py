@@ -49,18 +49,27 @@ def load_tokenizer(path_model: str) -> PreTrainedTokenizerBase:
 def check_vocabulary(path_model: str) -> None:
     """Raise UserError if the model's vocabulary is too small for its tokenizer. A tokenizer that is in another file
     than tokenizer.json is checked only when it is loaded. Does not import torch."""
+    num_ids = num_token_ids(path_model)
+    if num_ids is not None:
+        has_own = _has_tokenizer(directory_of(path_model, weights=False))
+        _check_ids_fit(path_model, num_ids, has_own=has_own)
+
+
+def num_token_ids(path_model: str) -> int | None:
+    """How many ids the tokenizer has that `load_tokenizer` returns; None if it is in another file than tokenizer.json.
+
+    Does not import torch. Raises UserError.
+    """
     from tokenizers import Tokenizer
 
     directory = directory_of(path_model, weights=False)
-    has_own = _has_tokenizer(directory)
-    path = (directory if has_own else _BYTE_LEVEL) / "tokenizer.json"
+    path = (directory if _has_tokenizer(directory) else _BYTE_LEVEL) / "tokenizer.json"
     if not path.is_file():
-        return
+        return None
     try:
-        num_ids = Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True)
+        return int(Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True))
     except Exception as error:  # tokenizers raises nothing more specific
         raise UserError(f"the tokenizer of {path_model} does not load from {path}: {error}") from error
-    _check_ids_fit(path_model, num_ids, has_own=has_own)
 
 
 def chat_template_of(path_model: str) -> str:

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.data.batches import open_corpus
+from diloco.data.corpus import FileCorpus
+from diloco.data.token_cache import default_cache_dir, num_bytes_to_tokenize
+from diloco.data.tokenizer import num_token_ids
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
 from diloco.options.common_names import closest_name
@@ -36,6 +40,10 @@ _STATE_BYTES = 16 << 20
 # momentum, and the residuals of a lossy codec.
 _MODEL_BYTES_PER_PARAMETER = 4
 _CHECKPOINT_BYTES_PER_PARAMETER = {"adamw": 20, "muon": 16}
+# Lower bounds: text is half of a file of JSON, and a token of a vocabulary that is larger than that of bytes stands for
+# no more than five of them.
+_TEXT_SHARE = 0.5
+_BYTES_PER_TOKEN, _MOST_BYTE_IDS = 5, 512
 # A peer's checkpoints, and behind a dot those that a killed process has left half-written.
 _PEERS_PARTS = "model_step_*/*diloco_rank_*"
 _SMALLER_MODEL = "--path-model 2m  # or another that is smaller, shorter samples, or more memory"
@@ -159,9 +167,31 @@ def places_to_check(
         Place("state directory", state_dir, _STATE_BYTES, "export XDG_STATE_HOME="),
         Place("temporary files", Path(tempfile.gettempdir()), _TEMPORARY_BYTES, "export TMPDIR="),
     ]
+    if token_bytes := _least_token_bytes(config, is_settled=is_settled):
+        places.append(Place("tokens", default_cache_dir(), token_bytes, "export XDG_CACHE_HOME="))
     if keeps_whole_models and not is_remote:
         places.append(_checkpoints_place(config, checkpoint_bytes, num_peers, is_settled=is_settled))
     return places
+
+
+def _least_token_bytes(config: TrainConfig, *, is_settled: bool) -> int:
+    """A lower bound of what the tokens of the files take that are still to be tokenised; 0 where another check fails.
+
+    `is_settled=False`: the tokenizer may still come with the model of the swarm.
+    """
+    if config.mode != "pretrain" or config.fake_data:
+        return 0
+    try:
+        corpus = open_corpus(config)
+        # The standard library is small.
+        if not isinstance(corpus, FileCorpus):
+            return 0
+        text_bytes = num_bytes_to_tokenize(corpus, default_cache_dir()) * _TEXT_SHARE
+        num_ids = (num_token_ids(config.path_model) if is_settled else None) or 2**16
+    except (UserError, OSError):
+        return 0
+    bytes_per_token = 1 if num_ids <= _MOST_BYTE_IDS else _BYTES_PER_TOKEN
+    return int(text_bytes * (2 if num_ids <= 2**16 else 4) / bytes_per_token)
 
 
 def checkpoint_bytes_per_parameter(config: TrainConfig) -> int:

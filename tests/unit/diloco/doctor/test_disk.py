@@ -9,6 +9,9 @@ import torch
 
 from diloco.checkpoint import shards
 from diloco.checkpoint.store import Store, own_part
+from diloco.data.corpus import FileCorpus
+from diloco.data.token_cache import tokenized
+from diloco.data.tokenizer import load_tokenizer
 from diloco.doctor import before_start, resources
 from diloco.doctor.before_start import check_memory_and_disk
 from diloco.doctor.resources import check_place, checkpoint_bytes_per_parameter, places_to_check
@@ -86,6 +89,33 @@ def test_a_checkpoint_for_a_url_is_assembled_in_the_run_directory(tmp_path):
     config = kept("s3://bucket/run")
     assert places_to_check(config, tmp_path, NUM)[0].needed_bytes == SIZE + 4 * NUM
     assert places_to_check(TrainConfig(), tmp_path, NUM)[0].needed_bytes == 4 * NUM
+
+
+def test_the_tokens_of_files_that_are_still_to_be_tokenised_take_room(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "texts"
+    root.mkdir()
+    for name in ("one", "two"):
+        (root / f"{name}.txt").write_text(name * 10_000)
+    monkeypatch.setattr("diloco.data.corpus._PART_BYTES", 1)
+    config = TrainConfig(dataset_name_or_path=str(root), path_model="2m")
+
+    def tokens(config, **more) -> list[int]:
+        places = places_to_check(config, tmp_path, NUM, **more)
+        return [place.needed_bytes for place in places if place.name == "tokens"]
+
+    # Two bytes for each of the text, of which there is at least half as much as of the files.
+    assert tokens(config) == [60_000]
+    assert tokens(config, is_settled=False) == [12_000]
+    with monkeypatch.context() as larger:
+        larger.setattr(resources, "num_token_ids", lambda _: 128_000)
+        assert tokens(config) == [24_000]
+    tokenized(FileCorpus(root / "one.txt"), load_tokenizer("2m"))
+    assert tokens(config) == [30_000]
+    tokenized(FileCorpus(root), load_tokenizer("2m"))
+    assert tokens(config) == []
+    assert tokens(TrainConfig()) == tokens(TrainConfig(dataset_name_or_path="owner/name")) == []
+    assert tokens(TrainConfig(dataset_name_or_path=str(tmp_path / "none.txt"))) == []
 
 
 def test_a_run_that_keeps_all_its_checkpoints_is_told_at_its_start_that_they_do_not_fit(
