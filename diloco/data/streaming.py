@@ -18,7 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Place: TypeAlias = tuple[int, int]
+"""The number of a lane's files read to their end, and the number of rows read of the next one."""
+Document: TypeAlias = tuple[Place, bytes]
+"""A document's text, and the place after it."""
+
 # World ranks have at most this many bits. A constant, since another number would assign documents to other lanes.
 _LANE_BITS = 6
 NUM_LANES = 2**_LANE_BITS
@@ -43,6 +48,8 @@ _TRANSIENT_STATUSES = 408, 429
 """HTTP statuses below 500 with which the hub refuses a request for now: timeout, and too many requests."""
 # Byte frequencies are estimated from this many documents of lane 0.
 _COUNTED_DOCUMENTS = 256
+# Documents are encoded in batches of this much text at most: the tokenizer spreads them over the cores.
+_BATCH_BYTES = 2**20
 
 
 def lane_of(world_rank: int, passes: int) -> int:
@@ -93,6 +100,9 @@ class StreamingSource:
         self._dataset = dataset
         self._tokenizer, self._is_byte_level = tokenizer, is_byte_level(tokenizer)
         self._eval_tokens = eval_tokens
+        # As many bytes as num_kept samples have ids is about the text of one step, so a batch is gathered while the
+        # steps that were read ahead are trained. Bytes are their own ids: there is no work to spread.
+        self._batch_bytes = 1 if self._is_byte_level else min(_BATCH_BYTES, num_kept * seq_length)
         self._block = 0, 0
         """The epoch that is read, and the number of the first window of its block: the same on all ranks of a peer."""
         self._start = Point(world_rank=-1)
@@ -162,7 +172,8 @@ class StreamingSource:
         # Up to eval_tokens predicted ids, and one more window's worth.
         wanted = self._eval_tokens + self.seq_length + 1
         parts: list[np.ndarray] = []
-        for ids in self._encoded(self._dataset.held_out()):
+        for content in self._dataset.held_out():
+            [ids] = encode_documents(self._tokenizer, [content], byte_level=self._is_byte_level)
             parts.append(ids)
             wanted -= len(ids)
             if wanted <= 0:
@@ -206,10 +217,10 @@ class StreamingSource:
         place, num_empty = (start.file, start.row), 0
         for passes in itertools.count(start.passes):
             lane, num_empty = lane_of(start.world_rank, passes), num_empty + 1
-            for after, content in self._dataset.documents(lane, passes // NUM_LANES, place):
+            documents = self._dataset.documents(lane, passes // NUM_LANES, place)
+            for after, ids in self._encoded(documents):
                 num_empty = 0
-                for ids in self._encoded([content]):
-                    pending = np.concatenate([pending, ids])
+                pending = np.concatenate([pending, ids])
                 while len(pending) > self.seq_length:
                     yield pending[: self.seq_length + 1]
                     pending, number = pending[self.seq_length :], number + 1
@@ -222,9 +233,26 @@ class StreamingSource:
             if num_empty == 2 * NUM_LANES:
                 raise UserError(f"{self._dataset.name} has no document to train on; name a larger dataset")
 
-    def _encoded(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        for content in documents:
-            yield from encode_documents(self._tokenizer, [content], byte_level=self._is_byte_level)
+    def _encoded(self, documents: Iterable[Document]) -> Iterator[tuple[Place, np.ndarray]]:
+        """The token ids of each document, with the place after it."""
+        for batch in _batches(documents, self._batch_bytes):
+            contents = [content for _, content in batch]
+            ids = encode_documents(self._tokenizer, contents, byte_level=self._is_byte_level)
+            yield from zip((place for place, _ in batch), ids, strict=True)
+
+
+def _batches(documents: Iterable[Document], num_bytes: int) -> Iterator[list[Document]]:
+    """Divides documents into lists, each of which ends with the document that makes it reach this size."""
+    batch: list[Document] = []
+    missing = num_bytes
+    for document in documents:
+        batch.append(document)
+        missing -= len(document[1])
+        if missing <= 0:
+            yield batch
+            batch, missing = [], num_bytes
+    if batch:
+        yield batch
 
 
 class HubDataset:
@@ -278,13 +306,8 @@ class HubDataset:
         # With enough files each lane has files of its own, so that a peer downloads only those.
         return self.num_files >= NUM_LANES
 
-    def documents(
-        self, lane: int, cycle: int, start: tuple[int, int] = (0, 0)
-    ) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """A lane's training documents from `start` on, each with the place after it.
-
-        A place is the number of the lane's files read to their end, and the number of rows read of the next one.
-        """
+    def documents(self, lane: int, cycle: int, start: Place = (0, 0)) -> Iterator[Document]:
+        """A lane's training documents from `start` on."""
         has_own = self._has_own_files
         for number, index in enumerate(self.files_of(lane, cycle)):
             if number < start[0]:

@@ -5,11 +5,13 @@ from dataclasses import asdict
 import datasets
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from diloco.data.batches import Block
 from diloco.data.corpus import is_held_out
 from diloco.data.streaming import NUM_LANES, HubDataset, Point, StreamingSource, lane_of
-from diloco.data.tokenizer import load_tokenizer
+from diloco.data.tokenizer import encode_documents, load_tokenizer
 from diloco.errors import DilocoError, UserError
 
 
@@ -179,6 +181,44 @@ def test_what_was_read_a_moment_ago_is_read_again_without_a_new_start(tokenizer,
     assert passes == [2, 2]
     source.read(third, offsets[2:])
     assert passes == [2, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer():
+    words = {"<eos>": 0, "?": 1, "lorem": 2, "ipsum": 3, "dolor": 4, **{f"d{n}": 5 + n for n in range(640)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def test_documents_are_encoded_in_batches_and_samples_and_places_do_not_depend_on_them(
+    word_tokenizer, tmp_path, monkeypatch
+):
+    dataset = HubDataset("local", streamed(tmp_path, num_files=3)[1])
+    sizes, block = [], Block(epoch=0, world_rank=5, data_base=0)
+    monkeypatch.setattr(
+        "diloco.data.streaming.encode_documents",
+        lambda tokenizer, contents, **how: (
+            sizes.append(len(contents)) or encode_documents(tokenizer, contents, **how)
+        ),
+    )
+
+    def samples_and_states(batch_bytes):
+        source = source_of(dataset, word_tokenizer, samples_per_block=60)
+        source._batch_bytes = batch_bytes or source._batch_bytes
+        return [(source.read(block, np.arange(n, n + 1)).tolist(), source.state(block, n)) for n in range(60)]
+
+    one_by_one = samples_and_states(1)
+    assert set(sizes) == {1}
+    sizes.clear()
+    assert samples_and_states(None) == one_by_one and 1 < max(sizes) < 5
+    sizes.clear()
+    assert samples_and_states(2**20) == one_by_one and max(sizes) > 5
+    # From a place between two documents of a batch.
+    source = source_of(dataset, word_tokenizer, samples_per_block=60)
+    source.begin(block, 31, one_by_one[31][1])
+    expected = [sample for [sample], _ in one_by_one[31:]]
+    assert source.read(block, np.arange(31, 60)).tolist() == expected
 
 
 def documents_read(source, world_rank, num_windows):
