@@ -43,6 +43,8 @@ _LANE_BITS = 6
 NUM_LANES = 2**_LANE_BITS
 # Part of every saved state: increment it when its numbers mean something else.
 _FORMAT = 2
+# Where the length of samples is in `_identity`.
+_LENGTH = -2
 _HUB_TIMEOUT_S = 10.0
 _TRANSIENT_STATUSES = 408, 429
 """HTTP statuses below 500 with which the hub refuses a request for now: timeout, and too many requests."""
@@ -121,11 +123,17 @@ class StreamingSource:
         """
         content = json.loads(state) if state is not None else {}
         start, number = self._start_of(block), 0
+        own = self._identity()
+        saved = content.get("data", list(own))
+        # A place in the text does not depend on the length of samples.
+        saved_length, _ = saved.pop(_LENGTH), own.pop(_LENGTH)
         # Earlier commits saved neither a format nor the sample's number: a few windows before it are read again.
-        is_own = content.get("data") in (self._identity(), self._identity()[1:])
-        if is_own and content["point"]["world_rank"] == block.world_rank:
+        is_own = saved in (own, own[1:])
+        if content and is_own and content["point"]["world_rank"] == block.world_rank:
             point = content["point"]
-            number = content.get("number", point["number"])
+            # Of another length, the first window begins at the sample or less than a window before it.
+            num_windows = content.get("number", point["number"]) - point["number"]
+            number = point["number"] + num_windows * saved_length // self.seq_length
             start = Point(**{**point, "pending": tuple(point["pending"])})
         elif content:
             saved_by = content["point"]["world_rank"]

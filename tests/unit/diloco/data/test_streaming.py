@@ -125,20 +125,41 @@ def test_who_was_away_reads_on_where_its_checkpoint_was(tokenizer, tmp_path, mon
     assert len({tuple(sample) for sample in back.read(late, offsets).tolist()}) == 3
 
 
-def test_a_place_that_an_earlier_commit_saved_is_read_on_from(tokenizer, tmp_path):
+@pytest.mark.parametrize("seq_length", [16, 32])
+def test_a_place_that_an_earlier_commit_saved_is_read_on_from(tokenizer, tmp_path, seq_length):
     dataset = HubDataset("local", streamed(tmp_path)[1])
-    source = source_of(dataset, tokenizer)
+    source = source_of(dataset, tokenizer, seq_length=seq_length)
     point = Point(world_rank=2, number=700, passes=3, pending=(65, 66))
-    identity = [*dataset.identity(), source.seq_length, len(tokenizer)]
+    identity = [*dataset.identity(), 16, len(tokenizer)]
     (block,) = blocks(2, 233)
     source.begin(block, 1, json.dumps({"data": identity, "point": asdict(point)}).encode())
-    sample = bytes(source.read(block, np.arange(1, 2))[0].tolist())
+    sample = bytes(source.read(block, np.arange(1, 2))[0, :10].tolist())
     assert sample.startswith(b"AB" + next(dataset.lane(lane_of(2, 3)))[:8])
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 32), (32, 16), (16, 25)])
+def test_samples_of_another_length_continue_the_text(tokenizer, tmp_path, caplog, before, after):
+    dataset = HubDataset("local", streamed(tmp_path, num_files=5)[1])
+    block, (late,) = Block(epoch=0, world_rank=5, data_base=0), blocks(5, 40)
+    source = source_of(dataset, tokenizer, seq_length=before, samples_per_block=100)
+    text = source.read(block, np.arange(100))[:, :-1].ravel().tolist()
+    for num_read in (0, 1, 7, 8, 9):
+        source = source_of(dataset, tokenizer, seq_length=before, samples_per_block=100)
+        source.read(block, np.arange(num_read + 1))
+        state = source.state(block, num_read)
+        other = source_of(dataset, tokenizer, seq_length=after, samples_per_block=100)
+        other.begin(late, 20, state)
+        read = other.read(late, np.arange(20, 30))[:, :-1].ravel().tolist()
+        trained = num_read * before
+        assert any(
+            text[first : first + len(read)] == read for first in range(trained, max(-1, trained - after), -1)
+        )
+    assert not caplog.messages
 
 
 def test_a_place_that_is_not_used_is_told_of(tokenizer, tmp_path, caplog):
     dataset = HubDataset("local", streamed(tmp_path)[1])
-    source, other = source_of(dataset, tokenizer), source_of(dataset, tokenizer, seq_length=32)
+    source, other = source_of(dataset, tokenizer), source_of(HubDataset("other", dataset._train), tokenizer)
     block, another = *blocks(2, 0), *blocks(3, 0)
     source.begin(block, 0, source.state(block, 0))
     assert not caplog.messages
