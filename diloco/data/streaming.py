@@ -302,8 +302,8 @@ class HubDataset:
         """The files with the documents of a lane, in the order in which they are read."""
         if lane >= NUM_LANES:
             raise UserError(
-                f"{self.name} can be streamed to at most {NUM_LANES} world ranks; "
-                f"world rank {lane} is too high"
+                f"{self.name} can be streamed to at most {NUM_LANES} peers, of world ranks 0 to {NUM_LANES - 1}, and "
+                f"this peer's is {lane}; give it the rank of a peer that is gone: --world-rank N"
             )
         files = np.arange(self.num_files, dtype=np.uint64)
         files = permuted(files, size=len(files), seed=self._seed, passes=np.full_like(files, cycle))
