@@ -37,6 +37,7 @@ from diloco.train.memory import check_memory, memory_needed_bytes
 from diloco.train.metrics import opened_metrics
 from diloco.train.metrics_file import line_of
 from diloco.train.model import load_model, num_parameters
+from diloco.train.node_stream import read_for_node
 from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.progress import Progress
 from diloco.train.sharding import Precision, compiles, discard_partial_model, full_state, prepare, save_model
@@ -131,7 +132,9 @@ class Trainer:
             on_waiting=progress.waits_for,
         )
         self.record_checkpoints()
+        self.reading: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if isinstance(self.source, StreamingSource):
+            self.reading = read_for_node(self.source, world)
             block, local_step = self.place()
             state = self.checkpoints.restored_file(STREAM_FILE)
             self.source.begin(block, local_step * config.total_batch_size, state)
@@ -153,11 +156,12 @@ class Trainer:
             )
         if outer.nominal_step == 0 and outer.evaluates:
             self.evaluate_before_training()
-        while not outer.done:
-            with self.samples_left() as samples_of_steps:
-                for samples in samples_of_steps:
-                    if self.step(torch.from_numpy(samples)) or outer.done:
-                        break
+        with self.reading:
+            while not outer.done:
+                with self.samples_left() as samples_of_steps:
+                    for samples in samples_of_steps:
+                        if self.step(torch.from_numpy(samples)) or outer.done:
+                            break
         if outer.evaluates:
             self.evaluate()
         with self.progress.phase("saving", "the model and the last checkpoint"):

@@ -96,8 +96,9 @@ def open_data(
             tokenizer,
             seq_length=config.seq_length,
             samples_per_block=block,
-            # If training went ahead of a commit, the samples that were read ahead are read again after it.
-            num_kept=(_READ_AHEAD + 1) * config.total_batch_size,
+            # If training went ahead of a commit, the samples that were read ahead are read again after it. Another
+            # rank of the node may be a step ahead.
+            num_kept=(_READ_AHEAD + 2) * config.total_batch_size,
             eval_tokens=config.eval_tokens,
         )
     return FiniteSource(

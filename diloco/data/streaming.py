@@ -15,9 +15,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -82,6 +83,19 @@ class Point:
     """Token ids that were read and are in no window yet; fewer than a window has."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Where a peer reads: the same on all its ranks."""
+
+    begun: int = 0
+    """How often the peer has begun to read at a place that does not follow from what it read before."""
+    start: Point = Point(world_rank=-1)
+    """Where it began."""
+    epoch: int = 0
+    first: int = 0
+    """The number of the first window of this epoch's block. Windows of earlier blocks are not read again."""
+
+
 class StreamingSource:
     """A SampleSource over a streamed dataset. Reading far backward in a block restarts the stream before that block."""
 
@@ -100,20 +114,12 @@ class StreamingSource:
         self.samples_per_block = samples_per_block
         self.num_files = dataset.num_files
         self._dataset = dataset
-        self._tokenizer, self._is_byte_level = tokenizer, is_byte_level(tokenizer)
+        self._tokenizer = tokenizer
         self._eval_tokens = eval_tokens
-        # As many bytes as num_kept samples have ids is about the text of one step, so a batch is gathered while the
-        # steps that were read ahead are trained. Bytes are their own ids: there is no work to spread.
-        self._batch_bytes = 1 if self._is_byte_level else min(_BATCH_BYTES, num_kept * seq_length)
-        self._block = 0, 0
-        """The epoch that is read, and the number of the first window of its block: the same on all ranks of a peer."""
-        self._start = Point(world_rank=-1)
-        """A point before all windows that are still to be read."""
-        self._stream: tuple[Iterator[np.ndarray], int] | None = None
-        self._last: deque[np.ndarray] = deque(maxlen=num_kept)
-        # The two newest points, at least num_kept windows apart, so that the older one is before every sample that may
-        # be read again. The tuple is replaced, not changed: one thread reads ahead while another one saves.
-        self._points: tuple[Point, ...] = ()
+        self.reader = WindowReader(dataset, tokenizer, seq_length=seq_length, num_kept=num_kept)
+        self.windows: Callable[[Reading, list[int]], np.ndarray] = self.reader.windows
+        """Reads windows by their numbers; replaced if another rank of the node reads for this one."""
+        self._reading = Reading()
 
     def begin(self, block: Block, offset: int, state: bytes | None = None) -> None:
         """Read on from `state`; the next sample is the one at this offset of the block.
@@ -139,25 +145,23 @@ class StreamingSource:
             saved_by = content["point"]["world_rank"]
             whose = f"world rank {saved_by}, not {block.world_rank}" if is_own else "other data"
             log.warning("the checkpoint's place in the data is of %s, and is not used", whose)
-        self._start, self._points, self._stream = start, (start,), None
-        self._block = block.epoch, number - offset
+        begun = self._reading.begun + 1
+        self._reading = Reading(begun=begun, start=start, epoch=block.epoch, first=number - offset)
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
         """Samples of the peer's block, int64 [len(offsets), seq_length + 1]. Offsets must be ascending."""
         check_offsets(offsets, self.samples_per_block)
-        if self._start.world_rank != block.world_rank:
+        if self._reading.start.world_rank != block.world_rank:
             self.begin(block, 0)
-        if self._block[0] != block.epoch:
-            self._block = block.epoch, self._first_of(block)
-            self._start = self._point_before(self._block[1])
-        return np.stack([self._window(self._number(block, int(offset))) for offset in offsets])
+        self._reading = replace(self._reading, epoch=block.epoch, first=self._first_of(block))
+        return self.windows(self._reading, [self._number(block, int(offset)) for offset in offsets])
 
     def state(self, block: Block, offset: int) -> bytes:
         """For a checkpoint: the place from which `begin` reads this sample of the block, and those after it."""
         point, number = self._start_of(block), 0
-        if self._start.world_rank == block.world_rank:
+        if self._reading.start.world_rank == block.world_rank:
             number = self._number(block, offset)
-            point = self._point_before(number)
+            point = self.reader.point_before(self._reading, number)
         return json.dumps({"data": self._identity(), "point": asdict(point), "number": number}).encode()
 
     def _start_of(self, block: Block) -> Point:
@@ -167,21 +171,22 @@ class StreamingSource:
 
     def _first_of(self, block: Block) -> int:
         """The number of a block's first window. The block after the present one follows it, whatever its epoch."""
-        epoch, first = self._block
-        return first if block.epoch == epoch else first + self.samples_per_block
+        first = self._reading.first
+        return first if block.epoch == self._reading.epoch else first + self.samples_per_block
 
     def _number(self, block: Block, offset: int) -> int:
         number = self._first_of(block) + offset
         # Reading began in the middle of a block: windows for its first samples are taken from the block after it.
-        return number if number >= self._start.number else number + self.samples_per_block
+        return number if number >= self._reading.start.number else number + self.samples_per_block
 
     def validation(self) -> Validation:
         """Windows of the dataset's validation split, else of the documents held out by their hash."""
         # Up to eval_tokens predicted ids, and one more window's worth.
         wanted = self._eval_tokens + self.seq_length + 1
         parts: list[np.ndarray] = []
+        is_bytes = is_byte_level(self._tokenizer)
         for content in self._dataset.held_out():
-            [ids] = encode_documents(self._tokenizer, [content], byte_level=self._is_byte_level)
+            [ids] = encode_documents(self._tokenizer, [content], byte_level=is_bytes)
             parts.append(ids)
             wanted -= len(ids)
             if wanted <= 0:
@@ -201,6 +206,52 @@ class StreamingSource:
     def _identity(self) -> list[Any]:
         """All that the content of a window depends on, except its number and the world rank."""
         return [_FORMAT, *self._dataset.identity(), self.seq_length, len(self._tokenizer)]
+
+
+class WindowReader:
+    """Reads the windows of a peer by their numbers, for one rank or for all of a node."""
+
+    def __init__(
+        self, dataset: HubDataset, tokenizer: PreTrainedTokenizerBase, *, seq_length: int, num_kept: int
+    ) -> None:
+        self._dataset = dataset
+        self._tokenizer, self._is_byte_level = tokenizer, is_byte_level(tokenizer)
+        self._seq_length = seq_length
+        # As many bytes as num_kept samples have ids is about the text of one step, so a batch is gathered while the
+        # steps that were read ahead are trained. Bytes are their own ids: there is no work to spread.
+        self._batch_bytes = 1 if self._is_byte_level else min(_BATCH_BYTES, num_kept * seq_length)
+        self._lock = threading.Lock()
+        self._reading = Reading()
+        self._start = self._reading.start
+        """A point before all windows that are still to be read."""
+        self._stream: tuple[Iterator[np.ndarray], int] | None = None
+        self._last: deque[np.ndarray] = deque(maxlen=num_kept)
+        # The two newest points, at least num_kept windows apart, so that the older one is before every sample that may
+        # be read again. The tuple is replaced, not changed: one thread reads ahead while another one saves.
+        self._points: tuple[Point, ...] = ()
+
+    def windows(self, reading: Reading, numbers: list[int]) -> np.ndarray:
+        """The windows of these numbers, int64 [len(numbers), seq_length + 1].
+
+        Raises DilocoError if another rank has left their block, at whose end this one drops what it has read ahead.
+        """
+        with self._lock:
+            self._follow(reading)
+            if reading.begun < self._reading.begun or min(numbers) < self._start.number:
+                raise DilocoError(f"the samples from {min(numbers)} on are of an earlier block")
+            return np.stack([self._window(number) for number in numbers])
+
+    def point_before(self, reading: Reading, number: int) -> Point:
+        """A point from which this window can be read."""
+        return self._point_before(number) if reading.begun == self._reading.begun else reading.start
+
+    def _follow(self, reading: Reading) -> None:
+        if reading.begun > self._reading.begun:
+            self._start, self._points, self._stream = reading.start, (reading.start,), None
+            self._reading = reading
+        elif reading.begun == self._reading.begun and reading.first > self._reading.first:
+            self._start = self._point_before(reading.first)
+            self._reading = reading
 
     def _point_before(self, number: int) -> Point:
         return next((point for point in reversed(self._points) if point.number <= number), self._start)
@@ -229,9 +280,9 @@ class StreamingSource:
             for after, ids in self._encoded(documents):
                 num_empty = 0
                 pending = np.concatenate([pending, ids])
-                while len(pending) > self.seq_length:
-                    yield pending[: self.seq_length + 1]
-                    pending, number = pending[self.seq_length :], number + 1
+                while len(pending) > self._seq_length:
+                    yield pending[: self._seq_length + 1]
+                    pending, number = pending[self._seq_length :], number + 1
                 if number - self._points[-1].number >= (self._last.maxlen or 0):
                     here = {"number": number, "passes": passes, "file": after[0], "row": after[1]}
                     point = Point(world_rank=start.world_rank, **here, pending=tuple(pending.tolist()))

@@ -91,6 +91,38 @@ def test_a_streamed_dataset_is_read_on_where_the_checkpoint_was_saved(tmp_path, 
     assert (said["num_files"], said["num_parts"]) == (3, 64)
 
 
+def streamed_and_resumed(world, directory):
+    """As `stopped_and_resumed`, with a streamed dataset; and whether this rank has read it for training."""
+    texts = [f"{n} lorem ipsum dolor sit amet" for n in range(4000)]
+    rows = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=3)
+    config = tiny_config(directory, fake_data=False, dataset_name_or_path="far/away", total_steps=16)
+    ckpt, cycles, documents = CkptConfig(path=config.ckpt.path, interval=12), [], HubDataset.documents
+
+    def noted(self, lane, cycle, start=None):
+        cycles.extend([] if start is None else [cycle])
+        return documents(self, lane, cycle, start or (0, 0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HubDataset, "documents", noted)
+        patch.setattr(
+            "diloco.data.batches.open_hub_dataset", lambda name, *_, seed: HubDataset(name, rows, seed=seed)
+        )
+        whole = train(config, directory / "whole", world)
+        train(replace(config, max_steps=12, ckpt=ckpt), directory / "first", world)
+        resumed = train(replace(config, ckpt=replace(ckpt, resume="auto")), directory / "second", world)
+    figures = [of_kind("step", records, *FIGURES) for records in (whole, resumed)]
+    return *figures, bool(cycles)
+
+
+def test_one_rank_reads_a_streamed_dataset_for_both_and_reads_on_where_it_was(tmp_path, two):
+    (tmp_path / "alone").mkdir()
+    alone, _, _ = streamed_and_resumed(World(), tmp_path / "alone")
+    (whole, resumed, is_first_reading), (_, _, is_second_reading) = two.run(streamed_and_resumed, tmp_path)
+    assert resumed == whole[12:] and is_first_reading and not is_second_reading
+    losses = [[loss for _, loss, *_ in figures] for figures in (alone, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_a_peer_resumes_in_mid_epoch_with_its_outer_state(tmp_path, link):
     config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(tmp_path / "checkpoints"), interval=5))
     with ScriptedDaemon(link, world_rank=1, local_steps=4):
