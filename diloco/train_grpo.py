@@ -34,6 +34,7 @@ from diloco.launch.worker import Assignment, assigned, exit_code
 from diloco.options.model_files import directory_of, has_weights, load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 from diloco.outer.diloco import Diloco
+from diloco.outer.exchange import asked_daemon
 from diloco.outer.world import World, on_every_rank, on_rank_zero, scattered
 from diloco.process_end import exit_process
 from diloco.rl.adapters import merged, trained, with_adapters
@@ -57,7 +58,7 @@ from diloco.train.progress import Progress
 from diloco.train.sharding import Precision, discard_partial_model, full_state, save_model
 from diloco.train.signals import CleanUps, LeaveOnSignal
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
-from peers.daemon.link import LINK_ENV, WorkerLink
+from peers.daemon.link import WorkerLink
 
 T = TypeVar("T")
 Found = TypeVar("Found")
@@ -102,7 +103,8 @@ class Training:
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
         self.progress = progress = progress or Progress(tells=False)
-        self.world_rank, needs_outer = on_rank_zero(asked_daemon)
+        asked = on_rank_zero(asked_daemon)
+        self.world_rank = asked.world_rank
         self.end_step = config.end_step
         self.task = open_task(config.grpo, seed=config.seed)
         args = grpo_arguments(
@@ -148,7 +150,12 @@ class Training:
             scratch=self.scratch,
             on_event=self.record_checkpoint,
         )
-        self.resume = self.kept.restore(self.fetched, self.skipped.append, needs_outer=needs_outer)
+        self.resume = self.kept.restore(
+            self.fetched,
+            self.skipped.append,
+            needs_outer=asked.needs_outer,
+            run_is_alive=asked.run_is_alive,
+        )
         self.precision = Precision.of(config.precision, device)
         alarm = math.inf if config.grpo.rollout == "peers" else config.grpo.logp_alarm
         self.recorder = Recorder(
@@ -534,23 +541,6 @@ def check_reference(config: TrainConfig) -> None:
             f"--grpo.beta {config.grpo.beta:g} keeps the model close to its initial weights, but {config.path_model} "
             "has no weights yet: leave --grpo.beta out, or name a trained model with --path-model"
         )
-
-
-def asked_daemon() -> tuple[int | None, bool]:
-    """This peer's world rank, and whether the daemon may need a checkpoint's outer state, before the model is loaded.
-
-    Without a daemon: None and False.
-    """
-    path = os.environ.get(LINK_ENV)
-    if not path:
-        return None, False
-    link = WorkerLink.connect(Path(path))
-    try:
-        link.send("adopt")
-        answer = link.receive("manifest")
-        return int(answer["world_rank"]), bool(answer["needs_offer"])
-    finally:
-        link.close()
 
 
 def seed_everything(seed: int) -> None:

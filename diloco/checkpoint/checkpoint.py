@@ -2,7 +2,7 @@
 
 A save copies the state to host memory, and a thread writes the copies while training continues. Each rank writes its
 shards, the daemon its outer state, and rank 0 last the mark, complete.json, with the digests of all files. A directory
-without a mark is not a checkpoint; one whose files do not match their digests is skipped in favour of an older one.
+without a mark is not a checkpoint; one whose files do not match their digests is skipped in favour of another one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from diloco.checkpoint.store import own_part
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco, OuterFiles, Restored
+from diloco.outer.exchange import asked_daemon
 from diloco.outer.world import World, in_group, on_every_rank, on_rank_zero, summed
 from diloco.train.inner import InnerLoop
 from peers.core.timing import SLOWEST_LINK
@@ -88,7 +89,12 @@ class Checkpoints:
         Without `needs_outer` the files of its outer state are neither fetched nor verified.
         """
         found = self._own.resumed(
-            self._world, world_rank, self._fetched, self._skipped.append, needs_outer=needs_outer
+            self._world,
+            world_rank,
+            self._fetched,
+            self._skipped.append,
+            needs_outer=needs_outer,
+            run_is_alive=on_rank_zero(asked_daemon).run_is_alive,
         )
         if found is None:
             return None

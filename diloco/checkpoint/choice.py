@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from diloco.checkpoint.mark import Mark
+from diloco.checkpoint.mark import PEER_PART, Mark
 
 _RECENT = 3
-"""The newest checkpoints to compare with other peers'. Peers of one swarm are at most this many checkpoints apart,
-because each has one save in progress at most."""
+"""The newest steps to choose from. Peers of one swarm are at most this many checkpoints apart, because each has one
+save in progress at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,65 +42,105 @@ class Registration:
         return not self.has_saved and self.at_ms <= mark.saved_at_ms
 
 
+@dataclass(frozen=True)
+class _Save:
+    """The checkpoints of one step with the same outer state, by part, newest first; at least one."""
+
+    name: str
+    by_part: Mapping[str, Candidate]
+
+    @property
+    def mark(self) -> Mark:
+        return next(iter(self.by_part.values())).mark
+
+
 def to_resume(
-    own: Sequence[Candidate],
-    others: Mapping[str, Mapping[int, str]],
+    found: Collection[Candidate],
     savers: Mapping[int, Registration],
-    me: int | None,
+    part: str,
+    *,
+    refused: Collection[tuple[str, str]] = (),
+    keeps_own: bool = False,
 ) -> Candidate | None:
-    """The peer's newest checkpoint that all peers in its last commit have too, of those that save at this place.
+    """The checkpoint from which the peer that saves as `part` resumes, of all that are in this place.
 
-    If all peers were killed at once, some may have saved a step that others had not; only from a step that all have can
-    the swarm resume without loss. If the others never completed their first checkpoint, that step is the beginning, and
-    None is returned. If there is no common step for other reasons, each peer takes its newest. `own` is newest first;
-    `others` maps step names and world ranks to heads.
+    First chooses the step, which is the same for all peers that see this place: the newest that all peers in its last
+    commit have, of those that save here. If all peers were killed at once, some may have saved a step that others had
+    not; only from a step that all have can the swarm resume without loss. If there is none among the newest, the newest
+    is taken, unless the others never completed their first checkpoint: then the beginning is the step that all have,
+    and None is returned.
+
+    Then chooses the peer's own checkpoint of that step, else another peer's. World ranks are assigned anew, so what is
+    saved as `part` may be another peer's from long ago: that it is there does not count. With `keeps_own` it does,
+    where the run is alive and only the peer's own state is needed. `refused` are the parts and names of checkpoints
+    whose files are damaged.
     """
-    recent = {rank for candidate in own[:_RECENT] for rank in others.get(candidate.name, {})}
-    for candidate in own[:_RECENT]:
-        if not _ranks_without(candidate, recent, others, savers, me):
-            return candidate
-    if not own:
+    saves = _saves(found, refused)
+    if keeps_own:
+        saves = [save for save in saves if part in save.by_part and (part, save.name) not in refused] or saves
+    if not saves:
         return None
-    newest = own[0]
-    without = _ranks_without(newest, recent, others, savers, me)
-    is_first = not newest.mark.number and all(
-        savers[rank].was_saving_its_first(newest.mark) for rank in without
-    )
-    return None if is_first else newest
-
-
-def _ranks_without(
-    candidate: Candidate,
-    recent: Collection[int],
-    others: Mapping[str, Mapping[int, str]],
-    savers: Mapping[int, Registration],
-    me: int | None,
-) -> set[int]:
-    """World ranks that contributed to the checkpoint's last commit and save here, but do not have this checkpoint."""
-    mark, heads = candidate.mark, others.get(candidate.name, {})
-    first = {rank for rank, registration in savers.items() if registration.was_saving_its_first(mark)}
-    together = set(mark.contributors or {*recent, *first}).intersection(savers) - {me}
-    return {rank for rank in together if heads.get(rank) != mark.head}
-
-
-def of_others(
-    candidates: Collection[Candidate], me: int | None, registration: Registration | None
-) -> Candidate | None:
-    """For a peer without checkpoints: among the newest ones of the other peers, the one with the highest epoch.
-
-    Skips another peer's first checkpoint if this peer's first was still being written: that peer starts from the
-    beginning as well (see to_resume).
-    """
-    newest: dict[str, Candidate] = {}
-    for one in newest_first(candidates):
-        newest.setdefault(one.part, one)
-    best = max(newest.values(), key=lambda one: (one.mark.position.epoch, one.mark.saved_at_ms), default=None)
-    if best is None or best.mark.number or registration is None:
-        return best
-    is_in_it = me in best.mark.contributors if best.mark.contributors else True
-    return None if is_in_it and registration.was_saving_its_first(best.mark) else best
+    names = list(dict.fromkeys(save.name for save in saves))[:_RECENT]
+    recent = [save for save in saves if save.name in names]
+    ranks = {rank for save in recent for rank in _ranks(save.by_part)}
+    chosen = next((save for save in recent if not _ranks_without(save, ranks, savers)), None)
+    if chosen is None:
+        chosen = recent[0]
+        missing = [savers[rank] for rank in _ranks_without(chosen, ranks, savers)]
+        is_first = all(one.was_saving_its_first(chosen.mark) for one in missing)
+        if is_first and not any(one.mark.number for one in found):
+            return None
+    usable = [one for one in chosen.by_part if (one, chosen.name) not in refused]
+    return chosen.by_part[part if part in usable else min(usable, key=in_order)]
 
 
 def to_delete(kept: Collection[Candidate], *, topk: int | None) -> list[Candidate]:
     """The checkpoints that --ckpt.topk says to delete."""
     return [] if topk is None else newest_first(kept)[topk:]
+
+
+def in_order(part: str) -> tuple[int, str]:
+    """A sort key that orders parts by world rank."""
+    return len(part), part
+
+
+def _saves(found: Collection[Candidate], refused: Collection[tuple[str, str]]) -> list[_Save]:
+    """What has been saved, the step saved last first, without that of which all checkpoints are refused.
+
+    One step may have been saved on both sides of a fork, or again after an older one was resumed. Of these comes first
+    what more peers have saved last.
+    """
+    groups: dict[tuple[str, str], dict[str, Candidate]] = {}
+    newest: dict[str, Candidate] = {}
+    saved_at: dict[str, int] = {}
+    for one in newest_first(found):
+        groups.setdefault((one.name, one.mark.head), {})[one.part] = one
+        newest.setdefault(one.part, one)
+        saved_at.setdefault(one.name, one.mark.saved_at_ms)
+
+    def rank(save: _Save) -> tuple[int, int, int]:
+        num_last = sum(newest[part] is one for part, one in save.by_part.items())
+        return saved_at[save.name], num_last, save.mark.saved_at_ms
+
+    saves = [
+        _Save(name, parts)
+        for (name, _), parts in groups.items()
+        if any((part, name) not in refused for part in parts)
+    ]
+    return sorted(saves, key=rank, reverse=True)
+
+
+def _ranks_without(save: _Save, recent: Collection[int], savers: Mapping[int, Registration]) -> set[int]:
+    """World ranks that contributed to the last commit in this and save here, but have not saved this.
+
+    If the contributors are not known, they are the ranks that have saved one of the newest steps (`recent`), and those
+    that were saving their first.
+    """
+    first = {rank for rank, registration in savers.items() if registration.was_saving_its_first(save.mark)}
+    together = set(save.mark.contributors or {*recent, *first})
+    return together.intersection(savers) - _ranks(save.by_part)
+
+
+def _ranks(parts: Collection[str]) -> set[int]:
+    words = (part.removeprefix(PEER_PART) for part in parts)
+    return {int(word) for word in words if word.isdecimal()}

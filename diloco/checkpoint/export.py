@@ -17,9 +17,9 @@ from torch import Tensor
 
 from diloco.checkpoint.choice import Candidate, newest_first
 from diloco.checkpoint.mark import Damaged, problems_of
-from diloco.checkpoint.restore import candidates_in, named_in, split
+from diloco.checkpoint.restore import candidates_in, named_in, split, whole
 from diloco.checkpoint.shards import read
-from diloco.checkpoint.store import Store, open_store, own_part
+from diloco.checkpoint.store import Store, open_store
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, save_pretrained_dir
@@ -85,12 +85,12 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
         candidates, is_named = [named_in(store, name, part)], True
     else:
         store, is_named = open_store(checkpoint, scratch), False
-        parts = ["", *map(own_part, sorted(store.savers()))]
 
-        def is_damaged(_name: str, problem: str) -> None:
+        def is_damaged(_name: str, _part: str, problem: str) -> None:
             problems.append(problem)
 
-        candidates = newest_first([one for part in parts for one in candidates_in(store, part, is_damaged)])
+        of_peers = whole(store, store.all_marks(), is_damaged)
+        candidates = newest_first([*candidates_in(store, "", is_damaged), *of_peers])
     for problem in problems:
         log.warning("skipping a checkpoint: %s", problem)
     for candidate in candidates:

@@ -47,7 +47,7 @@ class Mark:
     number: int = 0
     """How many checkpoints this peer had saved before in the same history."""
     saved_at_ms: int = 0
-    """Unix time; strictly increasing over the checkpoints of a peer."""
+    """Unix time; later than those of the checkpoints that the peer saved before, and of the one that it resumed."""
     contributors: tuple[int, ...] = ()
     """World ranks in the last commit; empty if unknown."""
     head: str = ""

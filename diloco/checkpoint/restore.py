@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.choice import Candidate, newest_first, of_others, to_delete, to_resume
+from diloco.checkpoint.choice import Candidate, Registration, in_order, to_delete, to_resume
 from diloco.checkpoint.digests import problems_by_ranks, without_outer
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, write_mark
 from diloco.checkpoint.store import Store, open_store, own_part
@@ -58,6 +58,7 @@ class OwnCheckpoints:
         on_skipped: Callable[[str], None],
         *,
         needs_outer: bool,
+        run_is_alive: bool,
     ) -> Found | None:
         """As `fetched`; checkpoints saved afterwards continue the history of the one that was found."""
         if self._config.interval is not None:
@@ -69,10 +70,12 @@ class OwnCheckpoints:
             self._scratch,
             stack,
             needs_outer=needs_outer,
+            run_is_alive=run_is_alive,
             on_skipped=on_skipped,
         )
         if found is not None:
             self._number, self._contributors = found.mark.number + 1, found.mark.contributors
+            self._saved_at_ms = max(self._saved_at_ms, found.mark.saved_at_ms)
         return found
 
     def complete(self, staging: Path, mark: Mark, step: int, world_rank: int | None) -> None:
@@ -129,17 +132,20 @@ def fetched(
     stack: contextlib.ExitStack,
     *,
     needs_outer: bool = True,
+    run_is_alive: bool = False,
     on_skipped: Callable[[str], None] = lambda problem: None,
 ) -> Found | None:
     """The checkpoint to resume; its directory exists until the stack is closed. A collective. Raises UserError.
 
-    If this peer has no checkpoint, the result may be another peer's. Without `needs_outer` the files of the outer state
-    are neither fetched nor verified. `on_skipped` is called on rank 0 with what is wrong with each checkpoint that was
-    skipped.
+    The result may be another peer's, unless `run_is_alive` and this peer has one. Without `needs_outer` the files of
+    the outer state are neither fetched nor verified. `on_skipped` is called on rank 0 with what is wrong with each
+    checkpoint that was skipped.
     """
     if config.resume is None:
         return None
-    finder = Finder(config.resume, config.path, world_rank, scratch, on_skipped=on_skipped)
+    finder = Finder(
+        config.resume, config.path, world_rank, scratch, run_is_alive=run_is_alive, on_skipped=on_skipped
+    )
     try:
         while (candidate := on_rank_zero(finder.next)) is not None:
             if not needs_outer:
@@ -190,7 +196,7 @@ def skipped_event(problem: str) -> dict[str, Any]:
 
 
 class Finder:
-    """Proposes a peer's own checkpoints, or those of other peers if it has none. All methods may raise OSError."""
+    """Proposes checkpoints to resume, the peer's own or other peers'. All methods may raise OSError."""
 
     def __init__(
         self,
@@ -199,18 +205,20 @@ class Finder:
         world_rank: int | None,
         scratch: Path,
         *,
-        on_skipped: Callable[[str], None] = lambda problem: None,
+        run_is_alive: bool,
+        on_skipped: Callable[[str], None],
     ) -> None:
         """`resume` is `auto` or the directory or URL of one step; `path` is --ckpt.path. Raises UserError.
 
-        `on_skipped` is called with what is wrong with each checkpoint that is skipped.
+        If `run_is_alive`, the run's state comes from its peers, and `auto` means the peer's own newest checkpoint if it
+        has one. `on_skipped` is called with what is wrong with each checkpoint that is skipped.
         """
         if not resume.strip():
             raise UserError(
                 "--ckpt.resume has no value; leave it out, or check the variable that it comes from"
             )
         self._resume, self._world_rank = resume, world_rank
-        self._on_skipped = on_skipped
+        self._run_is_alive, self._on_skipped = run_is_alive, on_skipped
         self._is_auto = resume == "auto"
         self._own = self._part = own_part(world_rank)
         self._name = ""
@@ -233,7 +241,7 @@ class Finder:
         """Exclude a damaged candidate. Raises Damaged if the user named it, since no other one may replace it."""
         if not self._is_auto:
             raise Damaged(f"{problem}; resume from another checkpoint, or with --ckpt.resume auto")
-        self._skip(candidate.part, candidate.name, problem)
+        self._skip(candidate.name, candidate.part, problem)
 
     def _named(self) -> Candidate:
         if (raw := self.store.mark(self._name, self._part)) is not None:
@@ -247,53 +255,47 @@ class Finder:
                     f"; name one of its model_step_<N>, or give --ckpt.path {self._resume} --ckpt.resume auto"
                 )
             raise UserError(f"--ckpt.resume {self._resume}: there is no complete checkpoint in {where}{hint}")
-        part = min(others, key=_in_order)
+        part = min(others, key=in_order)
         return candidate_of(self.store, self._name, part, others[part])
 
     def _newest(self) -> Candidate | None:
-        own = newest_first(self._whole_marks(self._part))
-        savers = self.store.savers() if self._world_rank is not None else {}
-        if own:
-            others = {one.name: self._heads(one.name) for one in own[:3]} if len(savers) > 1 else {}
-            return to_resume(own, others, savers, self._world_rank)
-        me = self._world_rank
-        found = [one for rank in sorted(savers) if rank != me for one in self._whole_marks(own_part(rank))]
-        return of_others(found, me, None if me is None else savers.get(me))
+        found, savers = self._marks_and_savers
+        return to_resume(found, savers, self._part, refused=self._refused, keeps_own=self._run_is_alive)
 
-    def _whole_marks(self, part: str) -> list[Candidate]:
-        found = candidates_in(self.store, part, partial(self._skip, part))
-        return [one for one in found if (part, one.name) not in self._refused]
+    @cached_property
+    def _marks_and_savers(self) -> tuple[list[Candidate], dict[int, Registration]]:
+        if self._world_rank is None:
+            return candidates_in(self.store, self._part, self._skip), {}
+        return whole(self.store, self.store.all_marks(), self._skip), self.store.savers()
 
-    def _skip(self, part: str, name: str, problem: str) -> None:
+    def _skip(self, name: str, part: str, problem: str) -> None:
         if (part, name) in self._refused:
             return
-        log.warning("%s; skipping %s in favour of an older one", problem, self.store.name_of(name, part))
+        log.warning("%s; skipping %s in favour of another one", problem, self.store.name_of(name, part))
         self._refused.add((part, name))
         self._on_skipped(problem)
 
-    def _heads(self, name: str) -> Mapping[int, str]:
-        """The heads of the outer states that peers have saved at a step, by world rank."""
-        found = {}
-        for part, raw in self.store.parts(name).items():
-            try:
-                found[int(part.removeprefix(PEER_PART))] = Mark.from_bytes(raw).head
-            except ValueError:
-                # A damaged mark: its peer will not resume from it either.
-                continue
-        return found
-
 
 def candidates_in(
-    store: Store, part: str, on_damaged: Callable[[str, str], object] = lambda _name, _problem: None
+    store: Store,
+    part: str,
+    on_damaged: Callable[[str, str, str], object] = lambda _name, _part, _problem: None,
 ) -> list[Candidate]:
-    """A peer's checkpoints with valid marks; `on_damaged` gets name and problem of each other one. Raises OSError."""
+    """A peer's checkpoints with valid marks; `on_damaged` is as for `whole`. Raises OSError."""
+    return whole(store, {(name, part): raw for name, raw in store.marks(part).items()}, on_damaged)
+
+
+def whole(
+    store: Store, marks: Mapping[tuple[str, str], bytes], on_damaged: Callable[[str, str, str], object]
+) -> list[Candidate]:
+    """The checkpoints whose marks, by name and part, are valid; `on_damaged` gets name, part and problem of others."""
     found = []
-    for name, raw in store.marks(part).items():
+    for (name, part), raw in marks.items():
         try:
             found.append(candidate_of(store, name, part, raw))
         except Damaged as error:
             # Skipped, not deleted: it may be of use to the user.
-            on_damaged(name, str(error))
+            on_damaged(name, part, str(error))
     return found
 
 
@@ -302,7 +304,7 @@ def named_in(store: Store, name: str, part: str) -> Candidate:
     raw = store.mark(name, part)
     if raw is None and not part:
         parts = store.parts(name)
-        part = min(parts, key=_in_order, default="")
+        part = min(parts, key=in_order, default="")
         raw = parts.get(part)
     if raw is None:
         raise UserError(f"there is no complete checkpoint in {store.name_of(name, part)}")
@@ -327,11 +329,6 @@ def split(resume: str) -> tuple[str, str, str]:
         part = name
         place, slash, name = place.rpartition("/")
     return (place or ("/" if slash else ".")), name, part
-
-
-def _in_order(part: str) -> tuple[int, str]:
-    """A sort key that orders parts by world rank."""
-    return len(part), part
 
 
 def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:

@@ -8,16 +8,16 @@ place; at a URL the files are uploaded one by one, the mark last.
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import re
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco.checkpoint.choice import Candidate, Registration
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, read_mark
@@ -28,6 +28,11 @@ STEP = re.compile(r"model_step_(\d+)")
 SAVERS = "savers"
 """Directory of the registration files: each peer's first start there, and whether it has saved."""
 _TEMPORARY = (".partial", ".discarded")
+_AT_ONCE = 8
+"""Requests to a URL at a time; s3fs keeps ten connections."""
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 def own_part(world_rank: int | None) -> str:
@@ -71,12 +76,16 @@ class Store:
     def marks(self, part: str) -> dict[str, bytes]:
         """The contents of complete.json of a peer's checkpoints, by step name."""
         names = [name for name in self._names() if STEP.fullmatch(name)]
-        return {name: raw for name in names if (raw := self.mark(name, part)) is not None}
+        return {name: raw for (name, _), raw in self._marks([(name, part) for name in names]).items()}
 
     def parts(self, name: str) -> dict[str, bytes]:
         """The contents of complete.json of all peers' checkpoints of a step, by part."""
         parts = [part for part in self._names(name) if part.startswith(PEER_PART)]
-        return {part: raw for part in parts if (raw := self.mark(name, part)) is not None}
+        return {part: raw for (_, part), raw in self._marks([(name, part) for part in parts]).items()}
+
+    def all_marks(self) -> dict[tuple[str, str], bytes]:
+        """The contents of complete.json of all peers' checkpoints, by step name and part."""
+        return self._marks(self._marked())
 
     def mark(self, name: str, part: str) -> bytes | None:
         """The content of complete.json; None if there is none."""
@@ -93,8 +102,9 @@ class Store:
     def savers(self) -> dict[int, Registration]:
         """World ranks that have registered here, or whose checkpoints are here, perhaps copied from elsewhere."""
         names = [name for name in self._names(SAVERS) if name.startswith(PEER_PART)]
-        found = {name: _registration(self._read(SAVERS, name) or b"") for name in names}
-        found |= {name: Registration() for name in self._marked_parts()}
+        contents = self._read_all([(SAVERS, name) for name in names])
+        found = {name: _registration(raw or b"") for name, raw in zip(names, contents, strict=True)}
+        found |= {part: Registration() for _, part in self._marked()}
         ranks = {name: name.removeprefix(PEER_PART) for name in found}
         return {int(ranks[name]): one for name, one in found.items() if ranks[name].isdecimal()}
 
@@ -149,9 +159,19 @@ class Store:
         directory = self._directory.joinpath(*words)
         return [path.name for path in directory.iterdir()] if directory.is_dir() else []
 
-    def _marked_parts(self) -> list[str]:
-        """The parts that have a mark in any step."""
-        return [path.parent.name for path in self._directory.glob(f"model_step_*/{PEER_PART}*/{COMPLETE}")]
+    def _marks(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], bytes]:
+        """The contents of complete.json in these steps and parts, where there is one."""
+        contents = self._read_all([(*place, COMPLETE) for place in places])
+        return {place: raw for place, raw in zip(places, contents, strict=True) if raw is not None}
+
+    def _marked(self) -> list[tuple[str, str]]:
+        """Step name and part of all peers' marks."""
+        found = self._directory.glob(f"model_step_*/{PEER_PART}*/{COMPLETE}")
+        return [(path.parts[-3], path.parts[-2]) for path in found if STEP.fullmatch(path.parts[-3])]
+
+    def _read_all(self, files: Sequence[tuple[str, ...]]) -> list[bytes | None]:
+        """As `_read`, for many files."""
+        return [self._read(*words) for words in files]
 
     def _read(self, *words: str) -> bytes | None:
         """The content of a small file; None if it does not exist."""
@@ -245,11 +265,29 @@ class RemoteStore(Store):
             ]
         return []
 
-    def _marked_parts(self) -> list[str]:
+    def _marked(self) -> list[tuple[str, str]]:
+        return [(words[0], words[1]) for words in self._listed() if len(words) == 3 and words[2] == COMPLETE]
+
+    def _listed(self) -> list[list[str]]:
+        """The paths in all peers' parts, as words."""
         with _as_os_errors():
-            # The URL itself may contain characters that glob would interpret.
-            pattern = f"{glob.escape(self._root)}/model_step_*/{PEER_PART}*/{COMPLETE}"
-            return [path.split("/")[-2] for path in self._files.glob(pattern)]
+            self._files.invalidate_cache()
+            # Without a depth or a pattern this is one listing, not one for each directory.
+            found = [path[len(self._root) + 1 :].split("/") for path in self._files.find(self._root)]
+        return [
+            words
+            for words in found
+            if len(words) > 2 and STEP.fullmatch(words[0]) and words[1].startswith(PEER_PART)
+        ]
+
+    def _read_all(self, files: Sequence[tuple[str, ...]]) -> list[bytes | None]:
+        return self._at_once(lambda words: self._read(*words), files)
+
+    def _at_once(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """The results of this work for each of the items, in order; some at a time where the file system allows it."""
+        num_threads = _AT_ONCE if getattr(self._files, "async_impl", False) else 1
+        with ThreadPoolExecutor(num_threads) as threads:
+            return list(threads.map(work, items))
 
     def _read(self, *words: str) -> bytes | None:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):

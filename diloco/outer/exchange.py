@@ -18,8 +18,33 @@ from diloco.outer.layout import Piece, layout_of, pieces_of
 from diloco.outer.page_locked import lock_pages
 from diloco.outer.world import on_rank_zero, summed, world_of_worker
 from peers.core.schedule import Schedule
-from peers.daemon.link import WorkerLink
+from peers.daemon.link import LINK_ENV, WorkerLink
 from peers.state.handover import floats_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a daemon says of itself before it meets the model; without a daemon, this."""
+
+    world_rank: int | None = None
+    needs_outer: bool = False
+    """Whether it may need the outer state of a checkpoint."""
+    run_is_alive: bool = False
+    """Whether it is in a run, or hears of one that exists."""
+
+
+def asked_daemon() -> Asked:
+    """Ask the daemon on a connection of its own."""
+    path = os.environ.get(LINK_ENV)
+    if not path:
+        return Asked()
+    link = WorkerLink.connect(Path(path))
+    try:
+        link.send("adopt")
+        answer = link.receive("manifest")
+    finally:
+        link.close()
+    return Asked(int(answer["world_rank"]), bool(answer["needs_offer"]), bool(answer["run_is_alive"]))
 
 
 class Exchange:

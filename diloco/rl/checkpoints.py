@@ -48,14 +48,26 @@ class KeepCheckpoints(TrainerCallback):
         self._own = OwnCheckpoints(config, scratch)
 
     def restore(
-        self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None], *, needs_outer: bool
+        self,
+        stack: contextlib.ExitStack,
+        on_skipped: Callable[[str], None],
+        *,
+        needs_outer: bool,
+        run_is_alive: bool,
     ) -> Found | None:
         """The checkpoint that --ckpt.resume means; its directory exists until the stack is closed. Raises UserError.
 
         `on_skipped` is called with what is wrong with each checkpoint that is skipped. Without `needs_outer` the files
-        of the outer state are neither fetched nor verified.
+        of the outer state are neither fetched nor verified. If `run_is_alive`, its own checkpoint comes first.
         """
-        return self._own.resumed(self._world, self._world_rank, stack, on_skipped, needs_outer=needs_outer)
+        return self._own.resumed(
+            self._world,
+            self._world_rank,
+            stack,
+            on_skipped,
+            needs_outer=needs_outer,
+            run_is_alive=run_is_alive,
+        )
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -118,8 +118,13 @@ class WorkerHost:
             if hello["kind"] == "adopt":
                 runtime = await self._answer(connection, asyncio.shield(self._ready))
                 manifest = dict(self._agreement.manifest)
-                agreed = {"world_rank": runtime.core.world_rank, "needs_offer": runtime.needs_offer}
-                await connection.send("manifest", manifest=manifest, **agreed)
+                await connection.send(
+                    "manifest",
+                    manifest=manifest,
+                    world_rank=runtime.core.world_rank,
+                    needs_offer=runtime.needs_offer,
+                    run_is_alive=runtime.run_is_alive,
+                )
                 hello = await connection.receive()
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))

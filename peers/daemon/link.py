@@ -5,7 +5,7 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
 
     worker                                   daemon
     adopt {}                            ->   (asks what the swarm has agreed on)
-                                        <-   manifest {manifest, world_rank, needs_offer}
+                                        <-   manifest {manifest, world_rank, needs_offer, run_is_alive}
     hello {layout, local_rank}          ->
                                         <-   welcome {world_rank} + 2 file descriptors a fragment
     offer {resume, is_own, local_step}  ->   (*out* holds the worker's initial weights)

@@ -138,6 +138,11 @@ class Runtime:
         return self.state is None and self._offered is None
 
     @property
+    def run_is_alive(self) -> bool:
+        """Whether this peer is in a run, or hears of one that exists."""
+        return self.state is not None or self.core.swarm.has_started_run()
+
+    @property
     def is_workers_base(self) -> bool:
         """Whether the worker's weights, while it has handed over nothing, are based on the anchor in `state`."""
         return self._base is None

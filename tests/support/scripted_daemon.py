@@ -187,7 +187,11 @@ class ScriptedDaemon:
             hello = await connection.receive()
             if hello["kind"] == "adopt":
                 await connection.send(
-                    "manifest", manifest=self._manifest, needs_offer=self._needs_offer, **self._welcome
+                    "manifest",
+                    manifest=self._manifest,
+                    needs_offer=self._needs_offer,
+                    run_is_alive=not self._needs_offer,
+                    **self._welcome,
                 )
                 hello = await connection.receive()
             if hello["kind"] == "written":

@@ -2,26 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.checkpoint.choice import (
-    Candidate,
-    Registration,
-    newest_first,
-    of_others,
-    to_delete,
-    to_resume,
-)
+from diloco.checkpoint.choice import Candidate, Registration, newest_first, to_delete, to_resume
 from diloco.checkpoint.mark import Mark
+from diloco.checkpoint.store import own_part
 from diloco.outer.diloco import Position
 
 
 def at(
     step: int,
+    rank: int = 0,
     *,
     saved_at_ms: int | None = None,
     contributors: tuple[int, ...] = (0, 1),
     number: int = 5,
+    head: str = "",
 ) -> Candidate:
-    """World rank 0's checkpoint of a step; its head is named after the step."""
+    """A checkpoint of a step; its head is named after the step."""
     mark = Mark(
         position=Position(epoch=step),
         tokens=(0,),
@@ -29,55 +25,60 @@ def at(
         number=number,
         saved_at_ms=step if saved_at_ms is None else saved_at_ms,
         contributors=contributors,
-        head=f"head {step}",
+        head=head or f"head {step}",
     )
-    return Candidate(name=f"model_step_{step}", part="diloco_rank_0", mark=mark)
+    return Candidate(name=f"model_step_{step}", part=own_part(rank), mark=mark)
 
 
 def steps(candidates) -> list[str]:
     return [one.name.removeprefix("model_step_") for one in candidates]
 
 
-def saved_by(**peers: tuple[int, ...]) -> dict[str, dict[int, str]]:
-    """Which steps other peers have, `rank1=(4, 8)`."""
-    found: dict[str, dict[int, str]] = {}
-    for name, theirs in peers.items():
-        for step in theirs:
-            rank = int(name.removeprefix("rank"))
-            found.setdefault(f"model_step_{step}", {})[rank] = f"head {step}"
-    return found
+def of(rank: int, *steps: int, **more) -> list[Candidate]:
+    return [at(step, rank, **more) for step in steps]
 
 
-BOTH = {0: Registration(), 1: Registration()}
+def chosen(found, savers=None, *, ranks=range(3), **more) -> Candidate | None:
+    """What all these ranks choose: the same step, each its own checkpoint of it, else that of the lowest rank."""
+    known = {int(one.part.removeprefix("diloco_rank_")): Registration() for one in found} | (savers or {})
+    results = {rank: to_resume(found, known, own_part(rank), **more) for rank in ranks}
+    if None in results.values():
+        assert set(results.values()) == {None}
+        return None
+    assert len({(one.name, one.mark.head) for one in results.values()}) == 1
+    [same] = {one.name: one for one in results.values()}
+    parts = {one.part for one in found if (one.name, one.mark.head) == (same, results[0].mark.head)}
+    for rank, one in results.items():
+        assert one.part == (own_part(rank) if own_part(rank) in parts else min(parts))
+    return results[0]
+
+
 FIRST_UNDER_WAY = Registration(at_ms=1, has_saved=False)
-OWN = newest_first([at(4), at(8), at(12)])
+OWN = of(0, 4, 8, 12)
 
 
 def test_the_newest_is_resumed_that_all_who_save_here_have():
-    assert to_resume(OWN, saved_by(rank1=(4, 8, 12)), BOTH, 0) == at(12)
-    assert to_resume(OWN, saved_by(rank1=(4, 8)), BOTH, 0) == at(8)
+    assert chosen([*OWN, *of(1, 4, 8, 12)]) == at(12)
+    assert chosen([*OWN, *of(1, 4, 8)]) == at(8)
 
 
 def test_who_saves_elsewhere_or_was_not_in_the_last_commit_is_not_waited_for():
-    assert to_resume(OWN, {}, {0: Registration()}, 0) == at(12)
-    assert to_resume(OWN, {}, {0: Registration(), 2: Registration()}, 0) == at(12)
+    assert chosen(OWN) == at(12)
+    assert chosen(OWN, {2: Registration()}) == at(12)
 
 
 def test_a_step_of_another_history_is_not_the_same_step():
-    others = saved_by(rank1=(4, 8, 12))
-    others["model_step_12"][1] = "another head"
-    assert to_resume(OWN, others, BOTH, 0) == at(8)
+    assert chosen([*OWN, *of(1, 4, 8), at(12, 1, head="another head", saved_at_ms=11)]) == at(8)
 
 
 def test_nobody_goes_back_further_than_peers_that_save_side_by_side_can_be_apart():
-    own = newest_first([at(step) for step in range(4, 40, 4)])
-    assert to_resume(own, saved_by(rank1=(4,)), BOTH, 0) == at(36)
-    assert to_resume([], {}, BOTH, 0) is None
+    assert chosen([*of(0, *range(4, 40, 4)), at(4, 1)]) == at(36)
+    assert to_resume([], {0: Registration()}, own_part(0)) is None
 
 
 def test_before_the_first_commit_all_who_save_here_count():
-    own = [at(4, contributors=()), at(2, contributors=())]
-    assert to_resume(own, saved_by(rank1=(2,)), BOTH, 0) == at(2, contributors=())
+    found = [*of(0, 4, 2, contributors=()), at(2, 1, contributors=())]
+    assert chosen(found) == at(2, contributors=())
 
 
 def test_the_last_are_those_saved_last_and_not_those_of_the_highest_steps():
@@ -88,35 +89,74 @@ def test_the_last_are_those_saved_last_and_not_those_of_the_highest_steps():
 
 
 def test_where_others_were_saving_their_very_first_all_begin_anew():
-    first, begun = at(4, number=0), {0: Registration(), 1: FIRST_UNDER_WAY}
-    assert to_resume([first], {}, begun, 0) is None
-    assert to_resume([first], saved_by(rank1=(4,)), BOTH, 0) == first
-    assert to_resume([first], {}, {0: Registration()}, 0) == first
-    # What peer 1 takes, which was saving its first checkpoint, and peer 2, which had not joined yet.
-    assert of_others([first], 1, FIRST_UNDER_WAY) is None
-    assert of_others([first], 2, FIRST_UNDER_WAY) == first
-    assert of_others([first, at(8)], 1, FIRST_UNDER_WAY) == at(8)
+    first, begun = at(4, number=0), {1: FIRST_UNDER_WAY}
+    later = Registration(at_ms=9, has_saved=False)
+    assert chosen([first], {**begun, 2: later}) is None
+    assert chosen([first, at(4, 1, number=0)]) == first
+    assert chosen([first]) == first
+    assert chosen([first, at(8)], begun) == at(8)
     # A checkpoint from before the first commit names no contributors.
-    unnamed = at(4, number=0, contributors=())
-    assert to_resume([unnamed], {}, begun, 0) is None
-    assert of_others([unnamed], 1, FIRST_UNDER_WAY) is None
+    assert chosen([at(4, number=0, contributors=())], begun) is None
+
+
+def test_the_first_checkpoint_of_a_peer_that_came_late_is_not_the_first_of_the_run():
+    newest = at(100, 7, number=0, contributors=(7, 8))
+    assert chosen([*OWN, newest], {8: FIRST_UNDER_WAY}) == at(12)
+    assert chosen([*of(0, 88, 92, 96, number=2, contributors=(0, 8)), newest], {8: FIRST_UNDER_WAY}) == newest
 
 
 @pytest.mark.parametrize("elsewhere", [None, Registration(at_ms=5, has_saved=False), Registration()])
 def test_nobody_begins_anew_beside_a_first_checkpoint_for_who_came_later_or_has_lost_its_own(elsewhere):
     """The other peer never saved here, came after the checkpoint was saved, or has lost its own checkpoint."""
-    savers = {0: Registration()} | ({1: elsewhere} if elsewhere else {})
+    savers = {1: elsewhere} if elsewhere else {}
     for first in (at(4, number=0), at(4, number=0, contributors=())):
-        assert to_resume([first], {}, savers, 0) == first
-        assert of_others([first], 1, elsewhere) == first
+        assert chosen([first], savers) == first
 
 
 def test_a_rank_that_is_no_more_makes_nobody_go_back_before_the_first_commit():
-    own = newest_first([at(2, contributors=()), at(4, contributors=())])
-    savers = {**BOTH, 7: Registration()}
-    assert to_resume(own, saved_by(rank1=(2, 4)), savers, 0) == own[0]
+    found = [*of(0, 2, 4, contributors=()), *of(1, 2, 4, contributors=())]
+    assert chosen(found, {7: Registration()}) == at(4, contributors=())
 
 
-def test_of_each_other_peer_its_newest_counts_and_not_what_it_gave_up():
+def test_what_was_given_up_does_not_count_for_a_peer_that_never_saved():
     given_up, newest = at(500, saved_at_ms=1), at(300, saved_at_ms=2)
-    assert of_others([given_up, newest], 1, None) == newest
+    assert to_resume([given_up, newest], {0: Registration()}, own_part(1)) == newest
+
+
+def test_whoever_has_the_world_rank_of_a_peer_of_long_ago_resumes_the_newest_step_of_all():
+    """After all machines were replaced, ranks are assigned from 0 again, and the first peers' checkpoints are there."""
+    ago = [at(step, rank) for step in (4, 8, 12) for rank in (0, 1)]
+    lately = [at(step, rank, contributors=(40, 41)) for step in (900, 904) for rank in (40, 41)]
+    assert chosen([*ago, *lately]) == at(904, 40, contributors=(40, 41))
+    # A rank that was in use at both times: of the same step counts its own.
+    mine = at(904, 0, contributors=(0, 40, 41))
+    assert chosen([*ago, *(at(904, rank, contributors=(0, 40, 41)) for rank in (40, 41)), mine]) == mine
+
+
+def test_a_peer_of_a_live_run_keeps_what_is_its_own():
+    found = [*OWN, *of(1, 4, 8, 12, 16, contributors=(1,))]
+    assert to_resume(found, {0: Registration(), 1: Registration()}, own_part(0), keeps_own=True) == at(12)
+    assert chosen(found) == at(16, 1, contributors=(1,))
+    assert to_resume(found, {1: Registration()}, own_part(5), keeps_own=True) == at(16, 1, contributors=(1,))
+
+
+def test_for_a_damaged_checkpoint_another_peers_of_the_same_step_is_taken_before_an_older_one():
+    found = [*OWN, *of(1, 4, 8, 12)]
+    savers, refused = {0: Registration(), 1: Registration()}, {(own_part(0), "model_step_12")}
+    assert to_resume(found, savers, own_part(0), refused=refused) == at(12, 1)
+    assert to_resume(found, savers, own_part(0), refused=refused, keeps_own=True) == at(8)
+    refused.add((own_part(1), "model_step_12"))
+    assert to_resume(found, savers, own_part(0), refused=refused) == at(8)
+
+
+def test_on_a_fork_the_side_is_resumed_that_more_peers_have_saved():
+    common = [at(8, rank, contributors=(0, 1, 2)) for rank in range(3)]
+    many = [at(12, rank, contributors=(0, 1), saved_at_ms=12) for rank in (0, 1)]
+    alone = at(12, 2, contributors=(2,), saved_at_ms=13, head="of one")
+    assert chosen([*common, *many, alone], ranks=range(4)) == many[0]
+
+
+def test_a_step_saved_again_after_an_older_one_was_resumed_counts_before_what_more_had_saved_then():
+    then = [at(step, rank, contributors=(0, 1, 2)) for step in (8, 12, 16) for rank in range(3)]
+    again = at(12, 9, contributors=(9,), saved_at_ms=20, head="again")
+    assert chosen([*then, again]) == again

@@ -11,13 +11,17 @@ import torch
 
 import diloco.checkpoint.checkpoint
 from diloco.checkpoint.checkpoint import Checkpoints
+from diloco.checkpoint.mark import Mark, write_mark
 from diloco.checkpoint.saver import check_saved
+from diloco.checkpoint.store import Store, own_part
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Position
 from diloco.outer.outer_files import OuterFiles
 from diloco.outer.world import World
 from peers.core.timing import SLOWEST_LINK
+from peers.daemon.link import LINK_ENV
+from tests.support.scripted_daemon import ScriptedDaemon
 
 
 def snapshot_of_a_daemon_that_was_killed(_directory) -> None:
@@ -33,6 +37,26 @@ def outer_of_no_swarm() -> SimpleNamespace:
         steps_per_epoch=1,
         last_commit=None,
     )
+
+
+def test_a_peer_resumes_its_own_checkpoint_in_a_live_run_and_else_the_step_that_all_resume(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(diloco.checkpoint.shards, "load", lambda *args, **kwargs: None)
+    store = Store(tmp_path / "kept")
+    for step, rank in ((4, 0), (8, 1)):
+        staging = store.staging(step, own_part(rank))
+        place = Position(epoch=step)
+        mark = Mark(position=place, tokens=(0,), num_ranks=0, saved_at_ms=step, contributors=(rank,))
+        write_mark(staging, mark)
+        store.finish(staging, step, own_part(rank))
+    config = CkptConfig(path=str(tmp_path / "kept"), resume="auto")
+    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link"))
+    for is_alive, step in ((True, 4), (False, 8)):
+        with ScriptedDaemon(tmp_path / "link", needs_offer=not is_alive):
+            checkpoints = Checkpoints(config, World(), SimpleNamespace(), scratch=tmp_path / "scratch")
+            restored = checkpoints.restore(0, needs_outer=not is_alive)
+        assert restored.position.epoch == step and restored.is_own is is_alive
 
 
 def test_a_last_checkpoint_that_takes_too_long_has_failed_and_a_required_one_ends_the_training(

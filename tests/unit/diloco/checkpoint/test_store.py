@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from diloco.checkpoint.choice import Candidate, Registration
 from diloco.checkpoint.digests import flushed_records
 from diloco.checkpoint.mark import COMPLETE, Mark, names_below, write_mark
+from diloco.checkpoint.restore import fetched
 from diloco.checkpoint.store import RemoteStore, Store, open_store, own_part
 from diloco.errors import UserError
+from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Position
+from diloco.outer.world import World
 
 PART = own_part(1)
 
@@ -73,6 +80,8 @@ def test_what_is_put_there_comes_back(store):
     assert Mark.from_bytes(store.mark("model_step_4", PART)) == mark
     assert content(store, 4) == {"a.safetensors": "a.safetensors of 4", "model/b.json": "model/b.json of 4"}
     assert store.mark("model_step_5", PART) is None and store.marks("") == {}
+    put(store, 4, part="")
+    assert store.all_marks() == {("model_step_4", PART): mark.to_bytes()}
 
 
 def test_without_a_mark_there_is_no_checkpoint(store):
@@ -135,6 +144,45 @@ def test_a_checkpoint_that_was_brought_there_from_elsewhere_has_a_saver(store):
     assert store.savers() == {7: Registration()}
     store.register(7)
     assert store.savers()[7].has_saved
+
+
+def test_a_newcomer_reads_the_marks_that_exist_and_no_others(tmp_path, monkeypatch):
+    """Sixty steps by sixty ranks, of which each has saved four."""
+    url, files = f"memory://{uuid.uuid4().hex}", MemoryFileSystem()
+    store = open_store(url, tmp_path)
+    for rank in range(60):
+        store.register(rank, has_saved=True)
+        for step in range(rank + 1, rank + 5):
+            place = Position(epoch=step)
+            mark = Mark(position=place, tokens=(0,), num_ranks=0, saved_at_ms=step, contributors=(rank,))
+            files.pipe_file(f"{url}/model_step_{step}/{own_part(rank)}/{COMPLETE}", mark.to_bytes())
+    asked = []
+
+    def cat_file(self, path, *args, **kwargs):
+        asked.append(path)
+        return AbstractFileSystem.cat_file(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    config = CkptConfig(path=url, resume="auto")
+    with contextlib.ExitStack() as stack:
+        found = fetched(config, World(), 77, tmp_path, stack)
+    assert found.mark.saved_at_ms == 63 and not found.is_own
+    assert len(asked) == len(set(asked)) == 60 * 4 + 60
+
+
+def test_marks_are_read_several_at_a_time_where_the_library_allows_it(tmp_path, monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}", tmp_path)
+    put(store, 4)
+    put(store, 8)
+    together = threading.Barrier(2, timeout=10)
+
+    def cat_file(self, *args, **kwargs):
+        together.wait()
+        return AbstractFileSystem.cat_file(self, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "async_impl", True)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    assert len(store.marks(PART)) == 2
 
 
 def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):

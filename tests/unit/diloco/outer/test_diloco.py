@@ -14,7 +14,7 @@ from torch import nn
 from diloco.errors import DilocoError
 from diloco.errors import UserError as DilocoUserError
 from diloco.outer.diloco import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
-from diloco.outer.exchange import SharedWeights
+from diloco.outer.exchange import Asked, SharedWeights, asked_daemon
 from diloco.outer.world import World
 from peers.daemon.link import LINK_ENV
 from peers.errors import LinkLost, UserError
@@ -232,7 +232,13 @@ def test_a_worker_that_starts_again_in_a_live_run_needs_no_outer_state_of_its_ch
     needed = []
     with ScriptedDaemon(path, joining(4, 1.0), needs_offer=False):
         Diloco(model, restore=lambda _rank, needs_outer: needed.append(needs_outer))
+        assert asked_daemon() == Asked(world_rank=0, needs_outer=False, run_is_alive=True)
     assert needed == [False]
+
+
+def test_without_a_daemon_no_run_is_alive(monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    assert asked_daemon() == Asked(world_rank=None, needs_outer=False, run_is_alive=False)
 
 
 def test_the_daemon_adds_its_state_to_a_checkpoint(model, path, tmp_path):

@@ -39,7 +39,7 @@ class SlowHost(WorkerHost):
     phase = Phase(name="testing")
     core = SimpleNamespace(world_rank=0, timing=SimpleNamespace(set_sizes=lambda **_: None))
     state, averaging, is_workers_base = "training", SimpleNamespace(residuals=[]), True
-    needs_offer = False
+    needs_offer, run_is_alive = False, True
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(manifest={}), self, None)
@@ -195,7 +195,8 @@ async def test_a_worker_may_load_for_long_between_its_connection_and_its_first_m
     def work() -> None:
         loading, link = WorkerLink.connect(tmp_path / "link"), WorkerLink.connect(tmp_path / "link")
         link.send("adopt")
-        assert link.receive("manifest")["needs_offer"] is False
+        answer = link.receive("manifest")
+        assert (answer["needs_offer"], answer["run_is_alive"]) == (False, True)
         link.close()
         loading.hello(LAYOUT, local_rank=0)
         loading.close()
