@@ -242,12 +242,15 @@ class RemoteStore(Store):
         self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{candidate.name}-", dir=self._scratch) as directory:
             self._files.invalidate_cache()
-            # Only what the mark lists: an earlier save of this step, by more ranks, may have left other files.
-            for name in (*candidate.mark.files, COMPLETE):
+
+            def fetch(name: str) -> None:
                 local = Path(directory, name)
                 local.parent.mkdir(parents=True, exist_ok=True)
                 with _as_os_errors(), contextlib.suppress(FileNotFoundError):
                     self._files.get_file(self._path(candidate.name, candidate.part, name), str(local))
+
+            # Only what the mark lists: an earlier save of this step, by more ranks, may have left other files.
+            self._at_once(fetch, (*candidate.mark.files, COMPLETE))
             yield Path(directory)
 
     def _own_files(self, name: str, part: str) -> list[str]:

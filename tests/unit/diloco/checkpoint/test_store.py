@@ -185,6 +185,21 @@ def test_marks_are_read_several_at_a_time_where_the_library_allows_it(tmp_path, 
     assert len(store.marks(PART)) == 2
 
 
+def test_files_are_fetched_several_at_a_time_where_the_library_allows_it(tmp_path, monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}", tmp_path)
+    put(store, 4, files=("a", "b"))
+    together = threading.Barrier(2, timeout=10)
+
+    def get_file(self, path, local, **kwargs):
+        if not path.endswith(COMPLETE):
+            together.wait()
+        AbstractFileSystem.get_file(self, path, local, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "async_impl", True)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file, raising=False)
+    assert content(store, 4) == {"a": "a of 4", "b": "b of 4"}
+
+
 def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
     store = Store(tmp_path)
     mine, theirs = store.staging(4, PART), store.staging(4, own_part(12))
