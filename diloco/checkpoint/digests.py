@@ -40,6 +40,11 @@ def without_outer(mark: Mark) -> Mark:
     return replace(mark, files={name: mark.files[name] for name in mark.files if name not in _OUTER_FILES})
 
 
+def are_ours(names: Iterable[str]) -> bool:
+    """Whether among these files is one that only diloco writes."""
+    return any(name in _OUTER_FILES or rank_of(name) is not None for name in names)
+
+
 def records_by_ranks(directory: Path, world: World, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Size and digest of every file of a checkpoint that has no mark yet, on disk by then. A collective.
 

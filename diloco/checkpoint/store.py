@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -20,9 +21,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco.checkpoint.choice import Candidate, Registration
+from diloco.checkpoint.digests import are_ours
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, read_mark
 from diloco.errors import UserError
 from peers.state.whole_files import flush_to_disk, write_bytes
+
+log = logging.getLogger(__name__)
 
 STEP = re.compile(r"model_step_(\d+)")
 SAVERS = "savers"
@@ -221,9 +225,16 @@ class RemoteStore(Store):
         shutil.rmtree(staging, ignore_errors=True)
 
     def clear(self, part: str) -> None:
-        """Removes local leftovers only. Files uploaded without a mark are overwritten by the next save of that step."""
+        """Also removes what was uploaded without a mark. A failure of that is logged."""
         for left in self._scratch.glob("model_step_*"):
             shutil.rmtree(left, ignore_errors=True)
+        try:
+            for (name, its_part), names in self._listed().items():
+                # OpenDiLoCo used the same directories, without a mark.
+                if its_part == part and COMPLETE not in names and are_ours(names):
+                    self.delete(name, part)
+        except OSError as error:
+            log.error("checkpoints whose upload was cut off were not deleted: %s", error)
 
     def delete(self, name: str, part: str) -> None:
         with _as_os_errors():
@@ -269,19 +280,21 @@ class RemoteStore(Store):
         return []
 
     def _marked(self) -> list[tuple[str, str]]:
-        return [(words[0], words[1]) for words in self._listed() if len(words) == 3 and words[2] == COMPLETE]
+        return [place for place, names in self._listed().items() if place[1] and COMPLETE in names]
 
-    def _listed(self) -> list[list[str]]:
-        """The paths in all peers' parts, as words."""
+    def _listed(self) -> dict[tuple[str, str], set[str]]:
+        """The files of all checkpoints, complete or not, by step name and part."""
         with _as_os_errors():
             self._files.invalidate_cache()
             # Without a depth or a pattern this is one listing, not one for each directory.
-            found = [path[len(self._root) + 1 :].split("/") for path in self._files.find(self._root)]
-        return [
-            words
-            for words in found
-            if len(words) > 2 and STEP.fullmatch(words[0]) and words[1].startswith(PEER_PART)
-        ]
+            paths = [path[len(self._root) + 1 :] for path in self._files.find(self._root)]
+        found: dict[tuple[str, str], set[str]] = {}
+        for path in paths:
+            name, _, file = path.partition("/")
+            part, _, in_part = file.partition("/") if file.startswith(PEER_PART) else ("", "", file)
+            if STEP.fullmatch(name):
+                found.setdefault((name, part), set()).add(in_part)
+        return found
 
     def _read_all(self, files: Sequence[tuple[str, ...]]) -> list[bytes | None]:
         return self._at_once(lambda words: self._read(*words), files)

@@ -210,6 +210,34 @@ def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
     assert (theirs.exists(), alone.exists()) == (True, False)
 
 
+@pytest.mark.parametrize("part", [PART, ""])
+def test_what_was_uploaded_before_a_cut_is_cleared_and_nothing_else(tmp_path, part):
+    url, files = f"memory://{uuid.uuid4().hex}/kept [1]", MemoryFileSystem()
+    store = open_store(url, tmp_path)
+    put(store, 4, part=part)
+    for name, its_part in (("model_step_8", part), ("model_step_8", own_part(12)), ("older", part)):
+        for file in ("rank_0.safetensors", "model/config.json"):
+            files.pipe_file("/".join(filter(None, (url, name, its_part, file))), b"cut")
+    files.pipe_file("/".join(filter(None, (url, "model_step_9", part, "__0_0.distcp"))), b"OpenDiLoCo's")
+    before = set(files.find(url))
+    store.clear(part)
+    gone = {path.partition("kept [1]/")[2] for path in before - set(files.find(url))}
+    cut = ("rank_0.safetensors", "model/config.json")
+    assert gone == {"/".join(filter(None, ("model_step_8", part, file))) for file in cut}
+    assert content(store, 4, part)
+
+
+def test_a_place_that_cannot_be_cleared_keeps_nobody_from_starting(tmp_path, monkeypatch, caplog):
+    store = open_store(f"memory://{uuid.uuid4().hex}", tmp_path)
+
+    def refuse(*_args, **_kwargs):
+        raise PermissionError("access denied")
+
+    monkeypatch.setattr(store._files, "find", refuse)
+    store.clear(PART)
+    assert "upload was cut off were not deleted: access denied" in caplog.text
+
+
 @pytest.mark.parametrize(("url", "said"), [("s4://bucket/x", "s4"), ("nonsense://x", "nonsense")])
 def test_a_url_of_no_known_kind_is_refused(url, said, tmp_path):
     with pytest.raises(UserError, match=said):
