@@ -16,7 +16,7 @@ from fsspec.spec import AbstractFileSystem
 from diloco.checkpoint.choice import Candidate, Registration
 from diloco.checkpoint.digests import flushed_records
 from diloco.checkpoint.mark import COMPLETE, Mark, names_below, write_mark
-from diloco.checkpoint.restore import fetched
+from diloco.checkpoint.restore import OwnCheckpoints, fetched
 from diloco.checkpoint.store import RemoteStore, Store, open_store, own_part
 from diloco.errors import UserError
 from diloco.options.flags import CkptConfig
@@ -41,7 +41,12 @@ def store(request, tmp_path):
 
 
 def put(
-    store, step: int, *, part: str = PART, files: tuple[str, ...] = ("a.safetensors", "model/b.json")
+    store,
+    step: int,
+    *,
+    part: str = PART,
+    files: tuple[str, ...] = ("a.safetensors", "model/b.json"),
+    contributors: tuple[int, ...] = (),
 ) -> Mark:
     """A checkpoint of these files, whose content is their name."""
     staging = store.staging(step, part)
@@ -54,6 +59,7 @@ def put(
         num_ranks=1,
         files=flushed_records(staging, names_below(staging)),
         saved_at_ms=step,
+        contributors=contributors,
     )
     store.send(staging, mark.files, step, part)
     write_mark(staging, mark)
@@ -208,6 +214,19 @@ def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
     assert (mine.exists(), theirs.exists(), alone.exists()) == (False, True, True)
     store.clear("")
     assert (theirs.exists(), alone.exists()) == (True, False)
+
+
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_what_peers_that_are_gone_have_left_is_deleted_where_the_run_was_resumed(store, tmp_path, resume):
+    gone, me = own_part(0), own_part(5)
+    for step, contributors in ((4, (0, 5)), (8, (5,)), (12, (5,)), (16, (5,))):
+        put(store, step, part=me, contributors=contributors)
+    put(store, 4, part=gone, contributors=(0, 5))
+    own = OwnCheckpoints(CkptConfig(path=str(tmp_path), topk=2, resume=resume), tmp_path)
+    own.store = store
+    own.delete_old(5)
+    kept = set() if resume else {("model_step_4", gone)}
+    assert store.all_marks().keys() == {("model_step_12", me), ("model_step_16", me)} | kept
 
 
 @pytest.mark.parametrize("part", [PART, ""])
