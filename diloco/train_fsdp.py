@@ -40,6 +40,7 @@ from diloco.train.model import load_model, num_parameters
 from diloco.train.node_stream import read_for_node
 from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.progress import Progress
+from diloco.train.run_dir import SCRATCH
 from diloco.train.sharding import Precision, compiles, discard_partial_model, full_state, prepare, save_model
 from diloco.train.signals import CleanUps, LeaveOnSignal
 
@@ -120,7 +121,7 @@ class Trainer:
             config.ckpt,
             world,
             self.inner,
-            scratch=self.run_dir / "checkpoints",
+            scratch=self.run_dir / SCRATCH,
             beside=model_files(load_model_config(config.path_model), self.tokenizer),
         )
         clean_ups.append(self.discard_partial)

@@ -55,6 +55,7 @@ from diloco.train.metrics import opened_metrics
 from diloco.train.model import load_model
 from diloco.train.optim import adamw, learning_rate
 from diloco.train.progress import Progress
+from diloco.train.run_dir import SCRATCH
 from diloco.train.sharding import Precision, discard_partial_model, full_state, save_model
 from diloco.train.signals import CleanUps, LeaveOnSignal
 from peers.core.schedule import AS_LONG_AS_THE_ROUND
@@ -139,7 +140,7 @@ class Training:
             )
             self.model = with_adapters(model, config.grpo.lora_rank, seed=config.seed)
         self.metrics = opened_metrics(config, self.run_dir, world, on_trouble=progress.is_in_trouble)
-        self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
+        self.scratch, self.fetched = self.run_dir / SCRATCH, contextlib.ExitStack()
         clean_ups.append(self.fetched.close)
         self.skipped: list[str] = []
         self.kept = KeepCheckpoints(

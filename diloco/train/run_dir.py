@@ -20,6 +20,8 @@ from provisioning.ledger.lock import held
 METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
 LOCK = "lock"
+SCRATCH = "checkpoints"
+"""Directory of the files of checkpoints in transfer to or from a URL."""
 
 
 @contextlib.contextmanager
@@ -33,6 +35,8 @@ def run_dir_of(config: TrainConfig) -> Iterator[Path]:
     is_new = not (config.run_dir and Path(config.run_dir).expanduser().exists())
     run_dir = created_run_dir(config)
     with locked(run_dir / LOCK, "--run-dir"):
+        if not config.run_dir:
+            _clear_scratch_beside(run_dir)
         try:
             yield run_dir
         except (UserError, peers_errors.UserError):
@@ -57,6 +61,20 @@ def locked(lock: Path, flag: str) -> Iterator[None]:
             # Some network file systems have no locks. Runs there are not refused.
             pass
         yield
+
+
+def _clear_scratch_beside(run_dir: Path) -> None:
+    """Remove what killed runs have left of checkpoints in transfer: no run sees the directory of the one before."""
+    for lock in run_dir.parent.glob(f"*/{LOCK}"):
+        # Those of `diloco run` have a directory for each peer.
+        left = [
+            path for below in (".", "*") for path in lock.parent.glob(f"{below}/{SCRATCH}/model_step_*-*")
+        ]
+        with contextlib.suppress(Busy, PodsError, OSError):
+            if left:
+                with held(lock):
+                    for path in left:
+                        shutil.rmtree(path, ignore_errors=True)
 
 
 def created_run_dir(config: TrainConfig) -> Path:

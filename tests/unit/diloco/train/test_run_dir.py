@@ -98,6 +98,31 @@ def test_a_run_directory_belongs_to_one_process_until_that_ends(tmp_path):
         pass
 
 
+def test_a_new_run_directory_clears_what_killed_runs_had_in_transfer_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with run_dir_of(TrainConfig(project="running")) as running:
+        killed = tmp_path / "runs" / "killed"
+        left = [
+            killed / "checkpoints" / "model_step_4-ab",
+            killed / "peer-0" / "checkpoints" / "model_step_8-cd",
+        ]
+        kept = [
+            running / "checkpoints" / "model_step_4-ab",
+            killed / "checkpoints" / "model_step_4",
+            killed / "model",
+            tmp_path / "runs" / "no-run" / "checkpoints" / "model_step_4-ab",
+        ]
+        for path in (*left, *kept):
+            path.mkdir(parents=True)
+            (path / "rank_0.safetensors").touch()
+        (killed / "lock").touch()
+        with run_dir_of(TrainConfig(run_dir=str(tmp_path / "runs" / "named"))):
+            assert all(path.exists() for path in left)
+        with run_dir_of(TrainConfig(project="new")):
+            assert not any(path.exists() for path in left)
+    assert all((path / "rank_0.safetensors").exists() for path in kept)
+
+
 def test_a_file_system_without_locks_can_hold_a_run(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
