@@ -70,10 +70,10 @@ def to_resume(
     is taken, unless the others never completed their first checkpoint: then the beginning is the step that all have,
     and None is returned.
 
-    Then chooses the peer's own checkpoint of that step, else another peer's. World ranks are assigned anew, so what is
-    saved as `part` may be another peer's from long ago: that it is there does not count. With `keeps_own` it does,
-    where the run is alive and only the peer's own state is needed. `refused` are the parts and names of checkpoints
-    whose files are damaged.
+    Then chooses the peer's own checkpoint of that step, or of that outer state, else another peer's. World ranks are
+    assigned anew, so what is saved as `part` may be another peer's from long ago: that it is there does not count. With
+    `keeps_own` it does, where the run is alive and only the peer's own state is needed. `refused` are the parts and
+    names of checkpoints whose files are damaged.
     """
     saves = _saves(found, refused)
     if keeps_own:
@@ -90,8 +90,13 @@ def to_resume(
         is_first = all(one.was_saving_its_first(chosen.mark) for one in missing)
         if is_first and not any(one.mark.number for one in found):
             return None
+    # Peers of unequal speed save the same outer state at different steps.
+    head = chosen.mark.head
+    for save in (chosen, *(save for save in saves if head and save.mark.head == head)):
+        if part in save.by_part and (part, save.name) not in refused:
+            return save.by_part[part]
     usable = [one for one in chosen.by_part if (one, chosen.name) not in refused]
-    return chosen.by_part[part if part in usable else min(usable, key=in_order)]
+    return chosen.by_part[min(usable, key=in_order)]
 
 
 def to_delete(kept: Collection[Candidate], *, topk: int | None) -> list[Candidate]:

@@ -161,6 +161,14 @@ def test_for_a_damaged_checkpoint_another_peers_of_the_same_step_is_taken_before
     assert to_resume(found, savers, own_part(0), refused=refused) == at(8)
 
 
+def test_peers_that_saved_one_outer_state_at_different_steps_resume_what_each_has_saved():
+    found = [at(step, rank, head="one") for step, rank in ((498, 0), (500, 0), (503, 1), (450, 2))]
+    savers = {0: Registration(), 1: Registration()}
+    assert [to_resume(found, savers, own_part(rank)).name for rank in range(4)] == [
+        f"model_step_{step}" for step in (500, 503, 450, 503)
+    ]
+
+
 def test_on_a_fork_the_side_is_resumed_that_more_peers_have_saved():
     common = [at(8, rank, contributors=(0, 1, 2)) for rank in range(3)]
     many = [at(12, rank, contributors=(0, 1), saved_at_ms=12) for rank in (0, 1)]
