@@ -310,8 +310,10 @@ class RemoteStore(Store):
 
     def _at_once(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
         """The results of this work for each of the items, in order; some at a time where the file system allows it."""
-        num_threads = _AT_ONCE if getattr(self._files, "async_impl", False) else 1
-        with ThreadPoolExecutor(num_threads) as threads:
+        if not getattr(self._files, "async_impl", False):
+            # It may have one connection, without a lock.
+            return [work(item) for item in items]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
             return list(threads.map(work, items))
 
     def _read(self, *words: str) -> bytes | None:
