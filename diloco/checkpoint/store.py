@@ -293,7 +293,8 @@ class RemoteStore(Store):
 
     def _listed(self) -> dict[tuple[str, str], set[str]]:
         """The files of all checkpoints, complete or not, by step name and part."""
-        with _as_os_errors():
+        paths: list[str] = []
+        with _as_os_errors(), contextlib.suppress(FileNotFoundError):
             self._files.invalidate_cache()
             # Without a depth or a pattern this is one listing, not one for each directory.
             paths = [path[len(self._root) + 1 :] for path in self._files.find(self._root)]

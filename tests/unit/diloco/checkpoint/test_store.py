@@ -132,6 +132,17 @@ def test_a_peer_deletes_its_own_and_nobody_elses(store):
     assert content(store, 4, own_part(12))
 
 
+def test_where_there_is_nothing_there_is_no_checkpoint(tmp_path, monkeypatch):
+    """As in a bucket that does not exist."""
+    store = open_store(f"memory://{uuid.uuid4().hex}", tmp_path)
+
+    def refuse(*_args, **_kwargs):
+        raise FileNotFoundError("no such bucket")
+
+    monkeypatch.setattr(store._files, "find", refuse)
+    assert store.all_marks() == store.savers() == {} and store.places() == []
+
+
 def test_those_who_save_there_are_known(store):
     assert store.savers() == {}
     for rank in (1, 12, 1):
