@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,15 @@ from diloco.checkpoint.choice import Candidate, Registration, in_order, left_beh
 from diloco.checkpoint.digests import problems_by_ranks, without_outer
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, write_mark
 from diloco.checkpoint.store import Store, open_store, own_part
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Restored
 from diloco.outer.world import World, on_every_rank, on_rank_zero
 
 log = logging.getLogger(__name__)
+
+_REFUSALS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_REFUSED = (errno.EDQUOT, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ class OwnCheckpoints:
     def _register(self, world_rank: int | None) -> int:
         """Register this peer at the store and remove its half-written checkpoints.
 
-        Returns when its newest checkpoint there was saved (Unix time in ms; 0 if there is none). Raises UserError.
+        Returns when its newest checkpoint there was saved (Unix time in ms; 0 if there is none). Raises UserError if
+        the store refuses that, DilocoError if it is out of reach.
         """
         part = own_part(world_rank)
         try:
@@ -125,6 +130,8 @@ class OwnCheckpoints:
                 self.store.register(world_rank)
             return max((one.mark.saved_at_ms for one in candidates_in(self.store, part)), default=0)
         except OSError as error:
+            if not is_refusal(error):
+                raise DilocoError(f"--ckpt.path {self._config.path} cannot be reached: {error}") from error
             raise UserError(
                 f"--ckpt.path {self._config.path} cannot be written to: {error.strerror or error}. Name another "
                 "place, or leave out --ckpt.interval to save nothing"
@@ -165,8 +172,14 @@ def fetched(
             name = finder.store.name_of(candidate.name, candidate.part)
             on_rank_zero(partial(finder.refuse, candidate, problems[0].replace(str(directory), name)))
     except OSError as error:
-        raise UserError(f"--ckpt.resume {config.resume}: {error}") from error
+        kind = UserError if is_refusal(error) else DilocoError
+        raise kind(f"--ckpt.resume {config.resume}: {error}") from error
     return None
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether a store has refused an operation, and would do so again; if not, it may only be out of reach."""
+    return isinstance(error, _REFUSALS) or error.errno in _REFUSED
 
 
 def others_state(mark: Mark, directory: Path) -> Restored:

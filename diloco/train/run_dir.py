@@ -11,8 +11,8 @@ from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig, to_toml
-from peers import errors as peers_errors
 from peers.daemon.restarts import last_line
+from peers.errors import PeersError
 from provisioning.errors import Busy
 from provisioning.errors import UserError as PodsError
 from provisioning.ledger.lock import held
@@ -29,8 +29,8 @@ def run_dir_of(config: TrainConfig) -> Iterator[Path]:
     """As `created_run_dir`, for this process alone while the block runs. For the process that a user starts, not for
     the workers that it starts.
 
-    Removes a new directory if the block raises UserError before it has a configuration. Raises UserError if another
-    process uses the directory.
+    Removes a new directory if the block raises UserError or PeersError before it has a configuration: a peer that
+    cannot join may be started again and again. Raises UserError if another process uses the directory.
     """
     is_new = not (config.run_dir and Path(config.run_dir).expanduser().exists())
     run_dir = created_run_dir(config)
@@ -39,7 +39,7 @@ def run_dir_of(config: TrainConfig) -> Iterator[Path]:
             _clear_scratch_beside(run_dir)
         try:
             yield run_dir
-        except (UserError, peers_errors.UserError):
+        except (UserError, PeersError):
             if is_new and not (run_dir / CONFIG).exists():
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise

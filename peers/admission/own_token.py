@@ -48,7 +48,7 @@ class OwnToken:
         return token.expires - token.not_before
 
     async def obtain(self) -> None:
-        """Get a token. Raises UserError."""
+        """Get a token. Raises UserError if it is refused, PeerUnreachable if no issuer answers."""
         if self.blob and not self._is_half_over():
             return
         try:
@@ -58,7 +58,7 @@ class OwnToken:
             raise UserError(error.why.advice(self._dht.peer_id)) from error
         except NoIssuer as error:
             if not self.blob:
-                raise UserError(_nobody(error)) from error
+                raise _nobody(error) from error
 
     async def renew(self) -> None:
         """Renew the token if it is time. Raises PeersError once it has expired."""
@@ -103,15 +103,15 @@ class OwnToken:
         return time.time() > (token.not_before + token.expires) / 2
 
 
-def _nobody(error: NoIssuer) -> str:
+def _nobody(error: NoIssuer) -> PeersError:
     if error.others:
-        return Why.WRONG_SECRET.advice("")
+        return UserError(Why.WRONG_SECRET.advice(""))
     if error.coordinators:
-        return (
+        return UserError(
             "this peer was given a swarm secret, but the run's coordinator admits everybody. Start the coordinator "
             "with --admission, or the peer without a secret"
         )
-    return (
+    return PeerUnreachable(
         "no issuer of tokens for this swarm secret answers. Is the coordinator running, and --run-id right? A peer "
         "with --admission-key-file can stand in for the coordinator"
     )
@@ -140,12 +140,13 @@ async def request_token(dht: Dht, run_id: str, secret: SwarmSecret, *, timeout_s
     deadline = time.monotonic() + timeout_s
     others = coordinators = False
     while (left_s := deadline - time.monotonic()) > 0:
-        records = (await issuers(dht, run_id, secret))[:MAX_ASKED]
-        if (token := await _ask_all(dht, records, secret, left_s)) is not None:
+        found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
+        newest_first = sorted(found.values(), key=lambda record: -record.time)
+        records = [record for record in newest_first if _has_token_of(record, secret)]
+        if (token := await _ask_all(dht, records[:MAX_ASKED], secret, left_s)) is not None:
             return token
         # A single look-up may miss records.
-        found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
-        others = others or any(record.token for record in found.values())
+        others = others or any(record.token for record in newest_first if record not in records)
         found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
         coordinators = coordinators or not all(record.token for record in found.values())
         await asyncio.sleep(RETRY_S)
@@ -173,14 +174,12 @@ async def _ask_all(
     return None
 
 
-async def issuers(dht: Dht, run_id: str, secret: SwarmSecret) -> list[CoordinatorRecord]:
-    """All peers that announce themselves as issuers and show a valid token, the newest announcement first."""
-
-    def check(record: CoordinatorRecord) -> None:
-        Token.checked(record.token, secret.public_key, run_id=run_id, peer_id=record.peer_id)
-
-    found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, check)
-    return sorted(found.values(), key=lambda record: -record.time)
+def _has_token_of(record: CoordinatorRecord, secret: SwarmSecret) -> bool:
+    try:
+        Token.checked(record.token, secret.public_key, run_id=record.run_id, peer_id=record.peer_id)
+    except Refused:
+        return False
+    return True
 
 
 async def _ask(dht: Dht, record: CoordinatorRecord, secret: SwarmSecret, timeout_s: float) -> bytes:

@@ -67,7 +67,7 @@ class AdmissionService:
         return self._own.blob if self._own else b""
 
     async def enter(self) -> None:
-        """Get a token; to be called before anything is asked of other peers. Raises UserError."""
+        """Get a token; to be called before anything is asked of other peers. Raises as `OwnToken.obtain`."""
         if self._own is None:
             return
         self._load_bans()

@@ -141,7 +141,7 @@ class Daemon:
     ) -> None:
         """Live as a peer, between joining the DHT and leaving it.
 
-        Raises the error of any part of the daemon that ends before the training; as a UserError before training begins.
+        Raises the error of any part of the daemon that ends before the training.
         """
         if on_phase is not None:
             self._spawn(self._tell_phases(on_phase))
@@ -151,14 +151,13 @@ class Daemon:
         try:
             runtime = await self._until_done(self._join())
         except PeersError as error:
-            # Nothing has been trained yet: the worker reports any error to its user.
-            told = UserError(str(error))
-            await self._host.refuse(told, wait=worker is None)
-            raise told from error
+            # The user may watch the worker, so the worker reports it too.
+            await self._host.refuse(error, wait=worker is None)
+            raise
         await self._until_done(self._train(runtime, link_path, worker))
 
     async def _join(self) -> Runtime:
-        """Enter the swarm, and agree with it. Raises UserError."""
+        """Enter the swarm, and agree with it. Raises UserError, and PeersError where trying again may help."""
         await self._enter()
         self._monitor.preparing = "agreeing with the swarm"
         await self._agreement.reach(self._config.manifest, self._config.named, deadline=self._deadline)
@@ -185,7 +184,7 @@ class Daemon:
             await asyncio.sleep(BEAT_S)
 
     async def _enter(self) -> None:
-        """Take this peer's place in the swarm. Raises UserError."""
+        """Take this peer's place in the swarm. Raises as `_join`."""
         await self._network.start()
         await self._reachability.start()
         await self._presence.enter(self._config.world_rank)

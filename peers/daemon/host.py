@@ -51,7 +51,7 @@ class WorkerHost:
         self.finished = asyncio.Event()
         """Set when the worker says that its training is over."""
         self._refused = asyncio.Event()
-        """Set when a worker has been told what its user must correct."""
+        """Set when a worker has been told why its life is over."""
         self._saving = Saving()
         self._ready: asyncio.Future[Runtime] = asyncio.get_running_loop().create_future()
         self._layout: Layout | None = None
@@ -79,11 +79,12 @@ class WorkerHost:
         self._monitor.runtime = runtime
         self._ready.set_result(runtime)
 
-    async def refuse(self, error: UserError, *, wait: bool) -> None:
+    async def refuse(self, error: PeersError, *, wait: bool) -> None:
         """Tell waiting workers why this peer cannot join, unless it has joined. `wait`: until one has been told."""
         if self._ready.done():
             return
-        self._ready.set_exception(error)
+        # A plain PeersError: `_serve` would not tell the worker of some that another connection has met.
+        self._ready.set_exception(error if isinstance(error, UserError) else PeersError(str(error)))
         # Marks the exception as retrieved: there may be no worker.
         self._ready.exception()
         if wait:
@@ -154,6 +155,7 @@ class WorkerHost:
             self._monitor.is_in_trouble("worker", str(error))
             with contextlib.suppress(LinkLost):
                 await connection.send("failed_for_good", message=str(error))
+            self._refused.set()
         finally:
             connection.close()
             if connection is self._started:

@@ -273,13 +273,14 @@ class DaemonConnection:
 Accept = Callable[[], Awaitable[DaemonConnection]]
 
 
-async def refuse(accept: Accept, message: str) -> None:
-    """Tell the next worker that connects what its user has to correct."""
+async def refuse(accept: Accept, error: PeersError) -> None:
+    """Tell the next worker that connects why this peer cannot join."""
+    kind = "refused" if isinstance(error, UserError) else "failed_for_good"
     with contextlib.suppress(TimeoutError, LinkLost):
         async with asyncio.timeout(START_S):
             connection = await accept()
             await connection.receive()
-            await connection.send("refused", message=message)
+            await connection.send(kind, message=str(error))
             connection.close()
 
 

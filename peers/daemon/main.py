@@ -41,8 +41,8 @@ async def run_daemon(
 
     With `worker` the daemon starts and restarts the training itself; without, it waits for a worker on the link.
     `on_phase` is called twice a second with what the peer is doing. Raises UserError for what the user can correct,
-    with the worker's words if it has told that, and PeersError where it gave up on the worker. When cancelled, it
-    leaves at once.
+    with the worker's words if it has told that, and PeersError where nobody answered or it gave up on the worker. When
+    cancelled, it leaves at once.
     """
     # Reductions and outer steps have threads of their own. An OpenMP pool in each would only slow the workers down.
     torch.set_num_threads(1)
@@ -71,10 +71,10 @@ async def run_daemon(
             stack.push_async_callback(dht.close)
             admission = AdmissionService(config.run_id, identity, dht, config)
             await admission.enter()
-        except UserError as error:
+        except PeersError as error:
             if worker is None:
                 # The user watches the worker, so the worker has to report it.
-                await refuse(accept, str(error))
+                await refuse(accept, error)
             raise
         daemon = Daemon(config, identity, dht, admission)
         stack.push_async_callback(daemon.close)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from peers.admission.ranks import request_rank
-from peers.errors import PeersError, UserError
+from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.channels import Reached
 from peers.net.dht.node import Dht, announced
 from peers.net.gate import Gate
@@ -90,7 +90,7 @@ class Presence:
     async def enter(self, wanted_rank: int | None) -> None:
         """Obtain the world rank, and connect to the peers that are announced before deciding that others are absent.
 
-        Raises UserError when the rank is taken, or when there is no peer to join.
+        Raises UserError when this peer is refused, PeerUnreachable when there is nobody to join, perhaps for a while.
         """
         self.world_rank = await self._obtain_rank(wanted_rank)
         await self.mesh.start()
@@ -114,7 +114,7 @@ class Presence:
         self.world_rank = NO_RANK
 
     async def _meet(self, records: Mapping[str, Announcement]) -> None:
-        """Connect to all peers that are announced. Raises UserError.
+        """Connect to all peers that are announced. Raises UserError if they refuse this one, PeerUnreachable.
 
         Looks again while no peer is reached and one may still answer: otherwise a peer that has not yet found the
         others would begin a run of its own.
@@ -137,13 +137,13 @@ class Presence:
         renewed = [record for record in silent if record.time > time.time() - RECORD_TTL_S / 2]
         if renewed:
             names = ", ".join(f"{record.peer_id} at {' '.join(record.maddrs)}" for record in renewed[:3])
-            raise UserError(
+            raise PeerUnreachable(
                 f"none of the run's announced peers answers this machine: {names}. Is this machine's way to them open "
                 "(firewall, VPN, --hv.announce-maddrs)?"
             )
         if not self._dht.is_answered:
             names = ", ".join(sorted(self._dht.silent_initial_peers))
-            raise UserError(
+            raise PeerUnreachable(
                 f"the initial peers {names} are connected, but sent no list of peers within {RECORD_TTL_S:g} s. Are "
                 "they running well? Otherwise give other --initial-peers"
             )
@@ -216,7 +216,7 @@ class Presence:
             return grant.world_rank
         # A user who has mistyped the run's name should not train alone.
         if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
-            raise UserError(
+            raise PeerUnreachable(
                 f"no coordinator answers, and no peer of the run {self._run_id} is found: is the --run-id right? Start "
                 f"a coordinator with `diloco dht start --run-id {self._run_id}` and give its address to "
                 "--initial-peers, or begin the run with --world-rank 0"

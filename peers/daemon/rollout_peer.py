@@ -127,8 +127,8 @@ class RolloutPeer:
     async def _work(self) -> None:
         """Work for one learner after the other, until none has been there for long.
 
-        Raises UserError if there was no learner, or if all refuse this peer: at once if it has generated nothing yet.
-        Raises PeersError if learners are there, but their policies do not work here.
+        Raises UserError if all learners refuse this peer: at once if it has generated nothing yet. Raises PeersError if
+        there was none, or if their policies do not work here.
         """
         patience_s = self._config.timeout_waiting_for_peers
         while True:
@@ -149,7 +149,7 @@ class RolloutPeer:
             except (PeerUnreachable, ProtocolError) as error:
                 self._note_failure(learner, error)
         if not self._manifest:
-            raise UserError(
+            raise PeersError(
                 f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started with "
                 "--mode grpo --rollout peers, and is this the run's --run-id?"
             )

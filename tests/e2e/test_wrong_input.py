@@ -289,7 +289,7 @@ def test_a_directory_that_cannot_be_written_to_is_named(start):
 def test_initial_peers_that_do_not_answer_are_named(start, places):
     address = f"/ip4/127.0.0.1/tcp/{places['CLOSED']}/p2p/{PEER_ID}"
     command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, "--initial-peers", address)
-    check_refused(command, f"{address}: connection refused")
+    check_refused(command, f"{address}: connection refused", code=1)
 
 
 def test_a_worker_by_hand_refuses_a_model_that_does_not_fit(start, places):
@@ -334,7 +334,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Liv
 def test_a_run_without_a_coordinator_is_told_from_one_that_has_it(swarm, start, model):
     flags = ("--initial-peers", swarm.address, "--run-id", "another")
     command = start(*DILOCO, "peer", *LOOPBACK, *flags, *training_flags(model))
-    check_refused(command, "no coordinator answers")
+    check_refused(command, "no coordinator answers", code=1)
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ import pytest
 
 import peers
 from benchmarks.chaos.links import free_port
-from peers.errors import PeersError, UserError
+from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
 from peers.protocol.records import MAX_RECORD_BYTES
@@ -66,20 +66,23 @@ async def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"initial_peers": [DEAD_PEER]},
-            rf"none of the initial peers answers \({DEAD_PEER}: connection refused\)",
-        ),
         ({"initial_peers": ["127.0.0.1:4001"]}, "is not an address; copy the whole address"),
         ({"initial_peers": ["/ip4/127.0.0.1/tcp/4001"]}, "lacks the peer's id"),
         ({"host_maddrs": ["/ip4/203.0.113.9/tcp/0"]}, "not an address of this machine"),
         ({"announce_maddrs": [DEAD_PEER]}, "names a peer"),
     ],
 )
-async def test_an_address_that_is_wrong_or_silent_is_the_users_to_mend(tmp_path, options, said):
+async def test_an_address_that_is_wrong_is_the_users_to_mend(tmp_path, options, said):
     identity = load_or_create(tmp_path / "a.key")
     with pytest.raises(UserError, match=said):
         await Dht.join(identity=identity, **({"host_maddrs": LOOPBACK} | options))
+
+
+async def test_an_address_where_nobody_answers_may_do_so_later(tmp_path):
+    identity = load_or_create(tmp_path / "a.key")
+    said = rf"none of the initial peers answers \({DEAD_PEER}: connection refused\)"
+    with pytest.raises(PeerUnreachable, match=said):
+        await Dht.join(identity=identity, initial_peers=[DEAD_PEER], host_maddrs=LOOPBACK)
 
 
 async def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(tmp_path, bootstrap):
@@ -101,7 +104,9 @@ async def test_another_program_at_an_address_is_told_apart_from_a_silent_peer(tm
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         wrong = f"/ip4/127.0.0.1/tcp/{port}/p2p/{DEAD_PEER.rpartition('/')[2]}"
-        with pytest.raises(UserError, match=f"{wrong}: something else than diloco seems to listen there"):
+        with pytest.raises(
+            PeerUnreachable, match=f"{wrong}: something else than diloco seems to listen there"
+        ):
             await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
 
 

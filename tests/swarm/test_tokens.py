@@ -17,7 +17,7 @@ from peers.admission import bans, own_token
 from peers.admission.secrets import AdmissionSettings, load_or_create_key, replace_secret
 from peers.admission.service import AdmissionService
 from peers.daemon.coordinator import CoordinatorConfig, serve
-from peers.errors import PeersError, UserError
+from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.identity import Identity, load, load_or_create
 from peers.protocol.tokens import BanList
 from tests.support.members import LOOPBACK, eventually, joined
@@ -178,7 +178,7 @@ async def test_with_a_secret_a_peer_joins_no_run_that_has_another_or_none(
     secret = {"swarm_secret_file": str(tmp_path / "secret")}
     with (
         monkeypatch.context() as impatient,
-        pytest.raises(UserError, match="no issuer of tokens for this swarm secret answers"),
+        pytest.raises(PeerUnreachable, match="no issuer of tokens for this swarm secret answers"),
     ):
         impatient.setattr(own_token, "CONNECT_S", 2.0)
         async with member("peer").admitted(**secret):

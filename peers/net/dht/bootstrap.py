@@ -13,6 +13,7 @@ from peers.protocol.maddrs import parse_maddr
 if TYPE_CHECKING:
     from peers.net.libp2p.transport import Transport
 
+_ANOTHER_PEER = "another peer answers there, not the one whose id ends the address"
 _PLAIN_REASONS = ("connection refused", "no route to host", "network is unreachable", "no such host")
 _CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
 
@@ -20,14 +21,16 @@ _CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
 async def connect_any(transport: Transport, initial_peers: Sequence[str], *, timeout_s: float) -> list[str]:
     """Connect to all of `initial_peers` (each with /p2p/…); returns those that answer.
 
-    Raises UserError when there are some and all are silent.
+    Raises UserError if other peers answer at all of these addresses, otherwise PeerUnreachable if none answers: an
+    address where nobody does may be a mistake, or that of a machine that is down for a while.
     """
     reasons = await asyncio.gather(*(_connect(transport, maddr, timeout_s) for maddr in initial_peers))
     if initial_peers and None not in reasons:
         details = "; ".join(
             f"{maddr}: {reason}" for maddr, reason in zip(initial_peers, reasons, strict=True)
         )
-        raise UserError(
+        kind = UserError if set(reasons) == {_ANOTHER_PEER} else PeerUnreachable
+        raise kind(
             f"none of the initial peers answers ({details}). Is one of them running, and its port "
             "open to this machine?"
         )
@@ -55,7 +58,7 @@ def _is_slow(error: str) -> bool:
 def plain_reason(error: str) -> str:
     """What libp2p's error for a failed dial means, in words for people."""
     if "peer id mismatch" in error:
-        return "another peer answers there, not the one whose id ends the address"
+        return _ANOTHER_PEER
     for text in _PLAIN_REASONS:
         if text in error:
             return text

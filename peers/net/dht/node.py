@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
+from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.dht.bootstrap import connect_any, not_taken
 from peers.net.dht.contacts import Contacts
 from peers.net.dht.descriptors import raise_limit
@@ -91,7 +91,7 @@ class Dht:
         """Join the DHT that any of `initial_peers` belongs to, or begin one when there are none.
 
         `client_mode`: listen nowhere and store nothing for others, only ask. Raises UserError for addresses that are
-        wrong, in use or silent, and if this process may open too few files.
+        wrong or in use, and if this process may open too few files; PeerUnreachable if no initial peer answers.
         """
         for maddr in initial_peers:
             validate_maddr(maddr, peer_id=True)
@@ -340,7 +340,7 @@ async def _create_node(
     except ValidationError as error:
         raise not_taken(str(error)) from error
     except (RuntimeError, AssertionError) as error:  # AssertionError: its DHT id is no such id
-        raise UserError(
+        raise PeerUnreachable(
             f"{', '.join(initial_peers)} can be reached, but no Hivemind DHT answers there; is it the "
             "address that `diloco dht start` or `hivemind-dht` printed?"
         ) from error

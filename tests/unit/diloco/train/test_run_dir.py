@@ -47,8 +47,8 @@ def test_last_words_are_those_of_the_box_or_the_end_of_the_log(tmp_path):
     assert last_words(path) == "too hot, so\nit ended"
 
 
-@pytest.mark.parametrize("error", [UserError, peers_errors.UserError])
-def test_a_training_that_is_refused_before_it_began_leaves_no_run_directory(tmp_path, error):
+@pytest.mark.parametrize("error", [UserError, peers_errors.UserError, peers_errors.PeerUnreachable])
+def test_a_peer_that_cannot_join_leaves_no_run_directory(tmp_path, error):
     config = TrainConfig(run_dir=str(tmp_path / "mine"))
     with pytest.raises(error), run_dir_of(config) as run_dir:
         assert (run_dir / "logs").is_dir()

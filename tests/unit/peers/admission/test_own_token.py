@@ -13,7 +13,7 @@ from peers.admission import own_token
 from peers.admission.issuer import Issuer
 from peers.admission.own_token import NoIssuer, OwnToken, request_token
 from peers.admission.secrets import AdmissionKey, AdmissionSettings, SwarmSecret
-from peers.errors import PeerUnreachable
+from peers.errors import PeerUnreachable, UserError
 from peers.net.identity import load_or_create
 from peers.net.private_files import write_private
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
@@ -113,3 +113,25 @@ def test_a_token_is_renewed_once_half_its_time_is_over_and_not_before(tmp_path, 
         monkeypatch.setattr(own_token, "time", clock)
         asyncio.run(own.renew())
         assert (own.blob == given) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("is_of_another", "error", "says"),
+    [(False, PeerUnreachable, "no issuer of tokens"), (True, UserError, "is not the run's")],
+)
+def test_an_issuer_that_is_away_is_no_mistake_of_the_user_as_a_wrong_secret_is(
+    tmp_path, monkeypatch, is_of_another, error, says
+):
+    """Its record outlives it for a while."""
+    issuers = Issuers(tmp_path, ["real"])
+    secret = AdmissionKey.new().secret if is_of_another else issuers.secret
+
+    async def gone(*_args, **_kwargs):
+        raise PeerUnreachable("connection refused")
+
+    monkeypatch.setattr(issuers, "open", gone)
+    monkeypatch.setattr(own_token, "RETRY_S", 0.01)
+    monkeypatch.setattr(own_token, "CONNECT_S", 0.2)
+    own = OwnToken(issuers, RUN_ID, secret, tmp_path / "own.token", None)
+    with pytest.raises(error, match=says):
+        asyncio.run(own.obtain())

@@ -32,16 +32,18 @@ class WaitingDaemon(Daemon):
         await asyncio.Future()
 
 
-async def test_a_peer_that_loses_p2pd_while_it_waits_for_others_ends_at_once():
+@pytest.mark.parametrize("error", [PeersError("p2pd has died"), UserError("its rank is taken")])
+async def test_a_peer_that_fails_while_it_waits_for_others_ends_at_once_with_that_error(error):
     async def fail(daemon):
         await daemon.is_waiting.wait()
-        raise PeersError("p2pd has died")
+        raise error
 
     daemon = WaitingDaemon(fail)
-    with pytest.raises(UserError, match="p2pd has died"):
+    with pytest.raises(PeersError) as raised:
         async with asyncio.timeout(20):
             await daemon.live(None, None, None, None)
-    assert daemon.told == [("p2pd has died", True)]
+    assert raised.value is error
+    assert daemon.told == [(str(error), True)]
     await cancelled(daemon._tasks)
 
 

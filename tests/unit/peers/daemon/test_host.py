@@ -17,8 +17,8 @@ from diloco.train.progress import Progress
 from peers.daemon import host as host_module
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.host import WorkerHost
-from peers.daemon.link import WorkerLink, listen
-from peers.errors import PeersError, UserError
+from peers.daemon.link import WorkerLink, listen, refuse
+from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.protocol.reports import Phase
 from peers.state.files import Saving, Written
 from peers.state.handover import Ahead, EpochOutcome, Start
@@ -381,3 +381,30 @@ def test_a_worker_that_may_trains_on_and_asks_again_until_its_commit_is_there(tm
     answers = asyncio.run(scenario())
     assert answers[-1] == "committed"
     assert answers[:2] == (["ahead", "pending"] if may_go_ahead else ["committed"])
+
+
+def adopt(path: Path) -> None:
+    link = WorkerLink.connect(path)
+    link.send("adopt")
+    link.receive("manifest")
+
+
+@pytest.mark.parametrize("has_joined_the_dht", [True, False])
+@pytest.mark.parametrize(
+    "error", [UserError("its rank is taken"), PeerUnreachable("nobody answers")], ids=str
+)
+async def test_a_worker_is_told_why_its_peer_cannot_join_and_whether_its_user_has_to_act(
+    tmp_path, error, has_joined_the_dht
+):
+    host = WorkerHost(SimpleNamespace(manifest={}), SimpleNamespace(is_in_trouble=lambda *_: None), None)
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        adopting = asyncio.create_task(asyncio.to_thread(adopt, tmp_path / "link"))
+        if has_joined_the_dht:
+            serving = asyncio.create_task(host.serve(accept))
+            await host.refuse(error, wait=True)
+            serving.cancel()
+        else:
+            await refuse(accept, error)
+        with pytest.raises(PeersError, match=str(error)) as raised:
+            await adopting
+    assert type(raised.value) is (UserError if isinstance(error, UserError) else PeersError)

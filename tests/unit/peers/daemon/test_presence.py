@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from peers.daemon import presence
 from peers.daemon.presence import Presence
-from peers.errors import UserError
+from peers.errors import PeerUnreachable
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.mesh import Mesh
@@ -89,7 +89,7 @@ def test_who_is_announced_and_answers_nobody_is_named(tmp_path, monkeypatch):
     other.release()
     dht = SilentDht([(other, record)])
     with pytest.raises(
-        UserError,
+        PeerUnreachable,
         match=f"none of the run's announced peers answers this machine: {other.peer_id} at /ip4/192.0.2.1",
     ):
         met(tmp_path, monkeypatch, dht, "silent")
@@ -97,7 +97,7 @@ def test_who_is_announced_and_answers_nobody_is_named(tmp_path, monkeypatch):
 
 
 def test_initial_peers_that_do_not_say_whom_they_know_are_named(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="the initial peers initial are connected"):
+    with pytest.raises(PeerUnreachable, match="the initial peers initial are connected"):
         met(tmp_path, monkeypatch, SilentDht(), "gone")
 
 
@@ -112,7 +112,7 @@ def test_the_coordinator_that_is_missing_is_the_runs_own(tmp_path, monkeypatch):
         return None
 
     async def scenario(mine):
-        with pytest.raises(UserError, match=f"`diloco dht start --run-id {RUN_ID}`"):
+        with pytest.raises(PeerUnreachable, match=f"`diloco dht start --run-id {RUN_ID}`"):
             await mine._obtain_rank(None)
 
     monkeypatch.setattr(presence, "request_rank", no_grant)

@@ -136,8 +136,9 @@ async def test_a_peer_looks_for_its_learner_often_among_any_number(peer, learner
 
 async def test_a_peer_that_no_learner_takes_in_time_says_what_to_look_at(peer, learners):
     learners.there.clear()
-    with pytest.raises(UserError, match="took rollouts within 0 s"):
+    with pytest.raises(PeersError, match="took rollouts within 0 s") as raised:
         await peer._work()
+    assert not isinstance(raised.value, UserError), "a learner may come later"
 
 
 @pytest.mark.parametrize(("manifest", "is_chosen"), [({}, True), ({"mode": "grpo"}, False)])
@@ -171,7 +172,7 @@ async def test_a_peer_that_has_had_no_work_yet_asks_all_learners_in_turn_and_giv
         peer, "_note_failure", lambda learner, _: peer._failed_at.update({learner.peer_id: now})
     )
     peer._seen_at, peer._config.timeout_waiting_for_peers = now, 30.0
-    with pytest.raises(UserError, match="took rollouts within 30 s"):
+    with pytest.raises(PeersError, match="took rollouts within 30 s"):
         await peer._work()
     assert set(asked[:8]) == set(asked[8:16]) == set(learners.there)
     assert now < 33
