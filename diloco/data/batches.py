@@ -24,7 +24,7 @@ from diloco.data.streaming import HubDataset, StreamingSource, open_hub_dataset
 from diloco.data.token_cache import tokenized
 from diloco.data.token_files import Tokens
 from diloco.data.tokenizer import is_byte_level, text_byte_counts
-from diloco.errors import DilocoError, UserError
+from diloco.errors import DilocoError, UserError, print_note
 from diloco.options.trainer import TrainConfig
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def _opened_patiently(config: TrainConfig) -> HubDataset:
 def check_data(config: TrainConfig) -> None:
     """Check, before anything is started, that the dataset exists, is readable and large enough. Raises UserError.
 
-    Reads for _CHECK_S at most; errors further on are found by tokenising. Does not import torch.
+    Reads for _CHECK_S at most; errors further on are found by tokenising. A Hugging Face dataset that cannot be reached
+    at present is left to the workers, which wait for it. Does not import torch.
     """
     if config.fake_data:
         return
@@ -139,7 +140,7 @@ def check_data(config: TrainConfig) -> None:
         except UserError:
             raise
         except DilocoError as error:
-            raise UserError(f"{error}; try again later, or name text on this machine's disk") from error
+            print_note(f"{error}; the training waits up to {_PATIENCE_S / 60:g} minutes for it")
     elif isinstance(corpus, FileCorpus):
         _check_files(corpus, config.seq_length)
 

@@ -70,7 +70,7 @@ def code_after(error, monkeypatch):
     return exit_code(lambda: open_hub_dataset("far/away"))
 
 
-def test_a_worker_waits_ten_minutes_for_the_hub_and_the_check_before_the_start_does_not(monkeypatch):
+def test_a_worker_waits_ten_minutes_for_the_hub_and_the_check_before_the_start_does_not(monkeypatch, capsys):
     config, outage = TrainConfig(dataset_name_or_path="far/away"), DilocoError("no route to host")
     errors, pauses_s = [outage] * 20, []
 
@@ -91,5 +91,8 @@ def test_a_worker_waits_ten_minutes_for_the_hub_and_the_check_before_the_start_d
             batches.open_data(config, tokenizer)
         assert refused.value is expected and not errors
     errors = [outage]
-    with pytest.raises(UserError, match="no route to host"):
+    batches.check_data(config)
+    assert "note: no route to host; the training waits up to 10 minutes for it" in capsys.readouterr().err
+    errors = [UserError("no such dataset")]
+    with pytest.raises(UserError, match="no such dataset"):
         batches.check_data(config)
