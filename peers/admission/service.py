@@ -13,7 +13,7 @@ from peers.admission import bans
 from peers.admission.issuer import Issuer
 from peers.admission.own_token import OwnToken
 from peers.admission.secrets import AdmissionSettings
-from peers.errors import PeersError, ProtocolError
+from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
@@ -25,6 +25,7 @@ from peers.protocol.records import (
     PEERS_KEY,
     Announcement,
     CoordinatorRecord,
+    OtherVersion,
 )
 from peers.protocol.refusal import Why
 from peers.tasks import is_set_within
@@ -72,7 +73,12 @@ class AdmissionService:
             return
         self._load_bans()
         self.gate.on_bans.append(self._heard_bans)
-        await self._own.obtain()
+        try:
+            await self._own.obtain()
+        except PeerUnreachable as error:
+            if self.gate.other_version is not None:
+                raise UserError(str(self.gate.other_version)) from error
+            raise
         await bans.serve(self._dht, self._run_id, self.gate)
         if self._issuer is not None:
             await self._dht.transport.serve(admission_protocol(self._run_id), self._issuer.handle)
@@ -180,6 +186,11 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
                 return True
             try:
                 record = kind.decode(subkey, value, time.time(), run_id=run_id)
+            except OtherVersion as error:
+                # Its own may be what it announced itself before it was updated.
+                if is_found and subkey != dht.peer_id:
+                    gate.other_version = error
+                return False
             except ProtocolError:
                 return False
             if not is_found:

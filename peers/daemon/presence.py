@@ -122,6 +122,8 @@ class Presence:
         deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
         while True:
             others = [record for peer_id, record in records.items() if peer_id not in gone]
+            if not (others or self.mesh.peers):
+                self._check_version()
             reached = await self._reach(others)
             gone |= {peer_id for peer_id, how in reached.items() if how == "gone"}
             silent = [record for record in others if reached.get(record.peer_id) == "silent"]
@@ -216,12 +218,19 @@ class Presence:
             return grant.world_rank
         # A user who has mistyped the run's name should not train alone.
         if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
+            self._check_version()
             raise PeerUnreachable(
                 f"no coordinator answers, and no peer of the run {self._run_id} is found: is the --run-id right? Start "
                 f"a coordinator with `diloco dht start --run-id {self._run_id}` and give its address to "
                 "--initial-peers, or begin the run with --world-rank 0"
             )
         return NO_RANK if wanted is None else wanted
+
+    def _check_version(self) -> None:
+        """To be called where no peer of the run is found. Raises UserError if some are there, of another version: this
+        peer would begin a run of its own beside theirs."""
+        if self._gate.other_version is not None:
+            raise UserError(str(self._gate.other_version))
 
     async def _records(self) -> dict[str, Announcement]:
         """The announcements of peers that are not leaving, by peer id."""

@@ -127,12 +127,14 @@ class RolloutPeer:
     async def _work(self) -> None:
         """Work for one learner after the other, until none has been there for long.
 
-        Raises UserError if all learners refuse this peer: at once if it has generated nothing yet. Raises PeersError if
-        there was none, or if their policies do not work here.
+        Raises UserError if all learners refuse this peer: at once if it has generated nothing yet; or if they have
+        another version. Raises PeersError if there was none, or if their policies do not work here.
         """
         patience_s = self._config.timeout_waiting_for_peers
         while True:
-            there = await self._learners()
+            there, other_version = await self._learners(), self._admission.gate.other_version
+            if other_version is not None and not (there or self._manifest):
+                raise UserError(str(other_version))
             is_over = time.monotonic() - self._seen_at > patience_s
             is_refused = bool(there) and there.keys() <= self._refusals.keys()
             # A learner that starts anew may want a peer again that has generated before.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from peers.errors import ProtocolError
 from peers.net.rate_limit import RateLimit
-from peers.protocol.records import Record
+from peers.protocol.records import OtherVersion, Record
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.tokens import BanList, Token
 from peers.timing import CLOCK_TOLERANCE_S
@@ -42,6 +42,8 @@ class Gate:
         self.bans_blob = b""
         """The signed form of `bans`, to pass on; empty before there is any."""
         self.on_bans: list[Callable[[], object]] = []
+        self.other_version: OtherVersion | None = None
+        """Set once a record of this run was found in the DHT that another version of diloco has written."""
         self._shown: dict[str, tuple[bytes, Token]] = {}
         self._told: dict[tuple[str, str], None] = {}
         self._refusals = RateLimit(_LOGGED_PER_S, _LOGGED_AT_ONCE)

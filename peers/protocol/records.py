@@ -30,6 +30,9 @@ from peers.protocol.messages import Status
 from peers.protocol.wire import Struct, decode, encode
 from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 
+PROTOCOL = 1
+"""Increased by every change after which older versions cannot be in one swarm with newer ones: a peer of another
+version reads no more than this number of a record."""
 MAX_RECORD_BYTES = 4096
 """In the DHT."""
 MAX_SPOKEN_BYTES = MAX_MESSAGE_BYTES // 2
@@ -83,6 +86,16 @@ class Path(StrEnum):
 
 class Untimely(ProtocolError):
     """A record that is too old, or from the future; by the clock of the peer that passed it on, perhaps neither."""
+
+
+class OtherVersion(ProtocolError):
+    """A record of a peer whose version of diloco has another protocol. The message is for the user."""
+
+    def __init__(self, protocol: int) -> None:
+        super().__init__(
+            f"the peers of this run use another version of diloco (protocol {protocol}, this one has {PROTOCOL}): "
+            "install the same"
+        )
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -201,26 +214,32 @@ View = Mapping[str, Announcement]
 
 
 class Sealed(Struct, frozen=True):
-    """An encoded record and the signature of its peer."""
+    """An encoded record and the signature of its peer. This stays as it is: all versions have to be able to read it."""
 
     payload: bytes
     signature: Signature
+    protocol: Count = 0
+    """PROTOCOL of the version that the peer has. It is not signed: whoever changes it only makes the record unreadable.
+    0: a version before there were numbers."""
 
 
 def seal(payload: bytes, keys: Keys, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """Sign a payload. Raises ValueError if the result would exceed `max_bytes`."""
-    blob = encode(Sealed(payload=payload, signature=keys.sign(payload)))
+    blob = encode(Sealed(payload=payload, signature=keys.sign(payload), protocol=PROTOCOL))
     if len(blob) > max_bytes:
         raise ValueError(f"a record of {len(blob)} bytes; at most {max_bytes} are read")
     return blob
 
 
 def unseal(peer_id: str, blob: bytes, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
-    """The payload of a sealed record. Raises ProtocolError unless this peer has signed it."""
+    """The payload of a sealed record. Raises ProtocolError unless this peer has signed it, and OtherVersion if only
+    another version of diloco can read it."""
     sealed = decode(_decoder(Sealed), blob, max_bytes, what="record")
     verify = _is_signed if len(blob) <= MAX_RECORD_BYTES else verify_signature
     if not verify(peer_id, sealed.payload, sealed.signature):
         raise ProtocolError(f"a record of {peer_id} is not signed by it")
+    if sealed.protocol != PROTOCOL:
+        raise OtherVersion(sealed.protocol)
     return sealed.payload
 
 

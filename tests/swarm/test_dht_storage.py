@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 import peers
 from peers.admission.service import guard_storage
+from peers.net.dht.node import announced as announced_in
 from peers.net.gate import Gate
 from peers.net.identity import load
+from peers.protocol import records
 from peers.protocol.records import PEERS_KEY, Announcement
 from tests.support.announcements import announced
 from tests.support.members import eventually, joined
@@ -54,6 +56,20 @@ async def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
             assert await stranger.store(key, stranger.peer_id, forged, 20)
             assert set(await b.get(key)) == {b.peer_id, stranger.peer_id}, "its own is in order"
             assert await stranger.store("anything else", "x", b"junk", 30)
+
+
+async def test_a_node_finds_out_that_the_peers_of_its_run_have_another_version(tmp_path, monkeypatch):
+    async with joined(tmp_path, "theirs") as theirs:
+        (address,) = await theirs.maddrs()
+        monkeypatch.setattr(records, "PROTOCOL", 7)
+        record = announcement(theirs.peer_id).encode(load(tmp_path / "theirs.key"))
+        monkeypatch.undo()
+        assert await theirs.store(PEERS_KEY(RUN_ID), theirs.peer_id, record, 20)
+        async with joined(tmp_path, "mine", address) as mine:
+            gate = Gate(RUN_ID)
+            guard_storage(mine, RUN_ID, gate)
+            assert await announced_in(mine, PEERS_KEY(RUN_ID), Announcement, RUN_ID, gate.check_record) == {}
+            assert "protocol 7" in str(gate.other_version)
 
 
 CHILD = """

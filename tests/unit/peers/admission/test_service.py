@@ -1,14 +1,27 @@
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from peers.admission import service
-from peers.admission.service import MAX_KEPT_BYTES, MAX_NEW_BYTES, MAX_TTL_S, guard_storage
+from peers.admission.own_token import OwnToken
+from peers.admission.secrets import AdmissionKey, AdmissionSettings
+from peers.admission.service import (
+    MAX_KEPT_BYTES,
+    MAX_NEW_BYTES,
+    MAX_TTL_S,
+    AdmissionService,
+    guard_storage,
+)
+from peers.errors import PeerUnreachable, UserError
 from peers.net.gate import Gate
-from peers.protocol.records import MAX_RECORD_BYTES, PEERS_KEY, Announcement
+from peers.net.identity import load_or_create
+from peers.net.private_files import write_private
+from peers.protocol import records
+from peers.protocol.records import MAX_RECORD_BYTES, PEERS_KEY, Announcement, OtherVersion
 from tests.support.announcements import announced
 
 NOW = 1_800_000_000.0
@@ -16,7 +29,7 @@ NOW = 1_800_000_000.0
 
 class FakeDht:
     def __init__(self):
-        self.checks = {}
+        self.peer_id, self.checks = "me", {}
 
     def keep(self, key, check):
         self.checks[key] = check
@@ -71,3 +84,38 @@ def test_a_record_that_would_never_expire_is_refused(check, is_found):
     assert check("peer", b"record", expiry=NOW + MAX_TTL_S, is_found=is_found)
     for expiry in (math.nan, math.inf, NOW + MAX_TTL_S + 1):
         assert not check("peer", b"record", expiry=expiry, is_found=is_found)
+
+
+def test_a_record_of_another_version_is_noted_where_it_is_found_and_never_kept(monkeypatch, tmp_path):
+    identity, gate, dht, now = load_or_create(tmp_path / "key"), Gate("run"), FakeDht(), time.time()
+    monkeypatch.setattr(records, "PROTOCOL", 7)
+    theirs = announced(identity.peer_id, run_id="run").encode(identity)
+    identity.release()
+    monkeypatch.undo()
+    guard_storage(dht, "run", gate)
+    check = dht.checks[PEERS_KEY("run")]
+    assert not check(identity.peer_id, theirs, expiry=now + 20, is_found=False)
+    dht.peer_id = identity.peer_id
+    assert not check(identity.peer_id, theirs, expiry=now + 20, is_found=True)
+    assert gate.other_version is None, (
+        "anybody may have sent the one, and it was itself before it was updated"
+    )
+    dht.peer_id = "me"
+    assert not check(identity.peer_id, theirs, expiry=now + 20, is_found=True)
+    assert isinstance(gate.other_version, OtherVersion)
+
+
+async def test_a_peer_without_an_issuer_that_it_can_read_says_that_the_versions_differ(monkeypatch, tmp_path):
+    async def obtain(_own):
+        raise PeerUnreachable("no issuer of tokens for this swarm secret answers")
+
+    monkeypatch.setattr(OwnToken, "obtain", obtain)
+    write_private(tmp_path / "secret", AdmissionKey.new().secret.to_text().encode())
+    identity = SimpleNamespace(peer_id="me", path=tmp_path / "key")
+    settings = AdmissionSettings(swarm_secret_file=str(tmp_path / "secret"), use_environment=False)
+    admission = AdmissionService("run", identity, FakeDht(), settings)
+    with pytest.raises(PeerUnreachable, match="no issuer"):
+        await admission.enter()
+    admission.gate.other_version = OtherVersion(7)
+    with pytest.raises(UserError, match="another version of diloco"):
+        await admission.enter()

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from peers.daemon import presence
 from peers.daemon.presence import Presence
-from peers.errors import PeerUnreachable
+from peers.errors import PeerUnreachable, UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.mesh import Mesh
-from peers.protocol.records import Announcement
+from peers.protocol.records import Announcement, OtherVersion
 from peers.timing import RECORD_TTL_S
 from tests.support.announcements import announced, spoken
 from tests.support.virtual_time import run_virtually
@@ -63,7 +63,7 @@ def a_presence(identity, dht=None):
     )
 
 
-def met(tmp_path, monkeypatch, dht, how):
+def met(tmp_path, monkeypatch, dht, how, other_version=None):
     """Have a peer look for the others for a second, while each of its calls returns `how`."""
     monkeypatch.setattr(presence, "RECORD_TTL_S", 1.0)
     monkeypatch.setattr(presence, "EARLY_INTERVAL_S", 0.02)
@@ -74,6 +74,7 @@ def met(tmp_path, monkeypatch, dht, how):
 
     async def scenario():
         mine = a_presence(identity, dht)
+        mine._gate.other_version = other_version
         monkeypatch.setattr(mine.mesh, "reach", reach)
         await mine._meet(await mine._records())
 
@@ -105,14 +106,27 @@ def test_the_first_peer_of_a_run_waits_for_nobody(tmp_path, monkeypatch):
     met(tmp_path, monkeypatch, SilentDht([]), "silent")
 
 
+def test_a_peer_that_finds_only_records_of_another_version_begins_no_run_beside_them(tmp_path, monkeypatch):
+    other = load_or_create(tmp_path / "other")
+    record = announced(other.peer_id, run_id=RUN_ID, world_rank=0)
+    other.release()
+    with pytest.raises(UserError, match=r"use another version of diloco \(protocol 7, this one has"):
+        met(tmp_path, monkeypatch, SilentDht([]), "silent", OtherVersion(7))
+    # Some coordinator is of another version, but the peers are not.
+    met(tmp_path, monkeypatch, SilentDht([(other, record)]), "gone", OtherVersion(7))
+
+
 def test_the_coordinator_that_is_missing_is_the_runs_own(tmp_path, monkeypatch):
-    """A coordinator of another run may answer at the same address."""
+    """A coordinator of another run may answer at the same address, or one of another version."""
 
     async def no_grant(*_args, **_options):
         return None
 
     async def scenario(mine):
         with pytest.raises(PeerUnreachable, match=f"`diloco dht start --run-id {RUN_ID}`"):
+            await mine._obtain_rank(None)
+        mine._gate.other_version = OtherVersion(0)
+        with pytest.raises(UserError, match="another version"):
             await mine._obtain_rank(None)
 
     monkeypatch.setattr(presence, "request_rank", no_grant)

@@ -14,6 +14,8 @@ from peers.daemon import rollout_peer
 from peers.daemon.restarts import MAX_DEATHS, Restarts
 from peers.daemon.rollout_peer import RolloutPeer
 from peers.errors import NotWanted, PeersError, PeerUnreachable, ProtocolError, UserError
+from peers.net.gate import Gate
+from peers.protocol.records import OtherVersion
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.rollouts import MAX_BLOBS, STALE, BlobName, Policy, learner_for
 from peers.timing import LOOK_S
@@ -69,7 +71,7 @@ def peer(monkeypatch):
     config: Any = SimpleNamespace(run_id=RUN, timeout_waiting_for_peers=0.0)
     identity: Any = SimpleNamespace(peer_id=ME)
     dht: Any = SimpleNamespace(transport=None)
-    admission: Any = SimpleNamespace(gate=SimpleNamespace(check_record=None), token=b"")
+    admission: Any = SimpleNamespace(gate=Gate(RUN), token=b"")
     peer = RolloutPeer(config, identity, dht, admission, Path())
     monkeypatch.setattr(peer, "_agree", lambda _manifest: None)
     return peer
@@ -139,6 +141,14 @@ async def test_a_peer_that_no_learner_takes_in_time_says_what_to_look_at(peer, l
     with pytest.raises(PeersError, match="took rollouts within 0 s") as raised:
         await peer._work()
     assert not isinstance(raised.value, UserError), "a learner may come later"
+
+
+async def test_a_peer_whose_learners_have_another_version_says_so_at_once(peer, learners):
+    peer._config.timeout_waiting_for_peers = 1.0
+    peer._admission.gate.other_version = OtherVersion(7)
+    learners.there.clear()
+    with pytest.raises(UserError, match="another version of diloco"):
+        await peer._work()
 
 
 @pytest.mark.parametrize(("manifest", "is_chosen"), [({}, True), ({"mode": "grpo"}, False)])

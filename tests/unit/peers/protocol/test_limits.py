@@ -70,7 +70,8 @@ def test_texts_of_many_languages_are_shown():
 # All messages
 
 GOLDEN = Path(__file__).with_name("limits.txt")
-"""The limits of all message types. After a deliberate change: python -m tests.unit.peers.protocol.test_limits"""
+"""The limits of all message types. After a deliberate change, also increase records.PROTOCOL, unless versions with and
+without it understand each other: python -m tests.unit.peers.protocol.test_limits"""
 SAMPLES = [*itertools.chain.from_iterable(WORDS.values()), *SAID, *INTRODUCTIONS, *STANDING, CERTIFICATE]
 
 

@@ -25,6 +25,7 @@ from peers.protocol.records import (
     NO_RANK,
     Announcement,
     CoordinatorRecord,
+    OtherVersion,
     Spoken,
     seal,
     unseal,
@@ -106,6 +107,20 @@ def test_a_record_under_another_peers_name_is_refused(peer, tmp_path):
         Announcement.decode(other.peer_id, blob, NOW)
     with pytest.raises(ProtocolError, match="not signed by it"):
         Announcement.decode(peer.peer_id, announcement(peer).encode(other), NOW)
+
+
+def test_a_record_of_another_version_is_told_from_a_broken_one(peer, monkeypatch):
+    monkeypatch.setattr(records, "PROTOCOL", 7)
+    theirs = seal(encode({"a field": "of a later version"}), peer)
+    monkeypatch.undo()
+    with pytest.raises(OtherVersion, match="protocol 7, this one has 1"):
+        Announcement.decode(peer.peer_id, theirs, NOW)
+    unnumbered = msgpack.unpackb(theirs)
+    del unnumbered["protocol"]
+    with pytest.raises(OtherVersion, match="protocol 0"):
+        Announcement.decode(peer.peer_id, msgpack.packb(unnumbered), NOW)
+    with pytest.raises(ProtocolError, match="not signed by it"):
+        Announcement.decode(peer.peer_id, msgpack.packb(unnumbered | {"payload": b"forged"}), NOW)
 
 
 def test_one_flipped_bit_anywhere_is_noticed(peer):
