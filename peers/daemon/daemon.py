@@ -100,6 +100,7 @@ class Daemon:
             on_change=self._view_changed,
             gate=admission.gate,
         )
+        self._presence.on_clock = self._clock_judged
         self._agreement = Agreement(self._presence)
         self._pool = StreamPool(paths, self._network.data_protocol, paths)
         self._deadline = time.monotonic() + config.timeout_waiting_for_peers
@@ -361,6 +362,10 @@ class Daemon:
 
                 self._runtime.post(fail)
         self._reports.changed()
+
+    def _clock_judged(self, text: str) -> None:
+        log.warning("%s", text or "this machine's clock is right again")
+        self._monitor.is_in_trouble("clock", text)
 
     def _post(self, event: events.Event) -> None:
         """Pass an event of the mesh to the core, if there is one yet."""

@@ -31,6 +31,7 @@ from peers.protocol.records import (
 from peers.tasks import is_set_within
 from peers.timing import (
     ANSWER_S,
+    CLOCK_TOLERANCE_S,
     EARLY_INTERVAL_S,
     OFTEN_S,
     RECORD_TTL_S,
@@ -74,6 +75,9 @@ class Presence:
         self._announced: tuple[object, ...] = ()
         self.world_rank = NO_RANK
         """The rank that the user or the coordinator gave; NO_RANK where this peer is to claim one."""
+        self.on_clock: Callable[[str], None] = lambda _text: None
+        """Called with what is wrong when this machine's clock has gone wrong, with an empty text when it is right."""
+        self._is_clock_off = False
         self.maddrs: tuple[str, ...] = ()
         """Where others reach this peer; none before it has entered."""
 
@@ -178,9 +182,24 @@ class Presence:
                 log.debug("the DHT did not take this peer's record")
             passed_s, announced_at = clock() - announced_at, clock()
             if random.random() * look_interval_s(num_peers, is_early=is_early) < passed_s:
-                self.mesh.discovered(await self._records())
+                records, ahead_s = await asyncio.gather(self._records(), self._dht.clock_ahead_s())
+                self.mesh.discovered(records)
+                self._judge_clock(ahead_s)
             for peer in self.mesh.neighbours:
                 self._dht.remember(peer.peer_id, peer.maddrs)
+
+    def _judge_clock(self, ahead_s: float | None) -> None:
+        """`ahead_s`: of the initial peers, which the user has named; others could say anything."""
+        if ahead_s is None or (abs(ahead_s) > CLOCK_TOLERANCE_S) is self._is_clock_off:
+            return
+        self._is_clock_off = not self._is_clock_off
+        off = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+        self.on_clock(
+            f"this machine's clock is {off} the initial peers', so other peers refuse what it says: set it right "
+            "(`timedatectl set-ntp true`)"
+            if self._is_clock_off
+            else ""
+        )
 
     def publish(self) -> None:
         """Must be called when what `describe` returns has changed.

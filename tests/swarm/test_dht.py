@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ import pytest
 import peers
 from benchmarks.chaos.links import free_port
 from peers.errors import PeersError, PeerUnreachable, UserError
+from peers.net.dht import node
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
 from peers.protocol.records import MAX_RECORD_BYTES
@@ -55,6 +58,17 @@ async def test_a_client_reads_and_stores_without_listening(tmp_path, bootstrap):
         assert await a.store("client", "x", b"1", 30)
         assert await client.get("client") == {"x": b"1"}
         assert await client.maddrs() == []
+
+
+async def test_a_node_asks_its_initial_peers_for_the_time(tmp_path, bootstrap, monkeypatch):
+    async with joined(tmp_path, "lone") as lone, joined(tmp_path, "a", bootstrap) as a:
+        assert await lone.clock_ahead_s() is None
+        assert await a.clock_ahead_s() == pytest.approx(0.0, abs=3.0)
+        now = time.time
+        monkeypatch.setattr(
+            node, "time", SimpleNamespace(time=lambda: now() - 3600, monotonic=time.monotonic)
+        )
+        assert await a.clock_ahead_s() == pytest.approx(-3600.0, abs=3.0)
 
 
 async def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -168,6 +169,31 @@ class Dht:
     def is_answered(self) -> bool:
         """Whether any initial peer has answered a look-up; True if there are none."""
         return self._initial.is_answered
+
+    async def clock_ahead_s(self) -> float | None:
+        """How far this machine's clock is ahead of the initial peers', by the median of those that are connected and
+        answer; None: there are none."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto.dht_pb2 import PingRequest
+
+        protocol = self._node.protocol
+
+        async def ahead_of(peer_id: str) -> float:
+            stub, sent_at, began = (
+                protocol.get_stub(PeerID.from_base58(peer_id)),
+                time.time(),
+                time.monotonic(),
+            )
+            answer = await stub.rpc_ping(PingRequest(peer=protocol.node_info), timeout=PROBE_S)
+            return float(sent_at + (time.monotonic() - began) / 2 - answer.dht_time)
+
+        try:
+            asked = self.initial_peers & await self.transport.connected_peers()
+        except PeerUnreachable:
+            return None
+        answers = await asyncio.gather(*(_answer(ahead_of(peer_id)) for peer_id in asked))
+        told = [ahead_s for ahead_s in answers if ahead_s is not None]
+        return statistics.median_low(told) if told else None
 
     def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
         """Remember this peer as a node of the DHT, to be dialled again when it is lost."""

@@ -210,6 +210,9 @@ def test_among_many_a_record_is_renewed_four_times_in_its_life_and_the_others_ar
             looked_at.append(asyncio.get_running_loop().time())
             return {}
 
+        async def clock_ahead_s(self):
+            return clocks.pop(0)
+
         def remember(self, peer_id, maddrs):
             pass
 
@@ -217,7 +220,9 @@ def test_among_many_a_record_is_renewed_four_times_in_its_life_and_the_others_ar
         async with asyncio.timeout(RECORD_TTL_S + 1):
             await mine.announce_forever()
 
+    clocks, told = [-3600.0, None], []
     mine = a_presence(identity, TimedDht())
+    mine.on_clock = told.append
     mine._describe = lambda: announced(identity.peer_id, run_id=RUN_ID)
     mine.mesh._gossip.here |= {f"p{rank}": spoken(f"p{rank}", world_rank=rank) for rank in range(199)}
     try:
@@ -226,3 +231,21 @@ def test_among_many_a_record_is_renewed_four_times_in_its_life_and_the_others_ar
         identity.release()
     assert stored_at == pytest.approx([5.0, 10.0, 15.0, 20.0])
     assert looked_at == pytest.approx([15.0, 20.0])
+    assert "3600 s behind" in told[0] and not told[1:] and not clocks
+
+
+def test_a_clock_that_goes_wrong_is_told_once_and_so_is_that_it_is_right_again(tmp_path):
+    identity, told = load_or_create(tmp_path / "key"), []
+
+    async def scenario():
+        mine = a_presence(identity)
+        mine.on_clock = told.append
+        for ahead_s in (0.1, None, -9.0, 11.0, 12.0, None, 4.0, -0.2, -900.0):
+            mine._judge_clock(ahead_s)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        identity.release()
+    late, right, early = told
+    assert "11 s ahead of" in late and right == "" and "900 s behind" in early
