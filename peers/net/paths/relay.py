@@ -21,6 +21,7 @@ from msgspec.msgpack import Decoder
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.back_off import BackOff
 from peers.net.channel import Channel, call
+from peers.net.dht.descriptors import raise_limit
 from peers.net.offers import collect_offers
 from peers.net.overlay import Ring, is_full_mesh
 from peers.net.paths.acceptor import Acceptor
@@ -39,7 +40,7 @@ from peers.protocol.relays import (
     delivering,
 )
 from peers.tasks import Tasks
-from peers.timing import FORGET_S, PROBE_S, START_S
+from peers.timing import FORGET_S, FULL_MESH, PROBE_S, START_S
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,11 @@ ASKED_AT_ONCE, MAX_ASKED = 4, 16
 _MAX_OPENING = 3
 """Streams that this peer requests of one relay at once: a relay's libp2p handles only a few per caller."""
 _MAX_BLAMED = 256
-MAX_FORWARDED = 128
-"""Streams that one peer forwards at once."""
-MAX_FORWARDED_PER_CALLER = MAX_FORWARDED // 2
-"""So that one caller cannot take all of them."""
+MAX_FORWARDED = 3 * FULL_MESH * (FULL_MESH - 1) // 2
+"""Streams that one peer forwards at once. One reachable peer may have to connect all others of a full mesh: each two of
+them have a channel and, if they exchange values in rounds, a stream for data in each direction."""
+MAX_FORWARDED_PER_CALLER = 2 * FULL_MESH
+"""So that one caller cannot take all of them. It may have opened a channel and a stream for data to each other peer."""
 MAX_FORWARDED_PER_PAIR = 8
 """A pair needs one for control, two for data and a few for the state."""
 _ANSWER: Decoder[Offer | No] = Decoder(Offer | No)
@@ -92,10 +94,13 @@ class Relay:
         self._blamed: dict[tuple[str, str], BackOff] = {}
         self._forwarder = Forwarder()
         self._forwarded: Counter[tuple[str, str]] = Counter()
+        self._max_forwarded = 0
         self._tasks = Tasks()
 
     async def start(self) -> None:
         """Forward for others, and accept what others forward, from now on."""
+        # Each takes two descriptors here and two in p2pd: half of either's are left for all else.
+        self._max_forwarded = min(MAX_FORWARDED, raise_limit() // 4)
         await self._libp2p.serve(asking(self._run_id), self._asked)
         await self._libp2p.serve(delivering(self._run_id), self._delivered)
 
@@ -265,7 +270,7 @@ class Relay:
             return "I have no connection with it"
         of_caller = sum(number for (one, _), number in self._forwarded.items() if one == caller)
         if (
-            self._forwarded.total() >= MAX_FORWARDED
+            self._forwarded.total() >= self._max_forwarded
             or of_caller >= MAX_FORWARDED_PER_CALLER
             or self._forwarded[caller, to] >= MAX_FORWARDED_PER_PAIR
         ):

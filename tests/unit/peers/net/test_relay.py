@@ -21,8 +21,16 @@ from peers.net.overlay import Ring
 from peers.net.paths import relay as relay_module
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
-from peers.net.paths.relay import MAX_FORWARDED_PER_PAIR, Relay
+from peers.net.paths.relay import (
+    MAX_FORWARDED,
+    MAX_FORWARDED_PER_CALLER,
+    MAX_FORWARDED_PER_PAIR,
+    Relay,
+)
+from peers.protocol.aggregation import RULES
 from peers.protocol.relays import Go, Offer, Ready, Want, asking, delivering
+from peers.reduce.shares import likely_neighbours
+from peers.timing import FULL_MESH
 from tests.support.in_process import Network, until
 from tests.support.keys import credentials
 
@@ -334,6 +342,26 @@ async def test_one_caller_takes_no_more_than_its_share_of_a_relay(tmp_path, monk
         taken.append(await b.relay.open(a.peer_id, PROTOCOL, timeout_s=5))
         for stream in taken:
             stream.close()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_reachable_peer_can_connect_all_others_of_a_full_mesh(rule):
+    for count in range(2, FULL_MESH):
+        bandwidths = {f"hidden {number}": 1e6 for number in range(count)}
+        data = [len(likely_neighbours(peer, bandwidths, rule)) for peer in bandwidths]
+        assert count * (count - 1) // 2 + sum(data) <= MAX_FORWARDED
+        # A caller with the greatest id opens the channels with all others.
+        assert count - 1 + max(data) <= MAX_FORWARDED_PER_CALLER
+
+
+async def test_a_relay_leaves_half_of_its_descriptors_for_all_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay_module, "raise_limit", lambda: 4)
+    async with members(tmp_path, "arb") as (_, m):
+        a, b = m["a"], m["b"]
+        stream = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5)
+        with pytest.raises(PeerUnreachable, match="as much as I can"):
+            await b.relay.open(a.peer_id, PROTOCOL, timeout_s=5)
+        stream.close()
 
 
 def test_a_forwarder_that_is_closed_begins_nothing_and_takes_nothing_over():
