@@ -45,14 +45,14 @@ def start(
     announce_maddrs: tuple
         Addresses at which others reach this node, if they differ from --host-maddrs.
     initial_peers: tuple
-        Members of a DHT to join; default: begin a new one.
+        Members of a DHT to join; default: the peers that an earlier start has stored, else begin a new one.
     run_id: str
         Name of the run.
     identity_path: Path
         File of the key that gives this node its peer id; default: <state-dir>/coordinator/<run-id>.key, created if
         missing.
     state_dir: Path
-        Directory of the keys and of the list of world ranks; default: $XDG_STATE_HOME/diloco.
+        Directory of the keys, the world ranks and the peers' addresses; default: $XDG_STATE_HOME/diloco.
     admission: bool
         Admit only peers that have the swarm secret; default: as at the last start of this run.
     allowlist_file: Path

@@ -16,6 +16,7 @@ from peers.admission.ledger import RankLedger
 from peers.admission.ranks import Registrar
 from peers.admission.secrets import DEFAULT_LIFETIME_DAYS, AdmissionSettings, load_or_create_key
 from peers.admission.service import AdmissionService
+from peers.daemon.known_peers import KnownPeers
 from peers.errors import UserError
 from peers.monitor.news import Watcher
 from peers.net.dht.node import Dht, announced
@@ -34,13 +35,14 @@ class CoordinatorConfig:
     """What a coordinator needs to know."""
 
     state_dir: Path
-    """Holds the ledger and, unless `identity_path` names another, the key: <state_dir>/coordinator/<run_id>.*"""
+    """Holds the ledger, the addresses of peers and, unless `identity_path` names another, the key:
+    <state_dir>/coordinator/<run_id>.*"""
     run_id: str = "diloco"
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
     initial_peers: tuple[str, ...] = ()
-    """Members of the DHT to join; without any, the coordinator begins one."""
+    """Members of the DHT to join; without any, the coordinator enters that of the peers that it knew, or begins one."""
     admission: bool | None = None
     """Whether peers need a token; by default, if this run already has an admission key."""
     allowlist_file: str | None = None
@@ -75,6 +77,9 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
             announce_maddrs=config.announce_maddrs,
         )
         stack.push_async_callback(dht.close)
+        known = KnownPeers(directory / f"{run_id}.peers")
+        # Before anybody can join through this node, and see no other peer.
+        await known.enter(dht)
         admission = AdmissionService(run_id, identity, dht, settings)
         await admission.enter()
         registrar = Registrar(run_id, ledger, dht, admission.gate)
@@ -90,7 +95,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         await first_of(
             dht.fail_with_p2pd(),
             _announce_forever(run_id, admission),
-            _report_forever(dht, run_id, admission.gate, say),
+            _report_forever(dht, run_id, admission.gate, known, say),
             admission.run(),
         )
 
@@ -160,10 +165,13 @@ async def _announce_forever(run_id: str, admission: AdmissionService) -> None:
         await admission.announce(COORDINATOR_KEY(run_id))
 
 
-async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str], None]) -> None:
+async def _report_forever(
+    dht: Dht, run_id: str, gate: Gate, known: KnownPeers, say: Callable[[str], None]
+) -> None:
     watcher = Watcher()
     while True:
         here = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_record)
+        await asyncio.to_thread(known.update, here)
         for line in watcher.update(here, time.monotonic()):
             say(line)
         await asyncio.sleep(max(OFTEN_S, rest_s(len(here))))

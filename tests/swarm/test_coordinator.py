@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,23 @@ async def test_ranks_are_assigned_kept_across_restarts_and_never_shared(tmp_path
         async with joined(tmp_path, "c", address) as c, joined(tmp_path, "b", address) as b:
             assert (await rank_for(c, None)).world_rank == 2
             assert (await rank_for(b, None)).world_rank == 1
+
+
+async def test_a_coordinator_at_another_address_finds_the_peers_that_it_knew(tmp_path):
+    async with AsyncExitStack() as stack:
+        async with coordinating(tmp_path / "state") as coordinator:
+            a = await stack.enter_async_context(joined(tmp_path, "a", await coordinator.address()))
+            identity, record = load(tmp_path / "a.key"), announcement(a, 0)
+            record = replace(record, maddrs=tuple(await a.maddrs()))
+            await announce(a, identity, record)
+            await eventually(coordinator.has_said("joined, 1 peer"))
+        async with coordinating(tmp_path / "state") as coordinator:
+            address = await coordinator.address()
+            # Nobody has told it, or the peer, where the other is.
+            async with joined(tmp_path, "b", address) as b:
+                await announce(a, identity, record)
+                await eventually(coordinator.has_said("joined, 1 peer"))
+                assert (await rank_for(b, None)).galaxy_size == 2
 
 
 async def test_a_holder_that_does_not_answer_yields_its_rank(tmp_path):
