@@ -33,9 +33,8 @@ from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import Swarm, SwarmOptions
 
 _SILENT_S = 300.0
-_EPOCH_TIMEOUT_S = 900.0
 _MAX_GAP_S = 75.0
-# After a repair that has failed; doubled each time.
+# After a repair; doubled each time, until a peer on the repaired pods has committed an epoch.
 _FIRST_REST_S, _MAX_REST_S = 15.0, 600.0
 _NOT_UP = (State.CREATING, State.BOOTING)
 _AFTER_SETUP = (State.RUNNING, State.DELETING)
@@ -121,12 +120,11 @@ class Wanted:
         if not text:
             return None
         try:
-            found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+            return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
         except msgspec.ValidationError as error:
             raise UserError(
                 f"the stored swarm is of another version: {error}; run `diloco provision` again"
             ) from error
-        return replace(found, options=replace(found.options, epoch_timeout_s=_EPOCH_TIMEOUT_S))
 
     def at(self, now: float, rows_end_at: Mapping[str, float | None]) -> Wanted:
         """The same without pods whose rental end has passed, and with the remaining hours of the others."""
@@ -219,17 +217,22 @@ class Keeper:
         missing = [spec.name for spec in wanted.specs if spec.name not in fates]
         unfinished = [one.row.name for one in seen if one.row.state != State.RUNNING]
         to_repair = {*dead, *missing, *unfinished}
+        # Only an epoch shows that a repair was one: pods that die before it, again and again, cost money each time.
+        self._unrepaired -= {
+            name
+            for name, (one, found, _) in fates.items()
+            if found is Fate.LIVES and one.progress and one.progress.epoch
+        }
         is_known = to_repair <= self._unrepaired
         if wanted.replaces and to_repair and not (is_known and self.clock() < self._rests_until):
             with self.ledger.locked():
                 wanted.write(self.ledger)
                 rest_s = min(max(2 * self._rest_s, _FIRST_REST_S), _MAX_REST_S) if is_known else _FIRST_REST_S
                 try:
-                    if not await self._restore(wanted, dead, obstacle):
-                        rest_s, to_repair = 0.0, set()
+                    await self._restore(wanted, dead, obstacle)
                 finally:
-                    self._rest_s, self._unrepaired = rest_s, to_repair
-                    self._rests_until = self.clock() + rest_s
+                    self._rest_s, self._rests_until = rest_s, self.clock() + rest_s
+                    self._unrepaired |= to_repair
 
     def _obstacle(self, wanted: Wanted) -> str:
         """Why no pod is replaced; empty: pods that died are replaced."""
@@ -277,9 +280,11 @@ class Keeper:
                 one,
                 *fate(one, self._silent_s.get(key, 0.0), others_answer=others_answer),
             )
-        for name, (_, found, why) in fates.items():
+        for name, (one, found, why) in fates.items():
             if why and found is Fate.LIVES:
                 self.tell(f"{name} is {why}")
+            if found is Fate.ENDED and one.progress and not one.progress.has_finished:
+                self.tell(f"{name} is not replaced: {why}; `diloco pods logs {name}` shows why")
         return fates
 
     async def _stop(self, wanted: Wanted) -> None:
@@ -295,10 +300,8 @@ class Keeper:
         if not failures:
             self.ledger.remember(WANTED, "")
 
-    async def _restore(
-        self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]], obstacle: str
-    ) -> Failures:
-        """Give back dead pods and, unless there is an obstacle, bring up all that can be. Returns the errors by pod."""
+    async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]], obstacle: str) -> None:
+        """Give back dead pods and, unless there is an obstacle, bring up all that can be."""
         for name, (_, why) in dead.items():
             self.tell(f"{name} has died: {why}; it is {'given back' if obstacle else 'replaced'}")
         async with renters(self.ledger, self.access, self.say) as found:
@@ -319,8 +322,7 @@ class Keeper:
         if obstacle:
             self.tell(f"nothing is replaced: {obstacle}")
         elif not failures:
-            self.tell(f"all {len(wanted.specs)} pods train")
-        return failures
+            self.tell(f"the peers of all {len(wanted.specs)} pods run")
 
     async def _brought_up(self, found: Renters, wanted: Wanted, failures: Failures) -> Failures:
         """Rent, set up and start all pods but those in `failures`. Returns these and the new errors by pod."""
@@ -339,7 +341,7 @@ class Keeper:
             keep=tuple(row for row in agreed.keep if row.state in _NOT_UP),
         )
         failures = await found.set_up(wanted.setup, failures | await found.apply(agreed))
-        return failures | await swarm.start()
+        return failures | await swarm.start_jobs()
 
     def tell(self, text: str) -> None:
         """Log this, and remember it for `pods status`, unless the last `tick` or this one has told it already."""

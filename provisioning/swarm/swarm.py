@@ -60,6 +60,16 @@ class Swarm:
 
     async def start(self) -> Failures:
         """Start the swarm, and wait until all peers are in epoch 1 or have finished. Returns the errors by pod."""
+        failures, rows = await self._started()
+        return failures | await self._until_in_epoch_one(rows)
+
+    async def start_jobs(self) -> Failures:
+        """Start the swarm, without waiting for an epoch. Returns the errors by pod."""
+        failures, _ = await self._started()
+        return failures
+
+    async def _started(self) -> tuple[Failures, list[Row]]:
+        """Start what does not run. Returns the errors by pod, and the pods whose peers run or have finished."""
         set_up = self._set_up()
         progress_of: dict[str, PeerProgress] = {}
 
@@ -69,7 +79,7 @@ class Swarm:
         failures = await each(set_up, read, self._say)
         if self._ledger.recall(DHT_POD) in failures.keys() | self._deleting():
             # The coordinator on that pod may still run, and a second one would assign the same ranks.
-            return failures
+            return failures, []
         rows = [row for row in set_up if row.name in progress_of]
         running = [row for row in rows if progress_of[row.name].job.is_running]
         missing = [row for row in rows if row not in running and not progress_of[row.name].has_finished]
@@ -85,13 +95,13 @@ class Swarm:
             # Also if all peers run: they can train without a coordinator, but no new peer could join.
             failures |= await each([self._dht_row(rows)], lambda row: self._join_dht(row, running), self._say)
             if not self._dht_address:
-                return failures
+                return failures, []
             failures |= await each(missing, lambda row: self._start_peer(row, len(set_up)), self._say)
-        waiting = [row for row in rows if row.name not in failures]
-        for row in waiting:
+        under_way = [row for row in rows if row.name not in failures]
+        for row in under_way:
             if row.state == State.SYNCED:
                 self._ledger.advance(row, State.RUNNING)
-        return failures | await self._until_in_epoch_one(waiting)
+        return failures, under_way
 
     async def unreachable_coordinator(self) -> str:
         """The name of the coordinator's pod if it neither answers nor is gone: `start` would start nothing. Else ""."""

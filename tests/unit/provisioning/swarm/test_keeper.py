@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from provisioning.errors import Busy, MachineError, NoOffer, ProviderError, UserError
+from provisioning.errors import Busy, MachineError, ProviderError, UserError
 from provisioning.ledger.keys import RUN_BEGAN, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
 from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.providers.registry import Access
-from provisioning.renting.each import Failures
 from provisioning.renting.plan import Creation, Plan
 from provisioning.renting.renter import Renter
 from provisioning.swarm import keeper, watcher
@@ -83,8 +82,6 @@ class Watched:
     seen: list[Status] = field(default_factory=list)
     now: float = 0.0
     done: list[str] = field(default_factory=list)
-    failures: Failures = field(default_factory=dict)
-    """Of its repairs."""
     told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,9 +104,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
     async def look(*_: object) -> Overview:
         return Overview(found.seen, {})
 
-    async def restore(wanted: Wanted, dead: Mapping[str, object], obstacle: str) -> Failures:
+    async def restore(wanted: Wanted, dead: Mapping[str, object], obstacle: str) -> None:
         found.done += [f"{'gives back' if obstacle else 'replaces'} {name}" for name in dead]
-        return found.failures
 
     async def stop(wanted: Wanted) -> None:
         found.done.append("stops")
@@ -176,9 +172,8 @@ def test_silence_counts_only_while_another_pod_of_the_same_provider_answers(watc
     assert watched.look(first(), replace(third, progress=FINISHED)) == ["stops"]
 
 
-def test_a_repair_that_fails_is_repeated_ever_more_rarely_until_there_is_more_to_repair(watched):
+def test_a_repair_is_repeated_ever_more_rarely_until_there_is_more_to_repair_or_an_epoch(watched):
     wanted().write(watched.ledger)
-    watched.failures = {"pod-0": NoOffer("there are no offers at all")}
 
     def repairs(looks: int) -> list[float]:
         return [watched.now for _ in range(looks) if watched.look(first(KILLED), second(RUNS))]
@@ -186,9 +181,22 @@ def test_a_repair_that_fails_is_repeated_ever_more_rarely_until_there_is_more_to
     assert repairs(110) == [15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1560.0]
     assert watched.look(first(KILLED), second(KILLED)) == ["replaces pod-0", "replaces pod-1"]
     assert watched.look(first(KILLED), second(KILLED)) == ["replaces pod-0", "replaces pod-1"]
-    # It is about as new after a repair that has succeeded.
-    watched.failures = {}
-    assert len(repairs(4)) == 3
+    assert watched.look(first(KILLED), second(RUNS)) == []
+    # Its peer runs, which it may have done before each time, and dies again.
+    assert watched.look(first(RUNS), second(RUNS)) == []
+    assert watched.look(first(KILLED), second(RUNS)) == ["replaces pod-0"]
+    assert watched.look(first(KILLED), second(RUNS)) == []
+    # From its first epoch on, it is like any other pod.
+    assert watched.look(first(replace(RUNS, epoch=1)), second(RUNS)) == []
+    assert watched.look(first(KILLED), second(RUNS)) == ["replaces pod-0"]
+
+
+def test_a_pod_whose_peer_has_ended_with_an_error_is_not_replaced_and_that_is_said(watched):
+    wanted().write(watched.ledger)
+    assert watched.look(first(FAILED), second(RUNS)) == []
+    assert watched.told == [
+        "pod-0 is not replaced: its peer ended with 1; `diloco pods logs pod-0` shows why"
+    ]
 
 
 def test_a_machine_of_which_nobody_knows_is_not_replaced(watched):

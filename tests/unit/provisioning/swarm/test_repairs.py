@@ -35,6 +35,9 @@ OFFERS = [
 ]
 
 
+START_JOBS = Swarm.start_jobs
+
+
 @dataclass
 class Shop(Cloud):
     """A provider that rents at once, and deletes at once."""
@@ -112,13 +115,13 @@ def repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repair
     async def set_up_one(self: Renters, row: Row, setup: Setup, **_: object) -> None:
         pass
 
-    async def start(self: Swarm) -> Failures:
+    async def start_jobs(self: Swarm) -> Failures:
         found.started.append([row.name for row in found.ledger.rows() if row.state == State.SYNCED])
         return {}
 
     monkeypatch.setattr(keeper, "overview", look)
     monkeypatch.setattr(Renters, "set_up_one", set_up_one)
-    monkeypatch.setattr(Swarm, "start", start)
+    monkeypatch.setattr(Swarm, "start_jobs", start_jobs)
     monkeypatch.setattr("provisioning.renting.renters.open_provider", lambda name, access: found.shop)
     yield found
     found.ledger.close()
@@ -157,6 +160,25 @@ def test_a_pod_that_cannot_be_given_back_keeps_no_other_from_being_replaced(repa
     assert sorted(attempts) == ["pod-A100", "pod-H100"]
     assert (repaired.shop.orders, repaired.started) == (["pod-H100"], [["pod-H100"]])
     assert "pod-A100 is not up yet: it is still there" in repaired.told
+
+
+def test_a_repair_does_not_wait_for_the_first_epoch_of_what_it_has_started(repaired, monkeypatch):
+    async def progress(self: Swarm, row: Row) -> PeerProgress:
+        return PeerProgress(JobState(is_running=True, code=None), epoch=0)
+
+    async def join_dht(self: Swarm, row: Row, running: list[Row]) -> None:
+        self._dht_address = "--initial-peers"
+
+    async def wait(self: Swarm, rows: list[Row]) -> Failures:
+        pytest.fail("waits, while no other pod is looked at")
+
+    monkeypatch.setattr(Swarm, "start_jobs", START_JOBS)
+    monkeypatch.setattr(Swarm, "progress", progress)
+    monkeypatch.setattr(Swarm, "_join_dht", join_dht)
+    monkeypatch.setattr(Swarm, "_until_in_epoch_one", wait)
+    repaired.tick()
+    assert repaired.told[-1] == "the peers of all 2 pods run"
+    assert {row.state for row in repaired.ledger.rows()} == {State.RUNNING}
 
 
 def test_a_rental_that_is_extended_while_its_pod_is_replaced_is_extended_for_the_replacement(
