@@ -105,3 +105,15 @@ def tcp_info(sock: socket.socket, num_bytes: int) -> bytes:
     if not IS_LINUX or option is None:
         raise OSError(errno.ENOPROTOOPT, "no struct tcp_info here")
     return sock.getsockopt(socket.IPPROTO_TCP, option, num_bytes)
+
+
+def tcp_buffer_bytes() -> int | None:
+    """The size to which this machine's TCP lets the buffers of a connection grow: as many bytes are on their way at
+    most, whatever the link. None: this system does not tell."""
+    if not IS_LINUX:
+        return None
+    try:
+        files = [Path(f"/proc/sys/net/ipv4/tcp_{name}").read_text() for name in ("wmem", "rmem")]
+        return min(int(text.split()[2]) for text in files)
+    except (OSError, ValueError, IndexError):
+        return None

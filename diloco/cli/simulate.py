@@ -17,6 +17,7 @@ from diloco.cli.simulate_flags import Failures, Pods, Training
 from diloco.cli.simulate_peers import each_peer, peak_of
 from diloco.errors import UserError
 from diloco.options.flags import AsJson, Count, Switch
+from peers.system import tcp_buffer_bytes
 
 if TYPE_CHECKING:
     from diloco.sim.command.plot import Curve
@@ -74,6 +75,8 @@ def simulate(
             f"--local-steps {training.local_steps} is rounded up to {scenario.schedule.local_steps}, a multiple of "
             f"--fragments {training.fragments}"
         )
+    if pods.window is None and (said := _window_note(scenario)):
+        notes.append(said)
     from diloco.sim.cost.swarm import simulate as run
 
     figures = run(scenario, _progress_printer(scenario.num_epochs))
@@ -137,10 +140,26 @@ def _scenario(training: Training, pods: Pods, failures: Failures, epochs: int | 
         jitter=failures.jitter,
         mtbf_s=failures.mtbf or float("inf"),
         restart_s=failures.restart,
-        window_bytes=pods.window or float("inf"),
+        window_bytes=pods.window or tcp_buffer_bytes() or float("inf"),
         seed=failures.seed,
     )
     return scenario if epochs else replace(scenario, num_epochs=_default_num_epochs(scenario))
+
+
+def _window_note(scenario: Scenario) -> str:
+    """Says that TCP, as it is set on this machine, does not fill the links; empty if it does."""
+    from peers.reduce.shares import GRID_FROM
+
+    count = len(scenario.peers)
+    num_streams = count - 1 if count < GRID_FROM else 2 * math.isqrt(count)
+    fastest = max(min(peer.link.up_bytes_per_s, peer.link.down_bytes_per_s) for peer in scenario.peers)
+    most = scenario.window_bytes / max(4 * max(peer.link.delay_s for peer in scenario.peers), 1e-9)
+    if count == 1 or num_streams * most >= fastest:
+        return ""
+    return (
+        f"links are not filled: TCP, as set on this machine, carries {most / 1e6:.0f} MB/s at most on a connection "
+        f"(--window {scenario.window_bytes:.0f}); docs/tuning.md says how to raise that"
+    )
 
 
 def _default_num_epochs(scenario: Scenario) -> int:

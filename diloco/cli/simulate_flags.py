@@ -83,7 +83,7 @@ class Pods:
     rtt: Annotated[float, ShortTime] = 0.08
     """Round-trip time between two peers."""
     window: Annotated[float | None, Number] = None
-    """Maximum TCP window in bytes; default: large enough to fill the link."""
+    """Maximum TCP window in bytes; default: that of this machine, where the system tells, else no limit."""
     price: Rate = 0.0
     """Dollars per hour of one peer."""
     peers_file: Path | None = None

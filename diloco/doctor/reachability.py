@@ -15,15 +15,21 @@ from peers.net.identity import Identity
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.network import data_hosts
-from peers.net.paths.reachability import DIALLED_PROTOCOL, Asked, Busy, asking, caller_of
+from peers.net.paths.reachability import DIALLED_PROTOCOL, Asked, Busy, Speed, asking, caller_of
 from peers.net.paths.tls import Credentials
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.refusal import Refused
+from peers.system import tcp_buffer_bytes
 
 if TYPE_CHECKING:
     from peers.net.libp2p.transport import Transport
 
 _SLOW_BYTES_PER_S = 2e6
+_ENOUGH_BYTES_PER_S = 125e6
+"""1 Gbit/s: few links between places carry more."""
+_SHARE_IN_BURST = 0.25
+"""A short burst on a new stream reaches this share of what TCP's buffers allow, if the link carries that."""
+LARGER_BUFFERS = 'sysctl -w net.ipv4.tcp_rmem="4096 131072 67108864" net.ipv4.tcp_wmem="4096 16384 67108864"'
 _DISCARD_PORT = 9
 
 
@@ -61,7 +67,8 @@ class ReachabilityProbe:
             async with asking(transport, peer_id, self._hv.run_id, token=token, maddrs=maddrs) as asked:
                 self.ahead_s[name] = asked.here.ahead_s
                 await self._request_connections(transport, asked, peer_id, name)
-                return await _bandwidth_finding(asked, name)
+                speed = await asked.speed()
+                return judge_bandwidth(name, speed, asked.here.round_trip_s, tcp_buffer_bytes())
         except Busy as error:
             return warned("bandwidth", f"{name}: {error}", self._fix_by("diloco doctor", "in a minute"))
         except Refused as error:
@@ -136,15 +143,20 @@ def local_address(towards: str) -> str:
     return ""
 
 
-async def _bandwidth_finding(asked: Asked, name: str) -> Finding:
-    speed = await asked.speed()
-    slower = min(speed.to_peer, speed.from_peer)
+def judge_bandwidth(name: str, speed: Speed, round_trip_s: float, buffer_bytes: int | None) -> Finding:
+    """The finding for the link to this member; `buffer_bytes`: the largest buffers of this machine's TCP, if known."""
+    slower, faster = sorted((speed.to_peer, speed.from_peer))
     message = (
         f"{name}: about {speed.to_peer / 1e6:.1f} MB/s to it and {speed.from_peer / 1e6:.1f} MB/s from it, "
-        f"{asked.here.round_trip_s * 1000:.0f} ms"
+        f"{round_trip_s * 1000:.0f} ms"
     )
+    most = buffer_bytes / round_trip_s if buffer_bytes and round_trip_s else _ENOUGH_BYTES_PER_S
+    if most < _ENOUGH_BYTES_PER_S:
+        message += f"; TCP is set to carry {most / 1e6:.0f} MB/s at most in one stream over that time"
     if 0 < slower < _SLOW_BYTES_PER_S:
         return warned("bandwidth", message, "--hv.compression int4 --hv.num-fragments 4 --hv.overlap-steps 5")
+    if most < _ENOUGH_BYTES_PER_S and faster > _SHARE_IN_BURST * most:
+        return warned("bandwidth", message, f"{LARGER_BUFFERS}  # on all machines, as root")
     return passed("bandwidth", message)
 
 

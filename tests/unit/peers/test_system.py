@@ -20,7 +20,7 @@ from peers.reduce import bandwidth
 
 ROOT = Path(__file__).parents[3]
 LINUX_ALONE = re.compile(
-    r"memfd_create|sched_getaffinity|prctl|socket\.TCP_(?:INFO|KEEP\w+)|/proc/self/fd|get_native_id|\.unshare\("
+    r"memfd_create|sched_getaffinity|prctl|socket\.TCP_(?:INFO|KEEP\w+)|/proc/self/fd|get_native_id|\.unshare\(|/proc/sys/"
 )
 # Judging programs that models have written needs namespaces, so it is refused on other systems.
 ISOLATION = ROOT / "diloco" / "rl" / "sandbox" / "run.py"
@@ -74,6 +74,19 @@ def test_a_connection_of_which_the_kernel_tells_nothing_is_one_of_another_kind(e
     left, right = socket.socketpair()
     with left, right, pytest.raises(OSError, match="no struct tcp_info"):
         bandwidth.bytes_acked(left)
+
+
+def test_the_buffers_of_tcp_are_the_smaller_of_both_directions_where_the_system_tells(monkeypatch):
+    files = {"tcp_wmem": "4096\t16384\t4194304\n", "tcp_rmem": "4096\t131072\t6291456\n"}
+    monkeypatch.setattr(system, "IS_LINUX", True)
+    monkeypatch.setattr(Path, "read_text", lambda path: files[path.name])
+    assert system.tcp_buffer_bytes() == 4194304
+    files["tcp_rmem"] = ""
+    assert system.tcp_buffer_bytes() is None
+
+
+def test_nothing_is_known_of_the_buffers_of_tcp_elsewhere(elsewhere):
+    assert system.tcp_buffer_bytes() is None
 
 
 def test_no_other_process_is_made_nicer_in_a_threads_stead(elsewhere, monkeypatch):

@@ -28,6 +28,17 @@ LINE = "simulate --params 10m --peers 3 --local-steps 20 --step-time 100ms --epo
 SMALL = LINE.split()
 
 
+@pytest.fixture(autouse=True)
+def buffers(monkeypatch):
+    """Sets what this machine's TCP allows; nothing is known of it at first."""
+
+    def known(num_bytes: int | None) -> None:
+        monkeypatch.setattr("diloco.cli.simulate.tcp_buffer_bytes", lambda: num_bytes)
+
+    known(None)
+    return known
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
     [
@@ -136,6 +147,24 @@ def test_the_commands_json_holds_figures_and_what_they_are_of(capsys):
     assert 0 < told["figures"]["utilisation"] < 1
     assert told["figures"]["num_epochs"] == 3
     assert told["figures"]["parts"]["reduce_s"] > 0
+
+
+def test_the_window_is_that_of_this_machine_unless_it_is_given(buffers, capsys):
+    def told(*flags: str) -> tuple[float, list[str]]:
+        assert exit_code([*SMALL, "--bandwidth", "1gbit", "--rtt", "90ms", *flags, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["figures"]["parts"]["reduce_s"], found["notes"]
+
+    unlimited_s, notes = told()
+    assert notes == []
+    buffers(1 << 20)
+    limited_s, (note,) = told()
+    assert limited_s > 2 * unlimited_s
+    assert "carries 12 MB/s at most on a connection (--window 1048576)" in note
+    assert told("--window", "64M") == (unlimited_s, [])
+    # Two connections fill a link that is twice as fast as one.
+    assert told("--bandwidth", "180mbit")[1] == []
+    assert told("--window", "1048576") == (limited_s, [])
 
 
 @pytest.mark.parametrize(("given", "shown"), [("auto", "auto"), ("2", 2)])
