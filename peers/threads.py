@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +16,9 @@ from peers.system import make_thread_nicer, num_cores
 AUTOGROUP = Path("/proc/self/autogroup")
 _MAX_THREADS = 16
 """A bound for machines of hundreds of cores: memory bandwidth limits this work."""
+
+T = TypeVar("T")
+P = TypeVar("P")
 
 
 def num_threads() -> int:
@@ -30,6 +35,14 @@ def keep_denormals() -> None:
 def exact_threads(name: str) -> ThreadPoolExecutor:
     """`num_threads` threads, whose results have the same bits on all peers."""
     return ThreadPoolExecutor(num_threads(), name, keep_denormals)
+
+
+def in_exact_threads(name: str, work: Callable[[list[P]], T], parts: Iterable[P]) -> list[T]:
+    """Divide these parts evenly among `exact_threads`; each calls `work` once, with its own. Returns the results."""
+    every = list(parts)
+    count = min(num_threads(), len(every))
+    with exact_threads(name) as pool:
+        return list(pool.map(work, [every[first::count] for first in range(count)]))
 
 
 def stand_back(niceness: int) -> None:

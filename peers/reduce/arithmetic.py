@@ -19,7 +19,7 @@ from peers.reduce.kernels import Bytes, Floats, energy
 from peers.reduce.plan import CHUNK_NUMEL, Chunk, ReducePlan, slices
 from peers.reduce.residuals import Residuals
 from peers.reduce.robust_sums import combine
-from peers.threads import exact_threads, num_threads
+from peers.threads import in_exact_threads
 
 _PIECE_NUMEL = 1 << 16
 """Values encoded and sent at a time, if the codec is divisible: 256 KiB in fp32, which stay in a core's cache between
@@ -31,15 +31,13 @@ def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | No
 
     Not finite if a value is not, or if its square overflows fp32.
     """
-    parts, at_once = list(slices(anchor.numel())), num_threads()
     sent = PseudoGradient.of_tensors(anchor, local, residual)
 
     def energies(mine: list[slice]) -> list[float]:
         scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
         return [energy(sent.of(part).values(scratch)) for part in mine]
 
-    with exact_threads("norm") as pool:
-        found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
+    found = in_exact_threads("norm", energies, slices(anchor.numel()))
     # fsum is exact: the result does not depend on the number of threads.
     total = math.fsum(chain.from_iterable(found))
     return math.sqrt(total) if total >= 0 else math.nan

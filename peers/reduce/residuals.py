@@ -21,6 +21,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from peers.reduce.codecs import codec_named
 from peers.reduce.codecs_common import PseudoGradient
-from peers.reduce.kernels import Floats
+from peers.reduce.kernels import Floats, energy
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, slices
-from peers.threads import exact_threads, num_threads
+from peers.threads import in_exact_threads
 
 
 class _Range(NamedTuple):
@@ -72,7 +73,9 @@ class AttemptResiduals:
         # Members refuse a result or a sum beyond a bound that follows from this round's norms. After a round with
         # larger norms the residual can exceed it: then an honest peer adds only as much of it as the bound allows.
         self._scale = self._largest_scale(plan.share, plan.result_residual_bound())
-        self._scale_of_sums = self._largest_scale(piece, plan.sum_residual_bound(plan.me))
+        self._scale_of_sums = (
+            self._largest_scale(piece, plan.sum_residual_bound(plan.me)) if plan.mates else 0.0
+        )
 
     def add_to_average(self, part: slice, average: Floats, scratch: Floats) -> None:
         """Add the residual to the finished average or sum of `part`, a part of this peer's piece."""
@@ -224,12 +227,19 @@ def _store_losses(
             if decay != 1:
                 np.multiply(lost, decay, out=lost)
 
-    with exact_threads("residuals") as pool:
-        list(pool.map(store, [parts[first :: num_threads()] for first in range(num_threads())]))
+    in_exact_threads("residuals", store, parts)
 
 
 def _norm(values: Tensor) -> float:
-    return math.sqrt(sum(float(torch.dot(values[part], values[part])) for part in slices(values.numel())))
+    """The L2 norm; not finite if a value is not, or if its square overflows fp32."""
+    array = values.numpy()
+
+    def energies(mine: list[slice]) -> list[float]:
+        return [energy(array[part]) for part in mine]
+
+    # In threads: a reduction begins only once this is known, and the other members wait for its first frame.
+    found = in_exact_threads("norm", energies, slices(values.numel()))
+    return math.sqrt(math.fsum(chain.from_iterable(found)))
 
 
 def _checked(values: Tensor, name: str, numel: int) -> Tensor:
@@ -237,6 +247,7 @@ def _checked(values: Tensor, name: str, numel: int) -> Tensor:
         raise ValueError(
             f"the {name} residual is {values.dtype} {tuple(values.shape)}, not {numel} fp32 values"
         )
-    if not math.isfinite(_norm(values)):
+    own = values.clone()
+    if not math.isfinite(_norm(own)):
         raise ValueError(f"the {name} residual has values that are not finite")
-    return values.clone()
+    return own

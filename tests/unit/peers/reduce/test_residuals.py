@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from peers.core.defaults import residual_decay_for
 from peers.protocol.codecs import BITS_BY_CODEC, CODEC_NAMES
+from peers.reduce import kernels
 from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.codecs import codec_named
 from peers.reduce.plan import CHUNK_NUMEL, equal_bounds
@@ -184,6 +186,23 @@ def test_what_results_lose_of_random_values_is_less_than_their_owners_may_add(gr
     for plan, residuals in zip(plans, swarm.residuals, strict=True):
         with residuals.held() as kept:
             assert 0 < float(kept["result"].norm()) < plan.result_residual_bound()
+
+
+def test_one_pass_of_all_threads_over_the_residual_comes_before_a_reduction(group, monkeypatch):
+    swarm = group(2, 2 * 2 * CHUNK_NUMEL, "int8")
+    swarm.epoch(swarm.trained())
+    plan = swarm.plans(swarm.trained())[0]
+    seen, both = [], threading.Barrier(2)
+
+    def energy(values):
+        both.wait(10)
+        seen.append(values.size)
+        return kernels.energy(values)
+
+    monkeypatch.setattr("peers.threads.num_cores", lambda: 2)
+    monkeypatch.setattr("peers.reduce.residuals.energy", energy)
+    swarm.residuals[0].for_attempt(plan)
+    assert seen == [CHUNK_NUMEL] * 2
 
 
 # What one member keeps
