@@ -32,16 +32,24 @@ def keep_denormals() -> None:
     torch.set_flush_denormal(False)
 
 
-def exact_threads(name: str) -> ThreadPoolExecutor:
-    """`num_threads` threads, whose results have the same bits on all peers."""
-    return ThreadPoolExecutor(num_threads(), name, keep_denormals)
+def exact_threads(name: str, niceness: int = 0) -> ThreadPoolExecutor:
+    """`num_threads` threads, whose results have the same bits on all peers; `niceness` is relative to the caller's."""
+
+    def begin() -> None:
+        keep_denormals()
+        if niceness:
+            stand_back(niceness)
+
+    return ThreadPoolExecutor(num_threads(), name, begin)
 
 
-def in_exact_threads(name: str, work: Callable[[list[P]], T], parts: Iterable[P]) -> list[T]:
+def in_exact_threads(
+    name: str, work: Callable[[list[P]], T], parts: Iterable[P], niceness: int = 0
+) -> list[T]:
     """Divide these parts evenly among `exact_threads`; each calls `work` once, with its own. Returns the results."""
     every = list(parts)
     count = min(num_threads(), len(every))
-    with exact_threads(name) as pool:
+    with exact_threads(name, niceness) as pool:
         return list(pool.map(work, [every[first::count] for first in range(count)]))
 
 

@@ -130,8 +130,7 @@ def reduce_pseudo_gradients(
     )
     if not plan.neighbours:
         try:
-            reduce_alone(plan, arithmetic, cancelled)
-            settled(slice(0, plan.bounds[-1]))
+            reduce_alone(plan, arithmetic, cancelled, settled, niceness)
         except ProtocolError as error:
             raise RoundFailed(f"this peer {error}", plan.members) from error
     reduction.run(cancelled, timeout_s)

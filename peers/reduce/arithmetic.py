@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -56,7 +56,7 @@ class Scratch:
 
 
 class Arithmetic:
-    """All values of one attempt. Methods work on disjoint chunks, so threads share it without a lock.
+    """All values of one attempt. Threads share it: they work on disjoint chunks.
 
     Memory traffic limits the speed. So values that need no decoding are received at their place in `result`, and a
     finished chunk of this peer's share is encoded once, into the memory of its own values. All senders send it from
@@ -83,6 +83,7 @@ class Arithmetic:
         self._contribution = PseudoGradient.of_tensors(anchor, local, residual)
         # Rounded to fp32 once, as every member applies them.
         self._weights = [np.float32(weight) for weight in plan.weights]
+        self._lock = threading.Lock()
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._sum_energy_left = {mate: plan.sum_bound(mate) for mate in plan.mates}
         self._result_energy_left = [plan.result_bound(owner) for owner in range(len(plan.members))]
@@ -132,7 +133,7 @@ class Arithmetic:
     def add(self, member: int, chunk: Chunk, payload: Bytes, scratch: Scratch) -> None:
         """Accumulate one member's contribution to a chunk that this peer collects.
 
-        The caller keeps the order: for each chunk members ascending, for each member chunks in their order.
+        The caller keeps the order: for each chunk members ascending.
         """
         part = self._plan.place(chunk)
         if self._rows is not None:
@@ -148,7 +149,8 @@ class Arithmetic:
                 scratch.values[: total.size],
                 is_first=member == self._first,
             )
-        self._energy_left[member] = spend(self._energy_left[member], found, "pseudo-gradient")
+        with self._lock:
+            self._energy_left[member] = spend(self._energy_left[member], found, "pseudo-gradient")
 
     def add_sum(self, mate: int, chunk: Chunk, payload: Bytes, scratch: Scratch) -> None:
         """Accumulate what a mate has collected for a chunk of this peer's share: mates ascending, after all `add`."""
@@ -159,7 +161,7 @@ class Arithmetic:
         self._sum_energy_left[mate] = spend(self._sum_energy_left[mate], found, "sum of pseudo-gradients")
 
     def finish(self, chunk: Chunk, scratch: Scratch) -> None:
-        """Encode the finished sum of a chunk of this peer's share. To be called in the order of the chunks."""
+        """Encode the finished sum of a chunk of this peer's share."""
         part = self._plan.place(chunk)
         total = self._result[part]
         if self._rows is not None:
@@ -236,15 +238,26 @@ class Arithmetic:
         return slice(part.start - start, part.stop - start)
 
 
-def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:
+def reduce_alone(
+    plan: ReducePlan,
+    arithmetic: Arithmetic,
+    cancelled: threading.Event,
+    settled: Callable[[slice], None],
+    niceness: int,
+) -> None:
     """The reduction of a group of one; returns early when cancelled."""
-    scratch = Scratch(plan)
-    for chunk in plan.chunks([plan.me]):
-        if cancelled.is_set():
-            return
-        arithmetic.add_own(chunk, scratch)
-        arithmetic.finish(chunk, scratch)
-        arithmetic.settle(chunk, scratch)
+
+    def reduce(mine: list[Chunk]) -> None:
+        scratch = Scratch(plan)
+        for chunk in mine:
+            if cancelled.is_set():
+                return
+            arithmetic.add_own(chunk, scratch)
+            arithmetic.finish(chunk, scratch)
+            arithmetic.settle(chunk, scratch)
+            settled(plan.place(chunk))
+
+    in_exact_threads("reduce", reduce, plan.chunks([plan.me]), niceness)
 
 
 def spend(energy_left: float, energy: float, what: str) -> float:

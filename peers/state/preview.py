@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from peers.state.header import STATE_CHUNK_NUMEL, StateHeader
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
-from peers.threads import exact_threads, keep_denormals, num_threads, stand_back
+from peers.threads import exact_threads
 
 NICENESS = 10
 """Niceness of the threads that hash while sums arrive, relative to that of the others."""
@@ -39,7 +39,7 @@ class Preview:
         self._digests: dict[int, tuple[bytes, bytes]] = {}
         self._begun: list[Future[None]] = []
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(num_threads(), "preview", _stand_back)
+        self._pool = exact_threads("preview", NICENESS)
 
     def __enter__(self) -> Preview:
         return self
@@ -81,8 +81,3 @@ class Preview:
         self._digests[index] = self._optimizer.step_chunk(
             self._state, self._chunks[index], self._average, None, hashing=True
         )
-
-
-def _stand_back() -> None:
-    stand_back(NICENESS)
-    keep_denormals()

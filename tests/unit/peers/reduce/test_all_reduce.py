@@ -64,15 +64,42 @@ def test_sent_and_received_bytes_are_exact(swarm):
     assert sum(r.sent_bytes for r in reports.values()) == sum(r.received_bytes for r in reports.values())
 
 
-def test_threads_stand_back_for_training_where_it_need_not_wait_for_them(swarm):
+@pytest.mark.parametrize("num_members", [1, 2])
+def test_threads_stand_back_for_training_where_it_need_not_wait_for_them(swarm, num_members):
     found = set()
 
     def look(part):
         found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    outcomes(swarm(2, SEVERAL_CHUNKS), range(2), settled=look, niceness=3)
+    outcomes(swarm(num_members, SEVERAL_CHUNKS), range(num_members), settled=look, niceness=3)
     # The highest niceness is 19.
     assert found == {min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 3, 19)}
+
+
+def test_a_peer_that_is_alone_reduces_in_all_threads_and_says_of_each_chunk_that_it_has_settled(
+    swarm, monkeypatch
+):
+    parts, both = [], threading.Barrier(2)
+
+    def settled(part):
+        both.wait(10)
+        parts.append((part.start, part.stop))
+
+    monkeypatch.setattr("peers.threads.num_cores", lambda: 2)
+    group = swarm(1, 4 * CHUNK_NUMEL, codec="int8")
+    group.reduce(0, settled=settled)
+    assert sorted(parts) == [(first * CHUNK_NUMEL, (first + 1) * CHUNK_NUMEL) for first in range(4)]
+    assert_close(group.results[0], reference(group), 1e-6)
+
+
+def test_the_work_of_all_threads_of_a_peer_that_is_alone_counts_towards_what_it_announced(swarm, monkeypatch):
+    monkeypatch.setattr("peers.threads.num_cores", lambda: 4)
+    group = swarm(1, 4 * CHUNK_NUMEL)
+    # Enough for any three of its four chunks.
+    group.norms = [0.99 * norm for norm in group.norms]
+    with pytest.raises(RoundFailed, match="larger than announced") as failure:
+        group.reduce(0)
+    assert failure.value.suspects == {RANKS[0]}
 
 
 def plan_for(num_members, numel):

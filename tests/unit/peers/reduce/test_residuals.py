@@ -205,6 +205,26 @@ def test_one_pass_of_all_threads_over_the_residual_comes_before_a_reduction(grou
     assert seen == [CHUNK_NUMEL] * 2
 
 
+@pytest.mark.parametrize("codec", exhaustive_but(("fp32", "int8"), CODEC_NAMES))
+@pytest.mark.parametrize("num_cores", [4, 16])
+def test_a_peer_that_is_alone_gets_the_same_bits_with_any_number_of_threads(
+    group, monkeypatch, codec, num_cores
+):
+    def found(num_cores):
+        monkeypatch.setattr("peers.threads.num_cores", lambda: num_cores)
+        swarm = group(1, 5 * CHUNK_NUMEL + 77, codec)
+        # The residual of the first results is scaled down in the second epoch.
+        for size in (1.0, 1e-4, 1e-4):
+            swarm.epoch(swarm.trained(size))
+        with swarm.residuals[0].held() as tensors:
+            return {"average": swarm.results[0], **tensors}
+
+    one, many = found(1), found(num_cores)
+    assert one.keys() == many.keys()
+    for name, values in one.items():
+        assert torch.equal(values.view(torch.int32), many[name].view(torch.int32)), name
+
+
 # What one member keeps
 
 
