@@ -33,14 +33,14 @@ class OuterState:
     @classmethod
     def initial(cls, anchor: Sequence[Tensor]) -> OuterState:
         """The state of a run that has not begun: these weights, which it takes ownership of, and zero momentum."""
-        momentum = [torch.zeros_like(values) for values in anchor]
         sizes = tuple(values.numel() for values in anchor)
+        zeros = digests_of_zeros(sizes)
         header = StateHeader(
             sizes=sizes,
             anchor_chunks=_hash_all(anchor, sizes),
-            momentum_chunks=_hash_all(momentum, sizes),
+            momentum_chunks=b"".join(zeros[chunk.numel] for chunk in chunks_of(sizes)),
         )
-        return cls(header, anchor, momentum)
+        return cls(header, anchor, [untouched_zeros(size) for size in sizes])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -149,6 +149,17 @@ class Snapshot:
 def hash_chunk(values: Tensor) -> bytes:
     """BLAKE3 of a chunk's values, little-endian."""
     return blake3(values.numpy().view(np.uint8).data).digest()
+
+
+def untouched_zeros(numel: int) -> Tensor:
+    """Zeros whose memory is not touched until values are written: torch.zeros takes seconds for a gigabyte."""
+    # Of an empty array torch makes a tensor of stride 0, which cannot be viewed as bytes.
+    return torch.from_numpy(np.zeros(max(numel, 1), np.float32))[:numel]
+
+
+def digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:
+    """The digests of chunks of zeros, by number of values. Takes long, so belongs in a thread."""
+    return {numel: hash_chunk(torch.zeros(numel)) for numel in {chunk.numel for chunk in chunks_of(sizes)}}
 
 
 def _hash_all(fragments: Sequence[Tensor], sizes: Sequence[int]) -> bytes:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from msgspec.msgpack import Decoder
 from torch import Tensor
@@ -34,7 +33,7 @@ from peers.protocol.states import (
     state_protocol,
 )
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
-from peers.state.outer_state import OuterState, Snapshot, hash_chunk
+from peers.state.outer_state import OuterState, Snapshot, digests_of_zeros, hash_chunk, untouched_zeros
 from peers.tasks import cancelled
 from peers.threads import num_threads
 from peers.timing import ANSWER_S, COMMIT_S, STALL_S
@@ -65,7 +64,7 @@ async def download_state(
     `sizes`: how many values each fragment has. `have`: an older state that this peer holds. Raises StateUnavailable if
     no donor hands the state over in time; its suspects are the donors that broke off. Repeating it is safe.
     """
-    zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
+    zeros = await asyncio.to_thread(digests_of_zeros, sizes)
     download = _Download(certificate, tuple(sizes), zeros, have, progress)
     tasks = {
         donor: asyncio.create_task(download.run(donor, transport, state_protocol(run_id))) for donor in donors
@@ -115,7 +114,7 @@ class _Download:
         self._certificate, self._sizes, self._zeros, self._progress = certificate, sizes, zeros, progress
         self._have = have
         self._header: StateHeader | None = None
-        self._values = {name: [_untouched_zeros(size) for size in sizes] for name in _NAMES}
+        self._values = {name: [untouched_zeros(size) for size in sizes] for name in _NAMES}
         self._wanted: deque[_Part] = deque()
         self._num_open = 0
         self._num_idle = 0
@@ -264,19 +263,9 @@ class _Download:
             self._changed.notify_all()
 
 
-def _untouched_zeros(numel: int) -> Tensor:
-    """Zeros whose memory is not touched until values are received: torch.zeros takes seconds for a gigabyte."""
-    return torch.from_numpy(np.zeros(numel, np.float32))
-
-
 def _digest_in(header: StateHeader, name: Values, chunk: StateChunk) -> bytes:
     digests = header.anchor_chunks if name == "anchor" else header.momentum_chunks
     return digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
-
-
-def _digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:
-    """The digests of chunks of zeros, by number of values. Takes long, so belongs in a thread."""
-    return {numel: hash_chunk(torch.zeros(numel)) for numel in {chunk.numel for chunk in chunks_of(sizes)}}
 
 
 def _fault_of(part: _Part) -> str:

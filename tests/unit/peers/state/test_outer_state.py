@@ -9,6 +9,7 @@ from peers.protocol.wire import encode
 from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
+from peers.state import outer_state
 from peers.state.header import STATE_CHUNK_NUMEL, chunks_of
 from peers.state.outer_optimizer import OuterOptimizer, rebase
 from peers.state.outer_state import OuterState
@@ -40,6 +41,22 @@ def test_the_initial_state_depends_on_the_weights_alone():
     state = OuterState.initial([torch.ones(3)])
     assert (state.head, state.epoch, state.header.committed_tokens) == ("", 0, 0)
     assert all(not momentum.any() for momentum in state.momentum)
+
+
+def test_the_initial_momentum_has_the_digests_of_its_zeros_without_being_read(monkeypatch):
+    hashed, original = [], outer_state.hash_chunk
+
+    def hash_chunk(values):
+        hashed.append(values.numel())
+        return original(values)
+
+    sizes = (3 * STATE_CHUNK_NUMEL, 0, STATE_CHUNK_NUMEL + 5)
+    with monkeypatch.context() as patched:
+        patched.setattr("peers.state.outer_state.hash_chunk", hash_chunk)
+        state = OuterState.initial([torch.ones(size) for size in sizes])
+    assert sorted(hashed) == sorted([STATE_CHUNK_NUMEL] * 4 + [5] + [STATE_CHUNK_NUMEL, 5])
+    assert state.is_intact()
+    assert [momentum.numel() for momentum in state.momentum] == list(sizes)
 
 
 def test_a_commit_that_was_previewed_hashes_nothing_and_arrives_at_the_same():
