@@ -33,6 +33,7 @@ from peers.reduce.all_reduce import OVERLAPPED_NICENESS, reduce_pseudo_gradients
 from peers.reduce.arithmetic import norm_of_pseudo_gradient
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
+from peers.reduce.copies import copy_into
 from peers.reduce.plan import ReducePlan, ReduceReport
 from peers.reduce.residuals import Residuals
 from peers.reduce.shares import likely_neighbours, reduce_plan_of
@@ -114,7 +115,7 @@ class WorkInHand:
 
     def put_back(self, how: Literal["contributed", "rebase", "keep"], state: OuterState) -> None:
         """Write to *in* the weights from which the worker continues."""
-        self.inn.copy_(state.anchor[self.fragment] if how == "contributed" else self.local)
+        copy_into(self.inn, state.anchor[self.fragment] if how == "contributed" else self.local)
 
     def settle(self, answer: Answer, **figures: Any) -> None:
         """Answer the worker, which continues from what is in *in*."""

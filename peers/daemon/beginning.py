@@ -10,9 +10,12 @@ from torch import Tensor
 from peers.errors import UserError
 from peers.protocol.certificates import verify_signature
 from peers.reduce.codecs import codec_named
+from peers.reduce.copies import cloned
+from peers.reduce.plan import slices
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.outer_state import OuterState
+from peers.threads import in_exact_threads
 
 _PAGE_BYTES = 4096
 
@@ -26,7 +29,7 @@ def offered_state(
     checkpoint is not one of this model, or not proved to be one of a run.
     """
     if not resume:
-        return OuterState.initial([weights.clone() for weights in out]), None
+        return OuterState.initial([cloned(weights) for weights in out]), None
     state = state_files.load(Path(resume))
     # `load` has checked that the values match the header; this checks that the members of a commit have signed it.
     certificate = state.header.certificate
@@ -56,4 +59,12 @@ def offered_state(
 def touch(fresh: Sequence[Tensor]) -> None:
     """Write to every page of memory that has not been written to yet."""
     for values in fresh:
-        values[:: _PAGE_BYTES // values.element_size()] = 0
+        _touch(values)
+
+
+def _touch(values: Tensor) -> None:
+    def write(mine: list[slice]) -> None:
+        for part in mine:
+            values[part][:: _PAGE_BYTES // values.element_size()] = 0
+
+    in_exact_threads("touch", write, slices(values.numel()))

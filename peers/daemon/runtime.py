@@ -27,6 +27,7 @@ from peers.net.mesh import Mesh
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.limits import MAX_SHORT_TEXT
 from peers.protocol.messages import Offer, Status
+from peers.reduce.copies import copy_into
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Ahead, EpochOutcome, Start
 from peers.state.outer_state import OuterState
@@ -349,7 +350,7 @@ class Runtime:
                 if not start.done():
                     await touched
                     for memory, values in zip(inn, state.anchor, strict=True):
-                        await asyncio.to_thread(memory.copy_, values)
+                        await asyncio.to_thread(copy_into, memory, values)
                 if not start.done():
                     start.set_result(self._start(answer, state))
             return

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from peers.reduce.codecs import codec_named
 from peers.reduce.codecs_common import PseudoGradient
+from peers.reduce.copies import cloned
 from peers.reduce.kernels import Floats, energy
 from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, slices
 from peers.threads import in_exact_threads
@@ -247,7 +248,7 @@ def _checked(values: Tensor, name: str, numel: int) -> Tensor:
         raise ValueError(
             f"the {name} residual is {values.dtype} {tuple(values.shape)}, not {numel} fp32 values"
         )
-    own = values.clone()
+    own = cloned(values)
     if not math.isfinite(_norm(own)):
         raise ValueError(f"the {name} residual has values that are not finite")
     return own

@@ -21,6 +21,7 @@ from peers.errors import ProtocolError, UserError
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.limits import Count
 from peers.protocol.wire import encode
+from peers.reduce.copies import cloned
 from peers.reduce.residuals import Residuals
 from peers.state.header import (
     DIGEST_BYTES,
@@ -213,7 +214,7 @@ def _checked(values: Tensor, size: int) -> Tensor:
     if values.dtype != torch.float32 or values.shape != (size,):
         raise ValueError(f"a tensor of {values.dtype} {tuple(values.shape)} where {size} fp32 values belong")
     # The tensor may be a view of the mapped file, which the next commit would write to.
-    return values.clone()
+    return cloned(values)
 
 
 # Below the priority of rounds.

@@ -19,7 +19,7 @@ from peers.reduce.kernels import Floats, compiled
 from peers.reduce.plan import CHUNK_NUMEL, slices
 from peers.state.header import StateChunk, StateHeader
 from peers.state.outer_state import OuterState
-from peers.threads import exact_threads
+from peers.threads import exact_threads, in_exact_threads
 
 _PART_NUMEL = 1 << 16
 """Values computed at a time, few enough that the results are still in the cache when they are hashed."""
@@ -120,8 +120,12 @@ class OuterOptimizer:
 
 def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:
     """Put local work on top of another anchor: out = new_anchor + (local - base). `out` may be any of the three."""
-    scratch = torch.empty(min(local.numel(), CHUNK_NUMEL))
-    for part in slices(local.numel()):
-        work = scratch[: part.stop - part.start]
-        torch.sub(local[part], base[part], out=work)
-        torch.add(new_anchor[part], work, out=out[part])
+
+    def move(mine: list[slice]) -> None:
+        scratch = torch.empty(min(local.numel(), CHUNK_NUMEL))
+        for part in mine:
+            work = scratch[: part.stop - part.start]
+            torch.sub(local[part], base[part], out=work)
+            torch.add(new_anchor[part], work, out=out[part])
+
+    in_exact_threads("rebase", move, slices(local.numel()))
