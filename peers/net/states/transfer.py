@@ -36,11 +36,13 @@ from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.state.outer_state import OuterState, Snapshot, digests_of_zeros, hash_chunk, untouched_zeros
 from peers.tasks import cancelled
 from peers.threads import num_threads
-from peers.timing import ANSWER_S, COMMIT_S, STALL_S
+from peers.timing import ANSWER_S, COMMIT_S, OFTEN_S, STALL_S
 
 log = logging.getLogger(__name__)
 
-_WINDOW = 2
+_LEAST_AHEAD, _MOST_AHEAD = 2, 16
+"""Chunks (4 MiB at most) to request from a donor before they are needed: as many as it delivers in OFTEN_S. With fewer,
+the round trip limits a fast donor; with more, a slow one would owe much when the others have nothing left to send."""
 _NAMES: tuple[Values, ...] = ("anchor", "momentum")
 _ANSWER: Decoder[State | Unavailable] = Decoder(State | Unavailable)
 
@@ -200,17 +202,20 @@ class _Download:
         return not _fault_of(part)
 
     async def _take_chunks(self, channel: Channel) -> None:
-        """Request a few parts ahead, so that the donor never waits for this peer."""
+        """Request parts ahead, so that the donor never waits for this peer."""
         asked: deque[_Part] = deque()
+        num_ahead = _LEAST_AHEAD
         try:
             while True:
-                while len(asked) < _WINDOW and (part := await self._next_part(wait=not asked)) is not None:
+                while len(asked) < num_ahead and (part := await self._next_part(wait=not asked)) is not None:
                     asked.append(part)
                     request = WantChunk(values=part.values, position=part.chunk.position)
                     await channel.send(request, STALL_S)
                 if not asked:
                     return
+                begun = time.monotonic()
                 await self._take(asked[0], channel)
+                num_ahead = _num_ahead(time.monotonic() - begun)
                 asked.popleft()
                 async with self._changed:
                     self._num_open -= 1
@@ -263,9 +268,15 @@ class _Download:
             self._changed.notify_all()
 
 
+def _num_ahead(part_s: float) -> int:
+    """How many parts to request ahead from a donor whose last one took so long."""
+    return min(_MOST_AHEAD, max(_LEAST_AHEAD, int(OFTEN_S / max(part_s, OFTEN_S / _MOST_AHEAD))))
+
+
 def _digest_in(header: StateHeader, name: Values, chunk: StateChunk) -> bytes:
     digests = header.anchor_chunks if name == "anchor" else header.momentum_chunks
-    return digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
+    start = chunk.position * DIGEST_BYTES
+    return digests[start : start + DIGEST_BYTES]
 
 
 def _fault_of(part: _Part) -> str:

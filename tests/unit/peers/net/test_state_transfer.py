@@ -1,5 +1,6 @@
 import asyncio
 import time
+from collections import deque
 
 import pytest
 import torch
@@ -9,17 +10,19 @@ from peers.errors import PeerUnreachable, StateUnavailable
 from peers.net.channel import Channel, call
 from peers.net.states import transfer as state_transfer
 from peers.net.states.server import MAX_OTHER_HEADS
-from peers.protocol.states import State, WantState, state_protocol
-from peers.state.header import STATE_CHUNK_NUMEL
+from peers.protocol.states import State, WantChunk, WantState, state_protocol
+from peers.state.header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
 from tests.support.certified import begun
 from tests.support.in_process import until
 from tests.support.state_network import (
     RUN,
     SIZES,
     advance,
+    answer_with_header,
     assert_same,
     committed_state,
     download,
+    send_chunk,
     serve,
     serve_badly,
 )
@@ -65,6 +68,52 @@ async def test_the_smallest_states_arrive(network, sizes):
     state = begun([torch.ones(size) for size in sizes])
     await serve(network, "a", state)
     assert_same(await download(network, ["a"], state), state)
+
+
+async def test_from_a_fast_donor_many_chunks_are_requested_ahead(network, monkeypatch):
+    weights = committed_state((1000,)).anchor[0]
+    monkeypatch.setattr("peers.state.header.STATE_CHUNK_NUMEL", 10)
+    # However busy this machine is, the donor counts as fast.
+    monkeypatch.setattr(state_transfer, "OFTEN_S", 1e9)
+    state = begun([weights])
+
+    async def hesitant(_peer, sock):
+        channel, num_read, num_sent = Channel(sock), 0, 0
+        requests = deque()
+        await answer_with_header(channel, sock, state)
+        while num_sent < 100:
+            # The donor sends nothing until so many chunks are requested.
+            ahead = state_transfer._MOST_AHEAD if num_sent else state_transfer._LEAST_AHEAD
+            while num_read < min(num_sent + ahead, 100):
+                requests.append(await channel.read(Decoder(WantChunk)))
+                num_read += 1
+            await send_chunk(channel, state, requests.popleft())
+            num_sent += 1
+        channel.close()
+
+    await network.transport("a").serve(state_protocol(RUN), hesitant)
+    assert_same(await download(network, ["a"], state), state)
+
+
+def test_a_donor_owes_no_more_than_it_delivers_in_a_second():
+    num_ahead = [state_transfer._num_ahead(part_s) for part_s in (0.0, 0.01, 0.1, 0.3, 4.0)]
+    assert num_ahead == [16, 16, 10, 3, 2]
+
+
+def test_looking_up_a_digest_copies_that_digest_only():
+    copied = []
+
+    class Digests(bytes):
+        def __getitem__(self, key):
+            copied.append(len(found := bytes.__getitem__(self, key)))
+            return found
+
+    sizes = (100 * STATE_CHUNK_NUMEL,)
+    digests = Digests(bytes(range(100)) * 32)
+    header = StateHeader(sizes=sizes, anchor_chunks=digests, momentum_chunks=b"")
+    chunk = list(chunks_of(sizes))[40]
+    assert state_transfer._digest_in(header, "anchor", chunk) == bytes(digests)[1280:1312]
+    assert copied == [32]
 
 
 async def test_what_is_downloaded_can_be_committed_to(network):
