@@ -24,7 +24,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
-_TIMED_BYTES = 1 << 20
+_TIMED_BYTES = 64 << 10
+"""TLS tells only of a whole piece that it has been sent."""
 
 
 class Channel:
@@ -72,14 +73,16 @@ class Channel:
         return decode(wanted, await self._whole_message(timeout_s), self._max_message_bytes)
 
     async def send_bytes(self, view: memoryview, timeout_s: float) -> None:
-        """Send raw bytes, each megabyte within `timeout_s`. Raises PeerUnreachable."""
-        for start in range(0, len(view), _TIMED_BYTES):
-            try:
-                with _unreachable():
-                    async with asyncio.timeout(timeout_s):
+        """Send raw bytes, with no pause longer than `timeout_s`. Raises PeerUnreachable."""
+        loop = asyncio.get_running_loop()
+        try:
+            with _unreachable():
+                async with asyncio.timeout(timeout_s) as limit:
+                    for start in range(0, len(view), _TIMED_BYTES):
                         await socket_io.send_all(self.sock, view[start : start + _TIMED_BYTES])
-            except TimeoutError as error:
-                raise PeerUnreachable(f"took nothing within {timeout_s:g} s") from error
+                        limit.reschedule(loop.time() + timeout_s)
+        except TimeoutError as error:
+            raise PeerUnreachable(f"took nothing within {timeout_s:g} s") from error
 
     async def receive_bytes(self, view: memoryview, timeout_s: float) -> int:
         """Receive raw bytes into `view`; returns how many. Raises PeerUnreachable, PeerSilent after `timeout_s`."""

@@ -52,6 +52,31 @@ async def test_a_receive_that_times_out_loses_nothing(pair):
     assert await receiver.read(EITHER, 5) == A()
 
 
+@pytest.mark.parametrize(("pause_s", "arrives"), [(10.0, True), (20.0, False)])
+async def test_who_takes_bytes_slowly_is_waited_for_but_not_who_takes_none(
+    pair, monkeypatch, pause_s, arrives
+):
+    (sender, _), loop = pair, asyncio.get_running_loop()
+    sent, passed_s, real = 0, 0.0, loop.time
+
+    async def slowly(_sock, view):
+        nonlocal sent, passed_s
+        for _ in range(0, len(view), 64 << 10):
+            passed_s += pause_s
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        sent += len(view)
+
+    monkeypatch.setattr(loop, "time", lambda: real() + passed_s)
+    monkeypatch.setattr("peers.net.socket_io.send_all", slowly)
+    if arrives:
+        await sender.send_bytes(memoryview(bytes(1 << 20)), 15.0)
+    else:
+        with pytest.raises(PeerUnreachable, match="took nothing within 15 s"):
+            await sender.send_bytes(memoryview(bytes(1 << 20)), 15.0)
+    assert sent == (1 << 20 if arrives else 0)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
