@@ -50,6 +50,9 @@ ROUNDS = 4.0
 (`attempt_failed`), and so on: links may have become slower, or a peer with a slow link may have come back."""
 FETCH_S = START_S
 """A fetch may take this long in addition to what its bytes need."""
+SHARED_BY = 8
+"""A fetch is given the time that SLOWEST_LINK needs for so many: what one that is cut off has received is lost, and if
+those that share a link were all cut off, all would begin again."""
 _NORMAL_MAD = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -91,7 +94,7 @@ class Timing:
     def set_sizes(self, *, fragment_bytes: int, state_bytes: int) -> None:
         """How many bytes a commit and a fetch move; known once the worker has said how large its model is."""
         self.first_round_s = max(LEAST_ROUND_S, 2 * fragment_bytes / SLOWEST_LINK)
-        self.fetch_timeout_s = FETCH_S + state_bytes / SLOWEST_LINK
+        self.fetch_timeout_s = FETCH_S + SHARED_BY * state_bytes / SLOWEST_LINK
 
     @property
     def beat_s(self) -> float:

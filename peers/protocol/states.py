@@ -62,7 +62,7 @@ class Go(Struct, frozen=True, tag="go"):
 
 
 class Unavailable(Struct, frozen=True, tag="unavailable"):
-    """The donor does not have what was asked for."""
+    """The donor does not have what was asked for, or serves as many joiners as it can."""
 
     head: HashOrNone = ""
     """Head of the state that the donor holds."""

@@ -40,8 +40,8 @@ def encoded(message):
     return struct.pack("<I", len(body)) + body
 
 
-async def serve(network, peer_id, state):
-    server = StateServer(network.transport(peer_id), RUN, lambda: state)
+async def serve(network, peer_id, state, commit_log=None):
+    server = StateServer(network.transport(peer_id), RUN, lambda: state, commit_log)
     await server.start()
     return server
 

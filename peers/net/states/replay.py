@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from msgspec.msgpack import Decoder
 
+from peers.core.timing import SHARED_BY
 from peers.errors import PeersError, StateUnavailable
 from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
@@ -59,16 +60,18 @@ async def replay_commits(
 ) -> OuterState:
     """The state at the end of `path`, from the state `have` and the commits in between. Raises StateUnavailable.
 
-    Most donors have recorded nothing and say so at once.
+    Most donors have recorded nothing and say so at once. Those that have are tried in turn: a slow one is left for the
+    next, and the last is given all the time that remains.
     """
     async with asyncio.timeout(timeout_s):
         offers, _ = await collect_offers({donor: _offer(donor, transport, run_id, path) for donor in donors})
         try:
-            for donor, channel in offers.items():
+            for num_left, (donor, channel) in zip(reversed(range(len(offers))), offers.items(), strict=True):
                 try:
-                    return await _replay(channel, have, path, codec, rule, optimizer_for)
-                except PeersError as error:
-                    log.debug("no commits from %s: %s", donor, error)
+                    async with asyncio.timeout(timeout_s / SHARED_BY if num_left else None):
+                        return await _replay(channel, have, path, codec, rule, optimizer_for)
+                except (PeersError, TimeoutError) as error:
+                    log.debug("no commits from %s: %s", donor, str(error) or "it is slow")
         finally:
             for channel in offers.values():
                 channel.close()

@@ -2,7 +2,8 @@
 
 A donor holds one snapshot per stream, so commits that come meanwhile do not change what it serves. It serves each
 joiner on one stream at a time, for no longer than a download may take, and few different states at a time: a snapshot
-may cost as much memory as the state.
+may cost as much memory as the state. Commits are handed over beside downloads of the state: who has just downloaded it
+would otherwise wait for the downloads of others, and be out of date again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.msgpack import Decoder
 from torch import Tensor
 
-from peers.core.timing import FETCH_S, SLOWEST_LINK
+from peers.core.timing import FETCH_S, SHARED_BY, SLOWEST_LINK
 from peers.errors import PeersError, ProtocolError
 from peers.net.channel import Channel
 from peers.net.states.replay import serve_commits
@@ -39,8 +40,9 @@ from peers.timing import COMMIT_S, RETRY_S, STALL_S
 
 log = logging.getLogger(__name__)
 
-MAX_DOWNLOADS = 8
-"""Streams that a donor serves at once, one per joiner; further ones wait."""
+MAX_DOWNLOADS = SHARED_BY
+"""Streams on which a donor sends the state at once, one per joiner, and as many on which it sends commits; further ones
+wait."""
 MAX_OTHER_HEADS = 2
 """States served at a time. A snapshot of one that is not current any more may cost as much memory as the state."""
 _POLL_S = RETRY_S / 10
@@ -51,7 +53,7 @@ _CHUNK = Decoder(WantChunk)
 def download_timeout_s(sizes: Sequence[int]) -> float:
     """A joiner's own timeout for a state with fragments of these sizes (core/timing.py), and a little more: a donor
     that gave up first would look faulty."""
-    return STALL_S + FETCH_S + 2 * FLOAT_BYTES * sum(sizes) / SLOWEST_LINK
+    return STALL_S + FETCH_S + SHARED_BY * 2 * FLOAT_BYTES * sum(sizes) / SLOWEST_LINK
 
 
 class StateServer:
@@ -66,7 +68,7 @@ class StateServer:
     ) -> None:
         self._transport, self._protocol, self._current = transport, state_protocol(run_id), current
         self._commit_log = commit_log or CommitLog()
-        self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._slots = {kind: asyncio.Semaphore(MAX_DOWNLOADS) for kind in (WantState, WantCommits)}
         self._newest: dict[str, Channel] = {}
         self._served = Counter[str]()
         """Number of streams, by the head of the state that they carry."""
@@ -87,12 +89,7 @@ class StateServer:
             older.break_off()
         self._newest[peer_id] = channel
         try:
-            async with asyncio.timeout(COMMIT_S):
-                await self._slots.acquire()
-            try:
-                await self._serve(channel)
-            finally:
-                self._slots.release()
+            await self._serve(channel)
         except (PeersError, TimeoutError) as error:
             log.debug("stopped serving the state to %s: %s", peer_id, error)
         finally:
@@ -102,10 +99,21 @@ class StateServer:
 
     async def _serve(self, channel: Channel) -> None:
         """One joiner, until it closes the stream. Raises PeersError, TimeoutError."""
-        request, state = await channel.read(_REQUEST, STALL_S), self._current()
-        with self._commit_log.held():
-            async with asyncio.timeout(download_timeout_s(state.sizes if state is not None else ())):
-                await self._answer(request, channel)
+        request = await channel.read(_REQUEST, STALL_S)
+        slots = self._slots[type(request)]
+        try:
+            async with asyncio.timeout(COMMIT_S):
+                await slots.acquire()
+        except TimeoutError:
+            await channel.send_last(Unavailable(), STALL_S)
+            return
+        try:
+            state = self._current()
+            with self._commit_log.held():
+                async with asyncio.timeout(download_timeout_s(state.sizes if state is not None else ())):
+                    await self._answer(request, channel)
+        finally:
+            slots.release()
 
     async def _answer(self, request: WantState | WantCommits, channel: Channel) -> None:
         if isinstance(request, WantCommits):

@@ -157,9 +157,11 @@ class _Download:
 
     async def _ask_for_state(self, channel: Channel) -> None:
         await channel.send(WantState(head=self._certificate.head), STALL_S)
-        answer = await channel.read(_ANSWER, COMMIT_S)
+        # The donor waits for a free slot, and then for a running commit.
+        answer = await channel.read(_ANSWER, 2 * COMMIT_S + ANSWER_S)
         if isinstance(answer, Unavailable):
-            raise StateUnavailable(f"it holds the state {answer.head[:12]!r}")
+            held = f"it holds the state {answer.head[:12]!r}"
+            raise StateUnavailable(held if answer.head else "it holds no state, or serves as many as it can")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
         await channel.fill(memoryview(digests), STALL_S)
         half = len(digests) // 2

@@ -15,6 +15,7 @@ from peers.core.timing import (
     PATIENCE_BEATS,
     REGAIN,
     ROUND_TRIPS,
+    SHARED_BY,
     SILENT_BEATS,
     SLOWEST_LINK,
     SLOWEST_PEER,
@@ -22,6 +23,7 @@ from peers.core.timing import (
     Timing,
 )
 from peers.core.weights import Aggregation
+from peers.net.states.server import MAX_DOWNLOADS
 from peers.timing import BEAT_PEERS, BEAT_S, FULL_MESH, STALL_S
 from tests.unit.peers.core.made import with_settings
 
@@ -93,7 +95,13 @@ def test_the_first_round_and_a_fetch_are_given_time_for_their_bytes():
     timing = a_timing()
     timing.set_sizes(fragment_bytes=10**9, state_bytes=4 * 10**9)
     assert timing.attempt_s == pytest.approx(2 * 10**9 / SLOWEST_LINK)
-    assert timing.fetch_timeout_s == pytest.approx(FETCH_S + 4 * 10**9 / SLOWEST_LINK)
+    assert timing.fetch_timeout_s == pytest.approx(FETCH_S + SHARED_BY * 4 * 10**9 / SLOWEST_LINK)
+
+
+def test_newcomers_that_fill_the_places_of_a_donor_with_a_slow_link_all_receive_the_state():
+    timing, state_bytes = a_timing(), 10**9
+    timing.set_sizes(fragment_bytes=state_bytes // 2, state_bytes=state_bytes)
+    assert timing.fetch_timeout_s > MAX_DOWNLOADS * state_bytes / SLOWEST_LINK
 
 
 def test_who_has_a_stream_begins_within_a_reaction_and_what_rounds_take_here():

@@ -8,13 +8,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
+from peers.core.timing import SHARED_BY
 from peers.errors import StateUnavailable
+from peers.net.channel import Channel
 from peers.net.states.replay import can_be_repeated, replay_commits
 from peers.net.states.server import StateServer
 from peers.protocol.certificates import Certificate
 from peers.protocol.codecs import CODEC_NAMES
+from peers.protocol.states import Commits, WantCommits
 from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.commit_log import CommitLog, Recording, parts_of
 from peers.reduce.plan import ReducePlan
@@ -66,7 +70,7 @@ async def serve(network, state, log, peer_id="a"):
     await StateServer(network.transport(peer_id), RUN, lambda: state, log).start()
 
 
-async def replayed(network, have, path, codec, donors=("a",)):
+async def replayed(network, have, path, codec, donors=("a",), timeout_s=20):
     with have.snapshot() as snapshot:
         return await replay_commits(
             donors,
@@ -77,7 +81,7 @@ async def replayed(network, have, path, codec, donors=("a",)):
             codec,
             "clip",
             optimizer_for,
-            timeout_s=20,
+            timeout_s=timeout_s,
         )
 
 
@@ -175,6 +179,28 @@ async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
     await serve(network, state, log)
     async with asyncio.timeout(9):
         assert_same(await replayed(network, have, path, "int8", ["bad", "a"]), state)
+
+
+async def test_a_donor_that_offers_the_commits_and_sends_none_leaves_time_for_the_next(network):
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    path = [commit(state, log, "int8", 0)]
+    has_offered = asyncio.Event()
+
+    async def hoarding(_peer, sock):
+        with Channel(sock) as channel:
+            await channel.read(Decoder(WantCommits))
+            await channel.send(Commits(count=1))
+            has_offered.set()
+            await asyncio.sleep(60)
+
+    async def second(peer_id, sock):
+        await has_offered.wait()
+        await good._accepted(peer_id, sock)
+
+    good = StateServer(network.transport("a"), RUN, lambda: state, log)
+    await network.transport("bad").serve(f"diloco/{RUN}/state", hoarding)
+    await network.transport("a").serve(f"diloco/{RUN}/state", second)
+    assert_same(await replayed(network, have, path, "int8", ["bad", "a"], timeout_s=SHARED_BY), state)
 
 
 def test_the_parts_of_a_commits_average_are_those_of_its_members_shares():

@@ -9,7 +9,7 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from peers.core.timing import Timing
-from peers.errors import PeersError, PeerUnreachable
+from peers.errors import PeersError, PeerUnreachable, StateUnavailable
 from peers.net.channel import Channel
 from peers.net.states import server as state_server
 from peers.net.states import transfer as state_transfer
@@ -148,11 +148,23 @@ async def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(netwo
     state = committed_state((8,))
     server = await serve(network, "a", state)
     for _ in range(MAX_DOWNLOADS):
-        await server._slots.acquire()
-    channel, _ = await ask(network, "one too many", state.head)
-    with pytest.raises(PeerUnreachable, match=r"closed|broke"):
-        await channel.read(_STATE, 10)
-    channel.close()
+        await server._slots[WantState].acquire()
+    with pytest.raises(StateUnavailable, match="as many as it can") as caught:
+        await download(network, ["a"], state)
+    assert not caught.value.suspects
+
+
+async def test_a_joiner_is_handed_commits_while_others_download_the_state(network):
+    state, log = committed_state((8,)), CommitLog()
+    parent = state.header.certificate.plan.parent
+    log.add(Recording(), parent=parent, head=state.head, state_numel=8)
+    server = await serve(network, "a", state, log)
+    for _ in range(MAX_DOWNLOADS):
+        await server._slots[WantState].acquire()
+    sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
+    with Channel(sock) as channel:
+        await channel.send(WantCommits(since=parent, until=state.head))
+        assert await channel.read(Decoder(Commits), 10) == Commits(count=1)
 
 
 async def test_requests_that_are_there_already_let_others_run_between_them(network, monkeypatch):
