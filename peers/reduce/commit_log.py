@@ -2,7 +2,8 @@
 
 If epochs are shorter than a download of the state, the state is out of date when it arrives. A commit is far smaller:
 the average as it went on the wire. So the joiner then requests the commits made since (peers/net/states/replay.py). It
-catches up, because a round moves more bytes than a commit through every link.
+catches up, because a round moves more bytes than a commit through every link; the round of a lone peer, which moves
+none, waits while the log is full (daemon/averaging.py).
 """
 
 from __future__ import annotations
@@ -94,8 +95,14 @@ class CommitLog:
             if recording is None:
                 return
             self._commits.append(RecordedCommit(parent, head, recording.in_order()))
-            while sum(commit.num_bytes for commit in self._commits) > 2 * FLOAT_BYTES * state_numel:
+            while self._num_bytes() > 2 * FLOAT_BYTES * state_numel:
                 del self._commits[0]
+
+    def is_full(self, state_numel: int) -> bool:
+        """Whether one more commit as large as the newest would push out the oldest."""
+        with self._lock:
+            newest = self._commits[-1].num_bytes if self._commits else 0
+            return self._num_bytes() + newest > 2 * FLOAT_BYTES * state_numel
 
     def clear(self) -> None:
         """The state was replaced by another one: drop all commits."""
@@ -109,6 +116,9 @@ class CommitLog:
         first = next((i for i, commit in enumerate(commits) if commit.parent == since), None)
         last = next((i for i, commit in enumerate(commits) if commit.head == until), None)
         return [] if first is None or last is None else commits[first : last + 1]
+
+    def _num_bytes(self) -> int:
+        return sum(commit.num_bytes for commit in self._commits)
 
 
 def parts_of(plan: Plan, numel: int, codec: str, rule: Rule) -> Iterator[tuple[slice, int]]:

@@ -10,11 +10,13 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -34,6 +36,8 @@ from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
 from peers.protocol.reports import Incident
 from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.commit_log import Recording
+from peers.reduce.plan import Chunk
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Memories
 from peers.state.outer_state import OuterState
@@ -381,6 +385,62 @@ async def test_a_commit_is_kept_for_a_live_peer_that_it_leaves_out(runtime, monk
             runtime.post(events.Received("late", status))
         outcome = await runtime.average(work_in(mine))
     assert [commit.head for commit in log.between(before, outcome.head)] == [outcome.head] * is_missed
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_a_lone_peer_makes_no_commit_that_pushes_out_one_that_a_joiner_needs_unless_it_is_its_last(
+    runtime, monkeypatch, is_last
+):
+    log, download, num_checks = runtime.averaging.commit_log, contextlib.ExitStack(), 0
+    monkeypatch.setattr("peers.reduce.commit_log.KEPT_FOR_S", 0.0)
+    monkeypatch.setattr("peers.daemon.averaging.RETRY_S", 0.0)
+
+    def is_full(_state_numel: int) -> bool:
+        nonlocal num_checks
+        num_checks += 1
+        assert runtime.core.epoch == 0
+        if num_checks == 3:
+            download.close()
+        return True
+
+    monkeypatch.setattr(log, "is_full", is_full)
+    mine = memories()
+    async with running(runtime):
+        await runtime.begin_worker(mine.inn, offered())
+        download.enter_context(log.held())
+        outcome = await runtime.average(WorkInHand(mine, 0, tokens=1, step=2, last=is_last))
+    assert outcome.epoch == 1 and num_checks == (0 if is_last else 3)
+
+
+async def test_a_joiner_gets_in_with_a_lone_peer_whose_epochs_are_far_shorter_than_a_download(
+    runtime, monkeypatch
+):
+    """Of fp32 averages, the log holds two; the download takes as long as 34 epochs."""
+    averaging, timing, now, heads = runtime.averaging, runtime.core.timing, 0.0, count()
+    log, head, num_downloads = averaging.commit_log, "", 0
+    timing.set_sizes(fragment_bytes=5 * 10**8, state_bytes=10**9)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("peers.daemon.averaging.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("peers.daemon.averaging.asyncio", SimpleNamespace(sleep=sleep))
+    is_in = False
+    with log.held():
+        while not is_in:
+            num_downloads += 1
+            assert num_downloads < 6, "the joiner downloads the state again and again"
+            begun_at, since = now, head
+            while now < begun_at + 170.0:
+                epoch_began, parent, head = now, head, str(next(heads))
+                now += 5.0
+                await averaging._wait_for_joiners(parent, 1, timing.attempt_s / 2)
+                recording = Recording()
+                recording.keep(Chunk(0, 0), np.zeros(4, np.uint8))
+                log.add(recording, parent=parent, head=head, state_numel=1)
+                timing.committed(round_s=now - epoch_began - 5.0, epoch_s=now - epoch_began)
+            is_in = bool(log.between(since, head))
 
 
 class ScriptedCore(SimpleNamespace):
