@@ -141,7 +141,7 @@ class Round:
         return self._order[attempt % len(self._order)]
 
     def advance(self, turn: Turn, entry: Entry | None, progress: Progress | None) -> bool:
-        """Do what is due; True if anything was. `entry`: this peer's work; `progress`: its worker's, while it trains."""
+        """Do what is due; True if anything was. `entry`: this peer's work; `progress`: its worker's, if it trains."""
         if self._skip_to_median_attempt(turn):
             return True
         if self._lead is not None and (failure := self._lead.watch(turn)) is not None:

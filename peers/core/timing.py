@@ -37,8 +37,8 @@ ENOUGH_ROUNDS = 4
 LATER = 1.5
 """A waiting time that ended with a peer still missing is multiplied by this: a longer grace might have sufficed."""
 DUE_SHARE = 0.5
-"""A member that will be ready, by its own progress, is waited for, up to this share of an epoch: it has evaluated or saved.
-Otherwise it would count as absent, and all would train ahead of each of the next commits."""
+"""A member that will be ready, by its own progress, is waited for, up to this share of an epoch: it has evaluated, or
+saved. Otherwise it would count as absent, and all would train ahead of each of the next commits."""
 SLOWEST_PEER = 8.0
 """The grace is at most this many epochs: slower peers are never waited for."""
 SLOWEST_LINK = 1e6
