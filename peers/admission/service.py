@@ -187,12 +187,15 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
             try:
                 record = kind.decode(subkey, value, time.time(), run_id=run_id)
             except OtherVersion as error:
-                # Its own may be what it announced itself before it was updated.
-                if is_found and subkey != dht.peer_id:
+                # Others than the initial peers, which the user has named, may say anything.
+                if is_found and subkey in dht.initial_peers - {dht.peer_id}:
                     gate.other_version = error
                 return False
             except ProtocolError:
                 return False
+            if is_found and subkey in dht.initial_peers:
+                # It has been updated meanwhile.
+                gate.other_version = None
             if not is_found:
                 return gate.is_admitted(record) and room.take(subkey, len(value), expiry, time.time())
             found[subkey, value] = None

@@ -194,8 +194,8 @@ class Peer:
                     del self._pledges[next(iter(self._pledges))]
 
     def _is_routine(self, event: Event | None, now: float) -> bool:
-        """Record an event on which no decision depends (a heartbeat, a worker's progress) and return True; else False.
-        The deadline is kept: it may fire too early, never too late."""
+        """Record an event on which no decision depends at once (a heartbeat, a worker's progress) and return True; else
+        False. The deadline is kept: progress as announced before only makes it fire too early."""
         match event:
             case events.Received(peer_id, Status() as status):
                 return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)

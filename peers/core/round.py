@@ -245,7 +245,8 @@ class Round:
         settings = self._context.settings
         if settings.epoch_s is not None:
             return []
-        return [progress.done_at(settings.steps_per_epoch) - self._quorum_at for progress in late]
+        hand_over = settings.steps_per_epoch - settings.overlap_steps
+        return [progress.done_at(hand_over) - self._quorum_at for progress in late]
 
     def _note_group(self, turn: Turn, late: Collection[str]) -> None:
         """Record how long it took to form this group, which excludes the peers that are `late`."""
@@ -469,7 +470,8 @@ class Round:
         """Record why this attempt failed, and go to the next one after a pause."""
         self.failures = [*self.failures[-MAX_FAILURES:], failure.reason]
         self._blame.attempt_failed(failure.suspects)
-        if self.stage is not Stage.GATHER:
+        # If it has a culprit, the next attempt can do without it; only if that fails, too, was there too little time.
+        if self.stage is not Stage.GATHER and (not failure.suspects or len(self.failures) > 1):
             self._timing.attempt_failed(turn.now - self._accepted_at)
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._leave_attempt(turn, self.attempt + 1)

@@ -18,6 +18,8 @@ class Settings:
     num_fragments: int = 1
     epoch_s: float | None = None
     """How long an epoch may last; 0: learned (epoch_time.py); None: as long as its steps take."""
+    overlap_steps: int = 0
+    """Steps that workers train in an epoch after they have handed over its work."""
     never_waits: bool = False
     """Whether workers train on during every round, and not only while faults happen."""
     aggregation: Aggregation = field(default_factory=Aggregation)

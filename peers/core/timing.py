@@ -188,16 +188,20 @@ class Timing:
         """
         slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
-            return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
-        usual_s = statistics.median(self._gathers)
-        # The median absolute deviation, which outliers do not change, as a standard deviation.
-        deviation_s = _NORMAL_MAD * statistics.median(abs(each - usual_s) for each in self._gathers)
-        learned = max(self.least_grace_s, usual_s + DEVIATIONS * deviation_s)
+            learned = max(FIRST_GRACE_S, slowest)
+        else:
+            usual_s = statistics.median(self._gathers)
+            # The median absolute deviation, which outliers do not change, as a standard deviation.
+            deviation_s = _NORMAL_MAD * statistics.median(abs(each - usual_s) for each in self._gathers)
+            learned = max(self.least_grace_s, usual_s + DEVIATIONS * deviation_s)
+        # All members have to apply these, also those that have just come: who waits less times the leader out.
         if is_fetching:
-            learned = max(learned, self.usual_round_s)
-        longest_s = DUE_SHARE * statistics.median_low(self._epochs or [epoch_s])
+            learned = max(learned, self.learned_round_s)
+        longest_s = DUE_SHARE * max(epoch_s, statistics.median_low(self._epochs or [0.0]))
         learned = max([learned, *(due_s + self.reaction_s for due_s in due_in_s if due_s <= longest_s)])
-        return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
+        if len(self._gathers) >= ENOUGH_ROUNDS:
+            learned = min(learned, SLOWEST_PEER * max(slowest, self.reaction_s))
+        return min(self.most_grace_s, learned)
 
     def newcomers_grace_s(self, epoch_s: float) -> float:
         """The grace if only newcomers are late: at most the length of an epoch, because strangers can come without end

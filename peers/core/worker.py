@@ -23,9 +23,9 @@ class Progress(NamedTuple):
     at: float
     """When it said so."""
 
-    def done_at(self, steps_per_epoch: int) -> float:
-        """When it will have trained its epoch; infinite if its speed is not known."""
-        return self.at + (steps_per_epoch - self.local_step) * self.step_s if self.step_s else math.inf
+    def done_at(self, local_step: int) -> float:
+        """When it will have come to this local step; infinite if its speed is not known."""
+        return self.at + (local_step - self.local_step) * self.step_s if self.step_s else math.inf
 
 
 @dataclass

@@ -271,6 +271,7 @@ class Daemon:
                 steps_per_epoch=schedule.steps_per_epoch,
                 num_fragments=schedule.num_fragments,
                 epoch_s=schedule.seconds_per_epoch,
+                overlap_steps=max(0, schedule.overlap_steps),
                 never_waits=schedule.never_waits,
                 aggregation=Aggregation.of(manifest),
                 quorum=config.quorum,

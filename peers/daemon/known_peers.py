@@ -44,7 +44,7 @@ class KnownPeers:
         try:
             write_private(self._path, lines.encode())
         except OSError as error:
-            log.info("cannot store the addresses of peers: %s", error)
+            log.debug("cannot store the addresses of peers: %s", error)
             return
         self.maddrs_of = kept
 

@@ -126,19 +126,20 @@ class Presence:
         deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
         while True:
             others = [record for peer_id, record in records.items() if peer_id not in gone]
-            if not (others or self.mesh.peers):
-                self._check_version()
             reached = await self._reach(others)
             gone |= {peer_id for peer_id, how in reached.items() if how == "gone"}
             silent = [record for record in others if reached.get(record.peer_id) == "silent"]
             if (why := self.mesh.turned_away) is not None:
                 raise UserError(why.advice(self._identity.peer_id))
-            if self.mesh.peers or not (silent or self._dht.silent_initial_peers):
+            is_other_version = not records and self._gate.other_version is not None
+            if self.mesh.peers or not (silent or self._dht.silent_initial_peers or is_other_version):
                 return
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(EARLY_INTERVAL_S)
             records = await self._records()
+        if is_other_version:
+            self._check_version()
         # The record of a peer that has died meanwhile is not renewed.
         renewed = [record for record in silent if record.time > time.time() - RECORD_TTL_S / 2]
         if renewed:

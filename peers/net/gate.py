@@ -43,7 +43,7 @@ class Gate:
         """The signed form of `bans`, to pass on; empty before there is any."""
         self.on_bans: list[Callable[[], object]] = []
         self.other_version: OtherVersion | None = None
-        """Set once a record of this run was found in the DHT that another version of diloco has written."""
+        """Set while the last record of this run by an initial peer was written by another version of diloco."""
         self._shown: dict[str, tuple[bytes, Token]] = {}
         self._told: dict[tuple[str, str], None] = {}
         self._refusals = RateLimit(_LOGGED_PER_S, _LOGGED_AT_ONCE)

@@ -59,6 +59,7 @@ class CostSwarm:
             steps_per_epoch=scenario.schedule.steps_per_epoch,
             num_fragments=scenario.schedule.num_fragments,
             epoch_s=scenario.schedule.seconds_per_epoch,
+            overlap_steps=max(0, scenario.schedule.overlap_steps),
             never_waits=scenario.schedule.never_waits,
             founders_timeout_s=scenario.restart_s,
             galaxy_size=len(scenario.peers),

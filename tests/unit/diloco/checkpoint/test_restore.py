@@ -43,7 +43,7 @@ def test_a_store_that_is_away_at_the_start_may_be_back_at_the_next(tmp_path, mon
     own = OwnCheckpoints(config, tmp_path)
     monkeypatch.setattr(Store, "register", failing(error))
     with pytest.raises(DilocoError, match=rf"--ckpt\.path {tmp_path} cannot be") as raised:
-        own.resumed(World(), 0, contextlib.ExitStack(), lambda _: None, needs_outer=True)
+        own.resumed(World(), 0, contextlib.ExitStack(), lambda _: None, needs_outer=True, run_is_alive=False)
     assert type(raised.value) is kind
 
 

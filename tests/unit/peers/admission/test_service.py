@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from peers.admission import service
 from peers.admission.own_token import OwnToken
@@ -29,7 +30,7 @@ NOW = 1_800_000_000.0
 
 class FakeDht:
     def __init__(self):
-        self.peer_id, self.checks = "me", {}
+        self.peer_id, self.checks, self.initial_peers = "me", {}, frozenset()
 
     def keep(self, key, check):
         self.checks[key] = check
@@ -90,8 +91,9 @@ def test_a_record_of_another_version_is_noted_where_it_is_found_and_never_kept(m
     identity, gate, dht, now = load_or_create(tmp_path / "key"), Gate("run"), FakeDht(), time.time()
     monkeypatch.setattr(records, "PROTOCOL", 7)
     theirs = announced(identity.peer_id, run_id="run").encode(identity)
-    identity.release()
     monkeypatch.undo()
+    updated = replace(announced(identity.peer_id, run_id="run"), time=now).encode(identity)
+    identity.release()
     guard_storage(dht, "run", gate)
     check = dht.checks[PEERS_KEY("run")]
     assert not check(identity.peer_id, theirs, expiry=now + 20, is_found=False)
@@ -102,7 +104,12 @@ def test_a_record_of_another_version_is_noted_where_it_is_found_and_never_kept(m
     )
     dht.peer_id = "me"
     assert not check(identity.peer_id, theirs, expiry=now + 20, is_found=True)
+    assert gate.other_version is None, "any stranger may say that it has another version"
+    dht.initial_peers = frozenset({identity.peer_id})
+    assert not check(identity.peer_id, theirs, expiry=now + 20, is_found=True)
     assert isinstance(gate.other_version, OtherVersion)
+    assert check(identity.peer_id, updated, expiry=now + 20, is_found=True)
+    assert gate.other_version is None
 
 
 async def test_a_peer_without_an_issuer_that_it_can_read_says_that_the_versions_differ(monkeypatch, tmp_path):

@@ -163,6 +163,14 @@ def test_who_fetches_the_last_commit_is_given_what_a_round_takes():
     assert timing.grace_s(30.0, is_fetching=True) == 28.0
 
 
+def test_who_has_just_come_waits_as_long_as_the_others_for_a_member_that_is_on_its_way():
+    late, members = [250.0], learned(rounds=2.0, gathers=1.0, epochs=600.0)
+    fresh = a_timing()
+    fresh.committed(round_s=2.0, epoch_s=120.0)
+    assert members.grace_s(600.0, due_in_s=late) == fresh.grace_s(600.0, due_in_s=late) > 250.0
+    assert members.grace_s(600.0, due_in_s=[301.0]) < 100.0
+
+
 @pytest.mark.parametrize("most", [0.0, 1.5, 5.0])
 def test_the_users_bound_on_the_grace_holds_whatever_was_learned(most):
     assert learned(gathers=20.0, grace_s=most).grace_s(60.0) == most

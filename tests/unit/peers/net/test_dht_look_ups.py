@@ -13,7 +13,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from peers.errors import UserError
+from peers.errors import PeerUnreachable
 from peers.net.dht import look_ups
 from peers.net.dht import node as dht_node
 from peers.net.dht.node import Dht
@@ -192,5 +192,5 @@ async def test_an_initial_peer_whose_dht_id_is_none_is_a_wrong_address(monkeypat
 
     monkeypatch.setattr(DHTProtocol, "get_stub", lambda _self, _peer: Longer())
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(public_key(private_key(new_private_key())))}"
-    with pytest.raises(UserError, match="no Hivemind DHT answers there"):
+    with pytest.raises(PeerUnreachable, match="no Hivemind DHT answers there"):
         await dht_node._create_node(SimpleNamespace(peer_id=PeerID(b"me")), [address], True, IN_TIME_S)

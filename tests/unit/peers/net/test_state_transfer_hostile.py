@@ -16,6 +16,7 @@ from peers.net.states import transfer as state_transfer
 from peers.net.states.server import MAX_DOWNLOADS
 from peers.protocol.states import Commits, State, WantChunk, WantCommits, WantState, state_protocol
 from peers.reduce.commit_log import CommitLog, Recording
+from peers.state import outer_state
 from tests.support.certified import begun
 from tests.support.in_process import until
 from tests.support.state_network import (
@@ -198,10 +199,11 @@ async def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are
         return original(values)
 
     weights = committed_state((1000,)).anchor[0]
-    monkeypatch.setattr(state_transfer, "hash_chunk", counted)
     monkeypatch.setattr("peers.state.header.STATE_CHUNK_NUMEL", 10)
     state = begun([weights])
     await serve(network, "a", state)
+    for module in (state_transfer, outer_state):
+        monkeypatch.setattr(module, "hash_chunk", counted)
     assert_same(await download(network, ["a"], state), state)
     assert threading.main_thread() not in hashed
     # One hash of a chunk of zeros, and one of each of the anchor's 100 chunks.
