@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.checkpoint.digests import checked_mark, records_by_ranks
-from diloco.checkpoint.mark import COMPLETE, mark_whole
+from diloco.checkpoint.mark import COMPLETE, Mark, mark_of, mark_whole
 from diloco.checkpoint.restore import others_state
 from diloco.errors import DilocoError, UserError
 from diloco.outer.diloco import Commit, Diloco, Restored
+from diloco.outer.outer_files import OuterFiles
 from diloco.outer.world import barrier, on_rank_zero, world_of_worker
+from peers.state.whole_files import FileRecord
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,9 @@ class DilocoCallback(TrainerCallback):
         self._resume, self._is_own = resume, is_own
         self._tokens_seen = 0
         self._is_save_postponed = False
+        self._saving: threading.Thread | None = None
+        """On rank 0: waits for the daemon's part of the last checkpoint and writes the mark. The process ends after it,
+        also if training has failed."""
 
     def on_train_begin(
         self,
@@ -86,6 +92,7 @@ class DilocoCallback(TrainerCallback):
         Gives each peer its own shuffling seed: with a common seed all peers would train on the same samples.
         """
         assert model is not None
+        self.finish_save()
         self.outer = Diloco(
             model,
             local_steps=self._local_steps,
@@ -145,6 +152,7 @@ class DilocoCallback(TrainerCallback):
             # This peer abandoned its fork and adopted weights from an earlier step, so training is not over.
             control.should_training_stop = False
         self._postpone_save_in_flight(outer, control)
+        self._finish_save_before_others_are_deleted(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,23 +160,52 @@ class DilocoCallback(TrainerCallback):
         """Postpone a checkpoint of `save_strategy="epoch"` while an outer step is in flight, as `on_step_end` does."""
         if self._joined.active:
             self._postpone_save_in_flight(self._joined, control)
+            self._finish_save_before_others_are_deleted(control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Be ready for the checkpoint that `save_strategy="best"` may write now."""
+        if self.outer is not None and self.outer.active and args.save_strategy == "best":
+            self.finish_save()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the swarm's state to the checkpoint that the trainer has just written. A failure is only logged."""
+        """Have the daemon add the swarm's state to the checkpoint that the trainer has just written.
+
+        Training continues meanwhile; the checkpoint is complete once `finish_save` returns. A failure is only logged.
+        """
         outer, directory = self._joined, checkpoint_of(args, state)
         if not outer.active or outer.in_flight:
             return
+        self.finish_save()
         # Every rank writes files of its own into the checkpoint: wait until all have.
         barrier()
         try:
             if on_rank_zero(directory.is_dir):
-                written = on_rank_zero(outer.snapshot(directory).wait).files
-                files = records_by_ranks(directory, world_of_worker(os.environ), written)
-                on_rank_zero(lambda: mark_whole(directory, outer, files, num_ranks=args.world_size))
+                world, mark = world_of_worker(os.environ), mark_of(outer, num_ranks=args.world_size)
+                written = outer.snapshot(directory)
+                files = records_by_ranks(directory, world)
+                if world.is_main:
+                    self._saving = threading.Thread(
+                        target=_complete, args=(directory, mark, files, written), name="checkpoint"
+                    )
+                    self._saving.start()
         except (DilocoError, OSError) as error:
-            log.error("the swarm's state was not saved, so %s cannot be resumed: %s", directory, error)
+            _log_failure(directory, error)
+        if control.should_training_stop:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is complete, or has failed. A collective; repeating it is safe."""
+
+        def wait() -> None:
+            if self._saving is not None:
+                self._saving.join()
+                self._saving = None
+
+        on_rank_zero(wait)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -178,6 +215,9 @@ class DilocoCallback(TrainerCallback):
         Without averaging where the trainer has loaded its best model: that is older than the steps, and is to be kept.
         """
         outer, was_stopped = self._joined, control.should_training_stop
+        if outer.active:
+            # The daemon may end once this peer has left.
+            self.finish_save()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             outer.leave()
         else:
@@ -264,6 +304,25 @@ class DilocoCallback(TrainerCallback):
             control.should_save = False
         elif self._is_save_postponed:
             control.should_save, self._is_save_postponed = True, False
+
+    def _finish_save_before_others_are_deleted(self, control: TrainerControl) -> None:
+        """To be called while `control` says what the trainer does next: with its next checkpoint, and at its end, it
+        deletes older ones (save_total_limit), among which may be one that is not complete yet."""
+        if control.should_save or control.should_training_stop:
+            self.finish_save()
+
+
+def _complete(directory: Path, mark: Mark, files: Mapping[str, FileRecord], written: OuterFiles) -> None:
+    """Write the mark of a checkpoint as soon as the daemon has written its part."""
+    try:
+        mark_whole(directory, mark, {**files, **written.wait().files})
+    except Exception as error:  # noqa: BLE001
+        # Whatever it is, it must not end the training: if the daemon is gone, the next outer step says so.
+        _log_failure(directory, error)
+
+
+def _log_failure(directory: Path, error: Exception) -> None:
+    log.error("the swarm's state was not saved, so %s cannot be resumed: %s", directory, error)
 
 
 def shuffle_by_world_rank(dataloader: Any, args: TrainingArguments, world_rank: int) -> None:

@@ -149,6 +149,7 @@ class Training:
             world,
             self.world_rank,
             scratch=self.scratch,
+            finish_save=lambda: self.callback.finish_save(),
             on_event=self.record_checkpoint,
         )
         self.resume = self.kept.restore(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,16 @@ def are_ours(names: Iterable[str]) -> bool:
     return any(name in _OUTER_FILES or rank_of(name) is not None for name in names)
 
 
-def records_by_ranks(directory: Path, world: World, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+def records_by_ranks(directory: Path, world: World) -> dict[str, FileRecord]:
     """Size and digest of every file of a checkpoint that has no mark yet, on disk by then. A collective.
 
-    Those in `known` are neither flushed nor read. Raises OSError.
+    Without the daemon's files, which it may still be writing. Raises OSError.
     """
 
     def mine() -> dict[str, FileRecord]:
-        return flushed_records(directory, share_of(names_below(directory) - known.keys(), world))
+        return flushed_records(directory, share_of(names_below(directory) - _OUTER_FILES, world))
 
-    records = dict(known)
+    records: dict[str, FileRecord] = {}
     for share in on_every_rank(mine):
         records |= share
     return records

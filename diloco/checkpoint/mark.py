@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -107,19 +107,23 @@ def write_mark(directory: Path, mark: Mark) -> None:
     write_bytes(directory / COMPLETE, mark.to_bytes())
 
 
-def mark_whole(directory: Path, outer: Diloco, files: Mapping[str, FileRecord], *, num_ranks: int) -> Mark:
-    """Write the mark of a checkpoint by transformers' Trainer whose files, all on disk, are these. Raises OSError."""
-    commit, header = outer.last_commit, directory / HEADER_FILE
-    mark = Mark(
+def mark_of(outer: Diloco, *, num_ranks: int) -> Mark:
+    """The mark of a checkpoint by transformers' Trainer as of now, for `mark_whole` to complete."""
+    commit = outer.last_commit
+    return Mark(
         position=outer.position,
         tokens=tuple(outer.tokens),
         num_ranks=num_ranks,
         steps_per_epoch=outer.steps_per_epoch,
-        files=files,
-        saved_at_ms=time.time_ns() // 1_000_000,
         contributors=tuple(commit.contributors) if commit else (),
-        head=str(json.loads(header.read_bytes())["head"]) if header.exists() else "",
     )
+
+
+def mark_whole(directory: Path, mark: Mark, files: Mapping[str, FileRecord]) -> Mark:
+    """Write this mark of a checkpoint whose files, all on disk, are these. Raises OSError."""
+    header = directory / HEADER_FILE
+    head = str(json.loads(header.read_bytes())["head"]) if header.exists() else ""
+    mark = replace(mark, files=files, saved_at_ms=time.time_ns() // 1_000_000, head=head)
     write_mark(directory, mark)
     return mark
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from diloco.callback import checkpoint_of
 from diloco.checkpoint.digests import flushed_records
-from diloco.checkpoint.mark import COMPLETE, mark_whole, names_below, read_mark
+from diloco.checkpoint.mark import COMPLETE, mark_of, mark_whole, names_below, read_mark
 from diloco.checkpoint.restore import Found, OwnCheckpoints
 from diloco.checkpoint.saver import Saved
 from diloco.checkpoint.store import own_part
@@ -38,12 +38,14 @@ class KeepCheckpoints(TrainerCallback):
         world_rank: int | None,
         *,
         scratch: Path,
+        finish_save: Callable[[], None],
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
         """`scratch` is a local directory for files being uploaded or downloaded. Raises UserError.
 
-        `on_event` is called with the outcome of each save, for metrics.jsonl.
+        `finish_save` is DilocoCallback's. `on_event` is called with the outcome of each save, for metrics.jsonl.
         """
+        self._finish_save = finish_save
         self._on_event, self._outer, self._world, self._world_rank = on_event, outer, world, world_rank
         self._own = OwnCheckpoints(config, scratch)
 
@@ -75,6 +77,7 @@ class KeepCheckpoints(TrainerCallback):
         written = checkpoint_of(args, state)
         # Every rank writes files of its own into the checkpoint: wait until all have.
         barrier()
+        self._finish_save()
         on_rank_zero(lambda: self._try_to_keep(written, state.global_step))
 
     def _try_to_keep(self, written: Path, step: int) -> None:
@@ -99,7 +102,7 @@ class KeepCheckpoints(TrainerCallback):
             raise OSError("it was not written completely; the log above says why")
         else:
             files = flushed_records(written, names_below(written))
-            mark = mark_whole(written, outer, files, num_ranks=self._world.num_ranks)
+            mark = mark_whole(written, mark_of(outer, num_ranks=self._world.num_ranks), files)
         self._own.store.send(written, mark.files, step, own_part(outer.world_rank))
         self._own.complete(written, mark, step, outer.world_rank)
         self._own.delete_old(outer.world_rank)
