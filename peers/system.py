@@ -117,3 +117,51 @@ def tcp_buffer_bytes() -> int | None:
         return min(int(text.split()[2]) for text in files)
     except (OSError, ValueError, IndexError):
         return None
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """The minimum of the free memory of the machine and of every enclosing cgroup; None if none is known."""
+    left = [_meminfo_available(_read(root / "proc/meminfo"))]
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += _cgroup_left(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            left += _cgroup_left(root / "sys/fs/cgroup/memory", path, *names)
+    known = [amount for amount in left if amount is not None]
+    return min(known) if known else None
+
+
+def _cgroup_left(mount: Path, path: str, limit: str, usage: str, prefix: str) -> list[int | None]:
+    """Free memory in the cgroup and each of its ancestors up to the mount, where a container may have its files."""
+    inner = mount / path.lstrip("/")
+    groups = [inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))]
+    return [_group_left(group, limit, usage, prefix) for group in groups]
+
+
+def _group_left(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+    limit_text, usage_text = _read(group / limit), _read(group / usage)
+    if limit_text is None or usage_text is None or not limit_text.strip().isdigit():
+        return None
+    # Usage includes file cache, which the kernel reclaims on demand.
+    cache = 0
+    for line in (_read(group / "memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name in (f"{prefix}inactive_file", f"{prefix}active_file"):
+            cache += int(value)
+    return max(0, int(limit_text) - int(usage_text) + cache)
+
+
+def _meminfo_available(text: str | None) -> int | None:
+    for line in (text or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None

@@ -24,13 +24,13 @@ from diloco.options.model_files import load_model_config, preset_names
 from diloco.options.trainer import TrainConfig
 from diloco.train.memory import (
     MemoryNeed,
-    available_memory_bytes,
     check_memory,
     check_peers_fit,
     least_num_parameters,
     memory_needed_bytes,
     residual_bytes_per_parameter,
 )
+from peers.system import available_memory_bytes
 
 _GIB = 2**30
 _TEST_BYTES = 1 << 20

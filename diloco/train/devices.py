@@ -10,8 +10,7 @@ from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig
-from diloco.train.memory import available_memory_bytes
-from peers.system import num_cores
+from peers.system import available_memory_bytes, num_cores
 
 # Without persistence mode the driver wakes each GPU first, which takes one to two seconds.
 _NVIDIA_SMI_TIMEOUT_S = 30.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config
 from peers.protocol.codecs import BITS_BY_CODEC, FLOAT_BYTES, CodecName
+from peers.system import available_memory_bytes
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -22,6 +22,9 @@ _SWARM_BYTES_PER_PARAMETER = 16
 # In host memory, and in a checkpoint: what a lossy codec has kept back of this peer's contributions. What it has kept
 # back of the results is left out: it is divided among the peers, whose number is not known.
 _RESIDUAL_BYTES_PER_PARAMETER = 4
+# In host memory, in the daemon: anchor and momentum that a checkpoint is still written from when a commit comes, which
+# then writes to other memory; so it is with the residuals.
+_HELD_BYTES_PER_PARAMETER = 8
 _FROZEN_BYTES_PER_PARAMETER = 4
 """For the frozen weights of a model with adapters, which are not averaged."""
 _GIB = 2**30
@@ -65,7 +68,8 @@ def memory_needed_bytes(
     configuration. `num_copies` is how many ranks here hold the whole model each; None: they share it.
 
     The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
-    activations are underestimated, and adapters, which are trained in place of the weights, are not counted.
+    activations are underestimated, and adapters, which are trained in place of the weights, are not counted. But with
+    `copies_state` it expects a commit while a checkpoint is being written: sooner or later there is one.
     """
     activations = activation_tokens * _activation_bytes_per_token(config, recomputes=recomputes)
     per_parameter = _FROZEN_BYTES_PER_PARAMETER if has_adapters else _WORKER_BYTES_PER_PARAMETER[optimizer]
@@ -74,6 +78,8 @@ def memory_needed_bytes(
     swarm = num_parameters * per_parameter if in_swarm and not has_adapters else 0
     # Whole weights are copied once per peer, by the rank that holds the first replica.
     copies = num_parameters * _COPY_BYTES_PER_PARAMETER[optimizer] if copies_state else 0
+    if copies_state and swarm:
+        copies += num_parameters * (_HELD_BYTES_PER_PARAMETER + residual_bytes_per_parameter(compression))
     return MemoryNeed(
         host_bytes=copies + (swarm if on_gpu else worker + swarm),
         device_bytes=worker if on_gpu else 0,
@@ -122,49 +128,6 @@ def check_memory(
         )
 
 
-def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """The minimum of the free memory of the machine and of every enclosing cgroup; None if none is known."""
-    left = [_meminfo_available(_read(root / "proc/meminfo"))]
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            left += _cgroup_left(
-                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            left += _cgroup_left(root / "sys/fs/cgroup/memory", path, *names)
-    known = [amount for amount in left if amount is not None]
-    return min(known) if known else None
-
-
-def _cgroup_left(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[int | None]:
-    """Free memory in the cgroup and each of its ancestors up to the mount, where a container may have its files."""
-    inner = mount / path.lstrip("/")
-    groups = [inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))]
-    return [_group_left(group, limit, usage, reclaimable) for group in groups]
-
-
-def _group_left(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    limit_text, usage_text = _read(group / limit), _read(group / usage)
-    if limit_text is None or usage_text is None or not limit_text.strip().isdigit():
-        return None
-    # Usage includes file cache, which the kernel reclaims on demand.
-    cache = 0
-    for line in (_read(group / "memory.stat") or "").splitlines():
-        name, _, value = line.partition(" ")
-        if name == reclaimable:
-            cache = int(value)
-    return max(0, int(limit_text) - int(usage_text) + cache)
-
-
-def _meminfo_available(text: str | None) -> int | None:
-    for line in (text or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _activation_bytes_per_token(config: Mapping[str, Any], *, recomputes: bool) -> int:
     """A lower bound: 16 values of the hidden size per layer, 2 bytes each, plus fp32 logits and their gradient.
 
@@ -180,13 +143,6 @@ def number_in(config: Mapping[str, Any], *names: str) -> int:
     """The first of these fields of a config.json that is a positive integer, else 0: some models have lists there."""
     values = (config.get(name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
 
 
 def check_peers_fit(

@@ -2,7 +2,8 @@
 
 A donor holds one snapshot per stream, so commits that come meanwhile do not change what it serves. It serves each
 joiner on one stream at a time, for no longer than a download may take, and few different states at a time: a snapshot
-may cost as much memory as the state. Commits are handed over beside downloads of the state: who has just downloaded it
+costs as much memory as the state once a commit comes. Where that is not free, it hands over no state: it would be
+killed for lack of memory. Commits are handed over beside downloads of the state: who has just downloaded it
 would otherwise wait for the downloads of others, and be out of date again.
 """
 
@@ -36,6 +37,7 @@ from peers.protocol.states import (
 from peers.reduce.commit_log import CommitLog
 from peers.state.header import StateChunk, chunks_of
 from peers.state.outer_state import OuterState, Snapshot
+from peers.system import available_memory_bytes
 from peers.timing import COMMIT_S, RETRY_S, STALL_S
 
 log = logging.getLogger(__name__)
@@ -123,7 +125,7 @@ class StateServer:
 
     async def _serve_state(self, wanted_head: str, channel: Channel) -> None:
         snapshot = await self._snapshot()
-        if snapshot is None or wanted_head != snapshot.header.head or not self._has_room_for(wanted_head):
+        if snapshot is None or wanted_head != snapshot.header.head or not self._has_room_for(snapshot):
             head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
@@ -136,9 +138,16 @@ class StateServer:
         finally:
             self._served[wanted_head] -= 1
 
-    def _has_room_for(self, head: str) -> bool:
+    def _has_room_for(self, snapshot: Snapshot) -> bool:
+        """Whether its state may be served. Free memory that is not known suffices."""
         self._served = +self._served
-        return len(self._served.keys() - {head}) < MAX_OTHER_HEADS
+        if snapshot.header.head in self._served:
+            return True
+        free, needed = available_memory_bytes(), 2 * FLOAT_BYTES * sum(snapshot.header.sizes)
+        if free is not None and free < needed:
+            log.info("hands over no state: %d bytes of memory are free, %d may be needed", free, needed)
+            return False
+        return len(self._served) < MAX_OTHER_HEADS
 
     async def _snapshot(self) -> Snapshot | None:
         """The current state, once no commit is under way."""

@@ -160,6 +160,10 @@ class _Download:
         # The donor waits for a free slot, and then for a running commit.
         answer = await channel.read(_ANSWER, 2 * COMMIT_S + ANSWER_S)
         if isinstance(answer, Unavailable):
+            if answer.head == self._certificate.head:
+                raise StateUnavailable(
+                    "it serves as many states as it can, or has too little memory for that"
+                )
             held = f"it holds the state {answer.head[:12]!r}"
             raise StateUnavailable(held if answer.head else "it holds no state, or serves as many as it can")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))

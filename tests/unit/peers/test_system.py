@@ -19,6 +19,7 @@ from peers.net.paths.tls import Credentials, _load_key
 from peers.reduce import bandwidth
 
 ROOT = Path(__file__).parents[3]
+GIB = 2**30
 LINUX_ALONE = re.compile(
     r"memfd_create|sched_getaffinity|prctl|socket\.TCP_(?:INFO|KEEP\w+)|/proc/self/fd|get_native_id|\.unshare\(|/proc/sys/"
 )
@@ -105,3 +106,49 @@ def test_a_child_starts_as_without_it_and_ends_at_once_if_its_parent_has_gone():
     assert with_python_between == alone
     of_another = [word if word != str(os.getpid()) else "1" for word in argv]
     assert subprocess.run(of_another, capture_output=True, timeout=30, check=True).stdout == b""
+
+
+def machine(root, *, free_gib, cgroup="", files=()):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {free_gib * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_bare_machine_has_what_the_kernel_says(tmp_path):
+    assert system.available_memory_bytes(machine(tmp_path, free_gib=5)) == 5 * GIB
+
+
+def test_a_container_has_what_its_group_leaves_and_cache_gives_way(tmp_path):
+    files = [
+        ("sys/fs/cgroup/pod/box/memory.max", "max\n"),
+        ("sys/fs/cgroup/pod/box/memory.current", f"{GIB}\n"),
+        ("sys/fs/cgroup/pod/memory.max", f"{4 * GIB}\n"),
+        ("sys/fs/cgroup/pod/memory.current", f"{3 * GIB}\n"),
+        ("sys/fs/cgroup/pod/memory.stat", f"anon 1\ninactive_file {GIB // 4}\nactive_file {3 * GIB // 4}\n"),
+    ]
+    assert (
+        system.available_memory_bytes(machine(tmp_path, free_gib=9, cgroup="0::/pod/box\n", files=files))
+        == 2 * GIB
+    )
+
+
+def test_an_old_container_has_what_its_group_leaves(tmp_path):
+    folder = "sys/fs/cgroup/memory"
+    files = [
+        (f"{folder}/memory.limit_in_bytes", f"{2 * GIB}\n"),
+        (f"{folder}/memory.usage_in_bytes", f"{2 * GIB}\n"),
+        (
+            f"{folder}/memory.stat",
+            f"inactive_file 7\ntotal_inactive_file {GIB // 2}\ntotal_active_file {GIB // 2}\n",
+        ),
+    ]
+    root = machine(tmp_path, free_gib=9, cgroup="4:cpu,memory:/docker/abc\n1:name=x:/\n", files=files)
+    assert system.available_memory_bytes(root) == GIB
+
+
+def test_a_system_that_says_nothing_is_not_guessed_at(tmp_path):
+    assert system.available_memory_bytes(tmp_path) is None

@@ -6,7 +6,6 @@ import pytest
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, preset_names
 from diloco.train.memory import (
-    available_memory_bytes,
     check_memory,
     check_peers_fit,
     least_num_parameters,
@@ -16,47 +15,6 @@ from diloco.train.model import num_parameters
 from tests.support.commands import model_directory
 
 GIB = 2**30
-
-
-def machine(root, *, free_gib, cgroup="", files=()):
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {free_gib * 2**20} kB\n")
-    (root / "proc/self/cgroup").write_text(cgroup)
-    for name, text in files:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def test_a_bare_machine_has_what_the_kernel_says(tmp_path):
-    assert available_memory_bytes(machine(tmp_path, free_gib=5)) == 5 * GIB
-
-
-def test_a_container_has_what_its_group_leaves_and_cache_gives_way(tmp_path):
-    files = [
-        ("sys/fs/cgroup/pod/box/memory.max", "max\n"),
-        ("sys/fs/cgroup/pod/box/memory.current", f"{GIB}\n"),
-        ("sys/fs/cgroup/pod/memory.max", f"{4 * GIB}\n"),
-        ("sys/fs/cgroup/pod/memory.current", f"{3 * GIB}\n"),
-        ("sys/fs/cgroup/pod/memory.stat", f"anon 1\ninactive_file {GIB}\n"),
-    ]
-    assert (
-        available_memory_bytes(machine(tmp_path, free_gib=9, cgroup="0::/pod/box\n", files=files)) == 2 * GIB
-    )
-
-
-def test_an_old_container_has_what_its_group_leaves(tmp_path):
-    folder = "sys/fs/cgroup/memory"
-    files = [
-        (f"{folder}/memory.limit_in_bytes", f"{2 * GIB}\n"),
-        (f"{folder}/memory.usage_in_bytes", f"{GIB}\n"),
-    ]
-    root = machine(tmp_path, free_gib=9, cgroup="4:cpu,memory:/docker/abc\n1:name=x:/\n", files=files)
-    assert available_memory_bytes(root) == GIB
-
-
-def test_a_system_that_says_nothing_is_not_guessed_at(tmp_path):
-    assert available_memory_bytes(tmp_path) is None
 
 
 def test_weights_gradients_optimizer_and_swarm_are_counted():
@@ -71,7 +29,11 @@ def test_weights_gradients_optimizer_and_swarm_are_counted():
     assert lossy.host_bytes == 36 * 10**9
     beside = memory_needed_bytes(10**9, activation_tokens=0, config=config, has_adapters=True)
     assert beside.host_bytes == 4 * 10**9
-    for optimizer, per_parameter in (("adamw", 12), ("muon", 8)):
+    for optimizer, per_parameter, compression in (
+        ("adamw", 12 + 8, "fp32"),
+        ("muon", 8 + 8, "fp32"),
+        ("muon", 8 + 12, "int4"),
+    ):
         for on_gpu in (False, True):
             plain, saving = (
                 memory_needed_bytes(
@@ -81,6 +43,7 @@ def test_weights_gradients_optimizer_and_swarm_are_counted():
                     optimizer=optimizer,
                     on_gpu=on_gpu,
                     copies_state=copies_state,
+                    compression=compression,
                     num_copies=2,
                 )
                 for copies_state in (False, True)

@@ -8,6 +8,7 @@ from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, StateUnavailable
 from peers.net.channel import Channel, call
+from peers.net.states import server as state_server
 from peers.net.states import transfer as state_transfer
 from peers.net.states.server import MAX_OTHER_HEADS
 from peers.protocol.states import State, WantChunk, WantState, state_protocol
@@ -158,7 +159,7 @@ async def test_a_donor_holds_few_states_at_a_time_for_joiners_that_take_long(net
         await stream.send(WantState(head=state.head))
         assert await stream.read(Decoder(State), 5) == State()
         advance(state)
-    with pytest.raises(StateUnavailable, match="a: it holds the state") as caught:
+    with pytest.raises(StateUnavailable, match="a: it serves as many states as it can") as caught:
         await download(network, ["a"], state)
     assert not caught.value.suspects and len(state._snapshots) == MAX_OTHER_HEADS
     streams.pop().close()
@@ -166,6 +167,31 @@ async def test_a_donor_holds_few_states_at_a_time_for_joiners_that_take_long(net
     assert_same(await download(network, ["a"], state), state)
     streams.pop().close()
     await until(lambda: not server._newest)
+
+
+async def test_a_donor_hands_over_nothing_that_its_memory_cannot_hold_twice(network, monkeypatch):
+    state, free = committed_state((8, 24)), [255]
+    monkeypatch.setattr(state_server, "available_memory_bytes", lambda: free[0])
+    await serve(network, "a", state)
+    with pytest.raises(StateUnavailable, match="a: .* too little memory") as caught:
+        await download(network, ["a"], state)
+    assert not caught.value.suspects and not state._snapshots
+    # Anchor and momentum of 32 values.
+    free[0] = 256
+    stream = await call(network.transport("slow"), "a", state_protocol(RUN), timeout_s=5)
+    await stream.send(WantState(head=state.head))
+    assert await stream.read(Decoder(State), 5) == State()
+    # Another joiner of the same state costs nothing more.
+    free[0] = 0
+    assert_same(await download(network, ["a"], state), state)
+    stream.close()
+
+
+async def test_a_donor_whose_system_does_not_tell_its_free_memory_serves(network, monkeypatch):
+    monkeypatch.setattr(state_server, "available_memory_bytes", lambda: None)
+    state = committed_state((8,))
+    await serve(network, "a", state)
+    assert_same(await download(network, ["a"], state), state)
 
 
 async def test_nobody_to_ask_is_an_error(network):
