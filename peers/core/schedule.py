@@ -77,6 +77,11 @@ class Schedule:
         return self.overlap_steps == AS_LONG_AS_THE_ROUND
 
     @property
+    def hidden_steps(self) -> int:
+        """Inner steps that are trained at most while a round takes place."""
+        return self.steps_per_epoch if self.never_waits else self.overlap_steps
+
+    @property
     def seconds_per_epoch(self) -> float | None:
         """The time budget between two rounds; 0: learned; None: there is none."""
         return None if self.local_time_s is None else self.local_time_s / self.num_fragments

@@ -82,6 +82,7 @@ class Reporting:
             step_s=self._monitor.step_s,
             compression=codec_of(manifest),
             overlaps=schedule.overlap_steps != 0,
+            overlap_steps=schedule.hidden_steps,
         )
 
     def report(self, since: float) -> Report:

@@ -260,7 +260,7 @@ def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
     if report is None:
         return PeerFacts(world_rank=said.world_rank, state=state, doing=state, gone_s=_gone_s(peer, now))
     figures, rounds = report.figures, list(peer.rounds)[-_LAST_ROUNDS:]
-    hidden = figures.overlaps
+    blocked = [_blocked(entry, figures) for entry in rounds]
     return PeerFacts(
         world_rank=said.world_rank,
         state=state,
@@ -272,17 +272,32 @@ def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
         step=said.step,
         step_s=figures.step_s,
         losses=[(point.step, point.loss) for point in peer.curve.points if point.loss is not None],
-        round_share=0.0 if hidden else share_of([entry.round_s for entry in rounds], rounds),
-        wait_share=0.0 if hidden else share_of([entry.parts.wait_s for entry in rounds], rounds),
+        round_share=share_of([round_s for round_s, _ in blocked], rounds),
+        wait_share=share_of([wait_s for _, wait_s in blocked], rounds),
         num_rounds=figures.num_rounds,
         bytes_per_s=figures.upload_bytes_per_s,
         round_bytes=rounds[-1].sent_bytes if rounds else 0.0,
         compression=figures.compression,
+        overlaps=0 < figures.steps_per_epoch <= figures.overlap_steps,
         clock_ahead_s=peer.clock_ahead_s,
         troubles=report.troubles,
         num_failures=sum(entry.num_failures for entry in rounds),
         failure=next((entry.failures[-1] for entry in reversed(rounds) if entry.failures), ""),
     )
+
+
+def _blocked(entry: RoundEntry, figures: Figures) -> tuple[float, float]:
+    """Seconds for which training stood still for this round, and for the peers that came late to it.
+
+    The steps of overlap are trained first, in the wait for the group and then in the round. If it is not known how long
+    they take, nothing is counted.
+    """
+    hidden_s = figures.overlap_steps * figures.step_s
+    if figures.overlaps and not hidden_s:
+        return 0.0, 0.0
+    blocked_s = max(0.0, entry.parts.wait_s + entry.round_s - hidden_s)
+    round_s = min(entry.round_s, blocked_s)
+    return round_s, blocked_s - round_s
 
 
 def share_of(seconds: Sequence[float], rounds: Sequence[RoundEntry]) -> float:

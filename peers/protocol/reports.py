@@ -170,6 +170,9 @@ class Figures(_Told, frozen=True):
     compression: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
     overlaps: bool = False
     """Whether rounds take place while training goes on."""
+    overlap_steps: Count = 0
+    """Inner steps that are trained at most while a round takes place: those of an epoch with --hv.overlap-steps auto;
+    0 although rounds overlap: not reported."""
 
 
 class Standing(_Told, frozen=True):
