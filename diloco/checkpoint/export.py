@@ -36,7 +36,8 @@ _OLD_OFFSETS_KEY = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
-    """Write a checkpoint's model, from the anchor or the peer's own weights; returns a summary. Raises UserError."""
+    """Write a checkpoint's model, from the anchor or the peer's own weights; returns a summary. Raises UserError,
+    and DilocoError if the place is out of reach when it is opened."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-")))
         try:

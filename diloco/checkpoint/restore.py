@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco.checkpoint.choice import Candidate, Registration, in_order, left_behind, to_delete, to_resume
 from diloco.checkpoint.digests import problems_by_ranks, without_outer
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, write_mark
-from diloco.checkpoint.store import Store, open_store, own_part
+from diloco.checkpoint.store import Store, is_refusal, open_store, own_part
 from diloco.errors import DilocoError, UserError
 from diloco.options.flags import CkptConfig
+from diloco.outages import waited_out
 from diloco.outer.diloco import Restored
 from diloco.outer.world import World, on_every_rank, on_rank_zero
 
 log = logging.getLogger(__name__)
 
-_REFUSALS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-_REFUSED = (errno.EDQUOT, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,13 @@ class Found:
 class OwnCheckpoints:
     """One peer's checkpoints at --ckpt.path: finds the one to resume, completes new ones and deletes old ones.
 
-    `resumed` is a collective; all other methods are for rank 0.
+    `resumed` is a collective; all other methods are for rank 0. The constructor and `resumed` wait for a store that is
+    out of reach, for `PATIENCE_S`.
     """
 
     def __init__(self, config: CkptConfig, scratch: Path) -> None:
-        """`scratch` is a local directory for files being uploaded or downloaded. Raises UserError."""
-        self.store = open_store(config.path, scratch)
+        """`scratch` is a local directory for files being uploaded or downloaded. Raises UserError and DilocoError."""
+        self.store = waited_out(lambda: open_store(config.path, scratch))
         self.deleting: Candidate | None = None
         """The old checkpoint that is being deleted, if any."""
         self._config, self._scratch = config, scratch
@@ -66,7 +66,7 @@ class OwnCheckpoints:
     ) -> Found | None:
         """As `fetched`; checkpoints saved afterwards continue the history of the one that was found."""
         if self._config.interval is not None:
-            self._saved_at_ms = on_rank_zero(lambda: self._register(world_rank))
+            self._saved_at_ms = on_rank_zero(lambda: waited_out(lambda: self._register(world_rank)))
         found = fetched(
             self._config,
             world,
@@ -149,7 +149,8 @@ def fetched(
     run_is_alive: bool = False,
     on_skipped: Callable[[str], None] = lambda problem: None,
 ) -> Found | None:
-    """The checkpoint to resume; its directory exists until the stack is closed. A collective. Raises UserError.
+    """The checkpoint to resume; its directory exists until the stack is closed. A collective. Raises UserError, and
+    DilocoError if the store is out of reach for long.
 
     The result may be another peer's, unless `run_is_alive` and this peer has one. Without `needs_outer` the files of
     the outer state are neither fetched nor verified. `on_skipped` is called on rank 0 with what is wrong with each
@@ -160,26 +161,33 @@ def fetched(
     finder = Finder(
         config.resume, config.path, world_rank, scratch, run_is_alive=run_is_alive, on_skipped=on_skipped
     )
-    try:
-        while (candidate := on_rank_zero(finder.next)) is not None:
+    resuming = partial(_resuming, config.resume)
+
+    def reached(operation: Callable[[], T]) -> T:
+        return waited_out(resuming()(operation))
+
+    with resuming():
+        while (candidate := on_rank_zero(lambda: reached(finder.next))) is not None:
             if not needs_outer:
                 candidate = replace(candidate, mark=without_outer(candidate.mark))
-            directory = _fetch_to_node(finder.store, candidate, world, stack)
+            directory = _fetch_to_node(finder.store, candidate, world, stack, reached)
             problems = problems_by_ranks(directory, candidate.mark, world)
             if not problems:
                 return Found(candidate.mark, directory, candidate.part == own_part(world_rank))
             stack.close()
             name = finder.store.name_of(candidate.name, candidate.part)
             on_rank_zero(partial(finder.refuse, candidate, problems[0].replace(str(directory), name)))
-    except OSError as error:
-        kind = UserError if is_refusal(error) else DilocoError
-        raise kind(f"--ckpt.resume {config.resume}: {error}") from error
     return None
 
 
-def is_refusal(error: OSError) -> bool:
-    """Whether a store has refused an operation, and would do so again; if not, it may only be out of reach."""
-    return isinstance(error, _REFUSALS) or error.errno in _REFUSED
+@contextlib.contextmanager
+def _resuming(resume: str) -> Iterator[None]:
+    """Convert OSError to UserError if the store has refused something, else to DilocoError."""
+    try:
+        yield
+    except OSError as error:
+        kind = UserError if is_refusal(error) else DilocoError
+        raise kind(f"--ckpt.resume {resume}: {error}") from error
 
 
 def others_state(mark: Mark, directory: Path) -> Restored:
@@ -250,7 +258,7 @@ class Finder:
                     f"--ckpt.resume {resume} is the checkpoint of a swarm's peer, which can be resumed only in a "
                     "swarm; one peer is enough: `diloco run --peers 1`"
                 )
-        self.store: Store = open_store(path, scratch)
+        self.store: Store = waited_out(lambda: open_store(path, scratch))
         self._refused: set[tuple[str, str]] = set()
 
     def next(self) -> Candidate | None:
@@ -351,11 +359,19 @@ def split(resume: str) -> tuple[str, str, str]:
     return (place or ("/" if slash else ".")), name, part
 
 
-def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
-    """The checkpoint's directory on this node; each node's first rank fetches it. Raises OSError."""
+def _fetch_to_node(
+    store: Store,
+    candidate: Candidate,
+    world: World,
+    stack: contextlib.ExitStack,
+    reached: Callable[[Callable[[], Path]], Path],
+) -> Path:
+    """The checkpoint's directory on this node; each node's first rank fetches it, through `reached`."""
 
     def fetched() -> Path | None:
-        return stack.enter_context(store.opened(candidate)) if world.is_first_of_node else None
+        if not world.is_first_of_node:
+            return None
+        return reached(lambda: stack.enter_context(store.opened(candidate)))
 
     found = on_every_rank(fetched)[world.node * world.num_local_ranks]
     assert found is not None

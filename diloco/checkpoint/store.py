@@ -8,6 +8,7 @@ place; at a URL the files are uploaded one by one, the mark last.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 from diloco.checkpoint.choice import Candidate, Registration
 from diloco.checkpoint.digests import are_ours
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, read_mark
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 from peers.state.whole_files import flush_to_disk, write_bytes
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,20 @@ SAVERS = "savers"
 _TEMPORARY = (".partial", ".discarded")
 _AT_ONCE = 8
 """Requests to a URL at a time; s3fs keeps ten connections."""
+
+_REFUSALS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_REFUSED = (
+    errno.EDQUOT,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EROFS,
+)
+_NOT_ASKED = ("NoCredentialsError", "ParamValidationError", "PartialCredentialsError", "ProfileNotFound")
+"""Errors of botocore that it raises before it asks the store: the user's settings are wrong, or missing."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -48,7 +63,10 @@ def step_name(step: int) -> str:
 
 
 def open_store(path: str, scratch: Path) -> Store:
-    """The store of --ckpt.path; `scratch` is a local directory for files in transfer. Raises UserError."""
+    """The store of --ckpt.path; `scratch` is a local directory for files in transfer.
+
+    Raises UserError if it is refused, DilocoError if it is out of reach: some file systems connect at once.
+    """
     if "://" not in path:
         return Store(Path(path).expanduser())
     try:
@@ -59,8 +77,15 @@ def open_store(path: str, scratch: Path) -> Store:
         extra = "pip install 'diloco[s3]'" if path.startswith("s3") else "install the package that it names"
         raise UserError(f"{path} needs a package that is not here ({error}): {extra}") from error
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not is_refusal(error):
+            raise DilocoError(f"{path} cannot be reached: {error}") from error
         raise UserError(f"checkpoints cannot be kept in {path}: {error}") from error
     return RemoteStore(path, filesystem, root, scratch)
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether a store has refused an operation, and would do so again; if not, it may only be out of reach."""
+    return isinstance(error, _REFUSALS) or error.errno in _REFUSED
 
 
 class Store:
@@ -415,4 +440,5 @@ def _as_os_errors() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        name = type(error).__name__
+        raise (PermissionError if name in _NOT_ASKED else OSError)(f"{name}: {error}") from error

@@ -20,12 +20,13 @@ import numpy as np
 from diloco.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from diloco.data.held_out import Validation, validation_of, windows_among, windows_at
 from diloco.data.sampling import Block, random_tokens, step_offsets, windows_of
-from diloco.data.streaming import HubDataset, StreamingSource, open_hub_dataset
+from diloco.data.streaming import StreamingSource, open_hub_dataset
 from diloco.data.token_cache import tokenized
 from diloco.data.token_files import Tokens
 from diloco.data.tokenizer import is_byte_level, text_byte_counts
 from diloco.errors import DilocoError, UserError, print_note
 from diloco.options.trainer import TrainConfig
+from diloco.outages import PATIENCE_S, waited_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,8 +45,6 @@ _FAKE_EVAL_TOKENS = 8192
 _READ_AHEAD = 2
 # Time limit of `check_data`.
 _CHECK_S = 2.0
-# How long the hub may be away, and how often it is asked. An attempt may itself take minutes.
-_PATIENCE_S, _RETRY_S = 600.0, 30.0
 
 
 class SampleSource(Protocol):
@@ -92,7 +91,9 @@ def open_data(
     corpus = open_corpus(config)
     if corpus is None:
         return StreamingSource(
-            _opened_patiently(config),
+            waited_out(
+                lambda: open_hub_dataset(config.dataset_name_or_path, config.text_column, seed=config.seed)
+            ),
             tokenizer,
             seq_length=config.seq_length,
             samples_per_block=block,
@@ -112,19 +113,6 @@ def open_data(
     )
 
 
-def _opened_patiently(config: TrainConfig) -> HubDataset:
-    """Wait while the hub cannot be reached: a worker that fails for the same reason again and again is given up."""
-    give_up_at = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            return open_hub_dataset(config.dataset_name_or_path, config.text_column, seed=config.seed)
-        except DilocoError as error:
-            if isinstance(error, UserError) or time.monotonic() >= give_up_at:
-                raise
-            log.warning("%s; next attempt in %g s", error, _RETRY_S)
-        time.sleep(_RETRY_S)
-
-
 def check_data(config: TrainConfig) -> None:
     """Check, before anything is started, that the dataset exists, is readable and large enough. Raises UserError.
 
@@ -140,7 +128,7 @@ def check_data(config: TrainConfig) -> None:
         except UserError:
             raise
         except DilocoError as error:
-            print_note(f"{error}; the training waits up to {_PATIENCE_S / 60:g} minutes for it")
+            print_note(f"{error}; the training waits up to {PATIENCE_S / 60:g} minutes for it")
     elif isinstance(corpus, FileCorpus):
         _check_files(corpus, config.seq_length)
 

@@ -9,6 +9,7 @@ import pytest
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import errors as hub
 
+from diloco import outages
 from diloco.data import batches
 from diloco.data.streaming import open_hub_dataset
 from diloco.data.tokenizer import load_tokenizer
@@ -81,7 +82,7 @@ def test_a_worker_waits_ten_minutes_for_the_hub_and_the_check_before_the_start_d
 
     monkeypatch.setattr(batches, "open_hub_dataset", opened)
     clock = SimpleNamespace(sleep=pauses_s.append, monotonic=lambda: sum(pauses_s))
-    monkeypatch.setattr(batches, "time", clock)
+    monkeypatch.setattr(outages, "time", clock)
     tokenizer = load_tokenizer("2m")
     assert batches.open_data(config, tokenizer).num_files == 64
     assert sum(pauses_s) == 600
