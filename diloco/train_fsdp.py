@@ -233,7 +233,12 @@ class Trainer:
     def place(self) -> tuple[Block, int]:
         """The block of the next step's samples, and the local step in it."""
         steps = self.config.hv.steps_per_epoch
-        return place_of(self.outer, self.outer.nominal_step, steps_per_epoch=steps)
+        return place_of(
+            self.outer,
+            self.outer.nominal_step,
+            steps_per_epoch=steps,
+            samples_per_block=self.source.samples_per_block,
+        )
 
     def stream_state(self) -> dict[str, bytes]:
         """The file of a checkpoint with the position in a streamed dataset; other data needs none."""

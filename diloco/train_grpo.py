@@ -400,7 +400,12 @@ class Training:
     def example_numbers(self) -> list[int]:
         """The numbers of the next generation's examples."""
         step, steps_per_epoch = self.trainer.state.global_step, self.prompts.steps_per_epoch
-        block, local_step = place_of(self.outer, step, steps_per_epoch=steps_per_epoch)
+        block, local_step = place_of(
+            self.outer,
+            step,
+            steps_per_epoch=steps_per_epoch,
+            samples_per_block=self.prompts.prompts_per_block,
+        )
         batch_of_step = self.trainer.batch_of_step
         return self.prompts.numbers(block, local_step, batch_of_step, num_examples=self.task.num_examples)
 

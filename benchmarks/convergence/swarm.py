@@ -109,7 +109,8 @@ def samples_of(source: SampleSource, job: Job, rank: int, step: int) -> np.ndarr
     """The samples of a peer in a nominal step, the same in every arm: int64 [peer_batch_size, seq_length + 1]."""
     scale = job.scale
     number, local_step = divmod(step, scale.local_steps)
-    block = Block(epoch=number, world_rank=rank, data_base=number * scale.num_peers)
+    data_base = number * scale.num_peers * source.samples_per_block
+    block = Block(epoch=number, world_rank=rank, data_base=data_base)
     return source.read(block, step_offsets(local_step, total_batch_size=scale.peer_batch_size))
 
 

@@ -61,7 +61,8 @@ def main(loop: StudyLoop) -> None:
     record("start", epoch=outer.epoch, world_rank=outer.world_rank)
     while (elapsed_s := time.monotonic() - began_at) < loop.seconds:
         at, number = outer.position, number + 1
-        block = Block(epoch=at.epoch, world_rank=outer.world_rank or 0, data_base=at.data_base)
+        data_base = at.data_base * source.samples_per_block
+        block = Block(epoch=at.epoch, world_rank=outer.world_rank or 0, data_base=data_base)
         samples = source.read(block, step_offsets(at.local_step, total_batch_size=scale.peer_batch_size))
         done = int(_RATES * elapsed_s / loop.seconds)
         lr = learning_rate(done, peak=loop.lr, warmup_steps=_WARMUP, total_steps=_RATES)

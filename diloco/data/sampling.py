@@ -1,9 +1,9 @@
 """Assigns samples to peers and steps by pure integer arithmetic, so the result does not depend on machine or numpy.
 
 Sample indices form one infinite global sequence. In an epoch the peer of world rank r owns the block of indices
-[(data_base + r) * B, (data_base + r + 1) * B), where B is the number of samples that a peer trains per epoch. A commit
-advances data_base by the number of blocks assigned, so no index is assigned twice. With N windows in the dataset, index
-i is window `permuted(i mod N)` of pass i div N.
+[data_base + r * B, data_base + (r + 1) * B), where B is the number of samples that a peer trains per epoch. A commit
+advances data_base by the number of samples assigned, so no index is assigned twice, even if the run is resumed with
+another batch size. With N windows in the dataset, index i is window `permuted(i mod N)` of pass i div N.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ class Block:
     epoch: int
     world_rank: int
     data_base: int
-    """Number of blocks assigned in all earlier epochs."""
+    """Number of samples assigned in all earlier epochs."""
 
     def indices(self, offsets: np.ndarray, samples_per_block: int) -> np.ndarray:
         """Global sample indices (int64) of offsets within the block."""
         check_offsets(offsets, samples_per_block)
-        return (self.data_base + self.world_rank) * samples_per_block + offsets
+        return self.data_base + self.world_rank * samples_per_block + offsets
 
 
-def place_of(outer: Diloco, step: int, *, steps_per_epoch: int) -> tuple[Block, int]:
+def place_of(outer: Diloco, step: int, *, steps_per_epoch: int, samples_per_block: int) -> tuple[Block, int]:
     """The block from which this peer's next inner step, `step`, takes its samples, and the local step in it."""
     position = outer.position
     if outer.world_rank is not None:
-        block = Block(epoch=position.epoch, world_rank=outer.world_rank, data_base=position.data_base)
+        data_base = position.data_base * (1 if outer.counts_samples else samples_per_block)
+        block = Block(epoch=position.epoch, world_rank=outer.world_rank, data_base=data_base)
         return block, position.local_step
     # Without a swarm there are no epochs: use one block for every `steps_per_epoch` steps.
     number, local_step = divmod(step, steps_per_epoch)
-    return Block(epoch=number, world_rank=0, data_base=number), local_step
+    return Block(epoch=number, world_rank=0, data_base=number * samples_per_block), local_step
 
 
 def check_offsets(offsets: np.ndarray, samples_per_block: int) -> None:

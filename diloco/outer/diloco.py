@@ -33,12 +33,13 @@ PROGRESS_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a peer is in the run, and at which block the data of its epoch begins."""
+    """Where a peer is in the run, and where the data of its epoch begins."""
 
     epoch: int = 0
     local_step: int = 0
     """Inner steps since the last commit; without a swarm, since the beginning."""
     data_base: int = 0
+    """The samples assigned in all earlier epochs; if not `Diloco.counts_samples`, the data blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +303,11 @@ class Diloco:
             exchange.weights.take()
             self.tokens = [0] * len(self.tokens)
         self._adopt(start)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the swarm knows how many samples a data block has. It does if it trains with diloco's trainer."""
+        return self._scheduled.samples_per_block is not None
 
     @property
     def _scheduled(self) -> Schedule:

@@ -116,7 +116,7 @@ class Answer:
 
     @property
     def data_base(self) -> int:
-        """First data block of that epoch."""
+        """First sample of that epoch."""
         return self.certificate.plan.data_base
 
 
@@ -127,7 +127,7 @@ class GoAhead:
 
     epoch: int
     data_base: int
-    """First data block of that epoch, as this peer predicts it."""
+    """First sample of that epoch, as this peer predicts it."""
     epoch_s: float = 0.0
     """As in Answer."""
 

@@ -76,9 +76,14 @@ def plan_of(
             Member(peer_id=peer_id, world_rank=ranks[peer_id])
             for peer_id in sorted(members, key=lambda peer_id: ranks[peer_id])
         ),
-        data_base=min(MAX_COUNT, before.data_base + max(data_width, 1 + max(ranks.values()))),
+        data_base=data_base_after(before, max(data_width, 1 + max(ranks.values())), settings),
         tokens=min(MAX_COUNT, before.tokens + tokens),
     )
+
+
+def data_base_after(before: Plan, num_blocks: int, settings: Settings) -> int:
+    """The first sample that is left for later epochs if the one after `before` hands out so many blocks."""
+    return min(MAX_COUNT, before.data_base + num_blocks * settings.samples_per_block)
 
 
 def _ranks_of(roster: Sequence[Member], entries: Mapping[str, Entry]) -> dict[str, int]:
@@ -142,7 +147,8 @@ def fault_in(
     off = everybody - remaining - leaving
     if not off <= set(off_allowed):
         return f"to remove members that are not gone: {', '.join(sorted(off - set(off_allowed)))}"
-    width = plan.data_base - parent.plan.data_base
+    # Rounded up for the last block before MAX_COUNT; any other part of a block makes the plan differ from `wanted`.
+    width = -(-(plan.data_base - parent.plan.data_base) // settings.samples_per_block)
     most = 2 * data_width + SPARE_BLOCKS
     if width > most:
         return f"to hand out {width} blocks of data, where at most {most} are allowed"

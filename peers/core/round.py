@@ -26,7 +26,7 @@ from peers.core.effects import CancelReduce, Pledge, Reduce, Send
 from peers.core.events import ReduceFailed
 from peers.core.group import Group, RoundContext
 from peers.core.leading import Failure, Lead
-from peers.core.plans import Entry
+from peers.core.plans import Entry, data_base_after
 from peers.core.turn import Turn
 from peers.core.worker import Progress
 from peers.protocol.certificates import Body, Certificate, Plan
@@ -158,8 +158,8 @@ class Round:
 
     @property
     def next_data_base(self) -> int:
-        """The first data block of the next epoch, if no further peer joins before."""
-        return self.parent.plan.data_base + self._group.data_width({})
+        """The first sample of the next epoch, if no further peer joins before."""
+        return data_base_after(self.parent.plan, self._group.data_width({}), self._context.settings)
 
     def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
         """The peers that the next commit waits for."""

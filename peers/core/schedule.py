@@ -20,7 +20,7 @@ with steps left train on. Each peer's core says how long the next epoch may last
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peers.errors import UserError
 
@@ -43,6 +43,8 @@ class Schedule:
     local_time_s: float | None = None
     """Seconds after which the local steps count as done, however many were done; 0: learned from the peers' speeds;
     None: no time budget."""
+    samples_per_block: int | None = None
+    """Samples that a peer trains in an epoch; in GRPO, prompts. None: the manifest does not say."""
 
     def __post_init__(self) -> None:
         if self.local_steps < 1 or self.num_fragments < 1 or self.local_steps % self.num_fragments:
@@ -59,13 +61,19 @@ class Schedule:
     @classmethod
     def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Schedule:
         """The schedule of a manifest. Raises UserError if its numbers do not fit each other."""
-        return cls(
+        schedule = cls(
             local_steps=int(manifest.get("hv.local_steps") or DEFAULT_LOCAL_STEPS),
             num_fragments=int(manifest.get("hv.num_fragments") or 1),
             overlap_steps=int(manifest.get("hv.overlap_steps") or 0),
             mixing=None if (mixing := manifest.get("hv.mixing")) is None else float(mixing),
             local_time_s=None if (seconds := manifest.get("hv.local_time")) is None else float(seconds),
         )
+        samples = int(manifest.get("total_batch_size") or 0) * schedule.steps_per_epoch
+        if manifest.get("mode") == "grpo":
+            # All completions of a prompt count as samples, each time that they are trained on.
+            for name in ("grpo.num_generations", "grpo.num_iterations"):
+                samples //= int(manifest.get(name) or 1)
+        return replace(schedule, samples_per_block=max(1, samples) if samples else None)
 
     @property
     def steps_per_epoch(self) -> int:

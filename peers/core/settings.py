@@ -16,6 +16,8 @@ class Settings:
     """Digest of the manifest."""
     steps_per_epoch: int
     num_fragments: int = 1
+    samples_per_block: int = 1
+    """Samples that a peer trains in an epoch; 1: not known, so that `Plan.data_base` counts blocks."""
     epoch_s: float | None = None
     """How long an epoch may last; 0: learned (epoch_time.py); None: as long as its steps take."""
     overlap_steps: int = 0

@@ -270,6 +270,7 @@ class Daemon:
                 manifest=self._agreement.digest,
                 steps_per_epoch=schedule.steps_per_epoch,
                 num_fragments=schedule.num_fragments,
+                samples_per_block=schedule.samples_per_block or 1,
                 epoch_s=schedule.seconds_per_epoch,
                 overlap_steps=max(0, schedule.overlap_steps),
                 never_waits=schedule.never_waits,

@@ -35,7 +35,7 @@ from peers.protocol.limits import (
 )
 from peers.protocol.wire import Struct, decode, encode
 
-_SIGNED_AS = b"diloco commit v3\0"
+_SIGNED_AS = b"diloco commit v4\0"
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -90,7 +90,7 @@ class Plan(Struct, frozen=True, dict=True):
     roster: Annotated[tuple[Member, ...], Meta(min_length=1, max_length=MAX_PEERS)]
     """Who may sign the next commit, in order of world rank."""
     data_base: Count
-    """The first data block of the next epoch."""
+    """The first sample of the next epoch: blocks may have another size when the run is resumed."""
     tokens: Count
     """Averaged into the anchor so far, over all epochs and peers. Informational: no decision depends on it."""
 

@@ -30,7 +30,7 @@ from peers.protocol.messages import Status
 from peers.protocol.wire import Struct, decode, encode
 from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Increased by every change after which older versions cannot be in one swarm with newer ones: a peer of another
 version reads no more than this number of a record."""
 MAX_RECORD_BYTES = 4096

@@ -201,7 +201,7 @@ def test_all_peers_together_read_each_window_once_a_pass(tokenizer, tmp_path):
         for epoch in range(num_epochs)
         for rank in (0, 1)
         for row in source.read(
-            Block(epoch=epoch, world_rank=rank, data_base=2 * epoch), np.arange(block_size)
+            Block(epoch=epoch, world_rank=rank, data_base=2 * epoch * block_size), np.arange(block_size)
         )
     ]
     expected = sorted(row.tobytes() for row in all_windows(source))

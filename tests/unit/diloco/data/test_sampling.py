@@ -1,13 +1,28 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from diloco.data.sampling import Block, PromptSchedule, permuted, random_tokens, step_offsets, windows_of
+from diloco.data.sampling import (
+    Block,
+    PromptSchedule,
+    permuted,
+    place_of,
+    random_tokens,
+    step_offsets,
+    windows_of,
+)
+from peers.core.founding import genesis_of
+from peers.core.plans import Entry, fault_in, plan_of
+from peers.core.schedule import Schedule
+from peers.protocol.messages import Offer
+from tests.unit.peers.core.made import digest, signed, with_settings, work
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,7 +74,7 @@ def test_ranks_share_a_step_without_overlap():
 
 def test_an_offset_outside_the_block_is_refused():
     block = Block(epoch=0, world_rank=1, data_base=5)
-    assert block.indices(np.array([0, 9]), 10).tolist() == [60, 69]
+    assert block.indices(np.array([0, 9]), 10).tolist() == [15, 24]
     with pytest.raises(ValueError, match="leave a block of 10"):
         block.indices(np.array([10]), 10)
     with pytest.raises(ValueError, match="leave a block of 10"):
@@ -84,7 +99,7 @@ def test_peers_that_come_and_go_never_train_a_window_twice_in_a_pass(data):
             last = samples_per_block // 2 if rank in leavers else samples_per_block
             block = Block(epoch=epoch, world_rank=rank, data_base=data_base)
             given_out += block.indices(np.arange(first, last), samples_per_block).tolist()
-        data_base += data_width
+        data_base += data_width * samples_per_block
         ranks = (ranks | joiners) - leavers or {0}
     windows = windows_of(np.array(given_out, dtype=np.int64), num_windows=num_windows, seed=9)
     trained = [(index // num_windows, window) for index, window in zip(given_out, windows, strict=True)]
@@ -96,10 +111,41 @@ def test_peers_that_are_all_there_train_every_window_once():
     seen: list[int] = []
     for epoch in range(4):
         for rank in range(num_peers):
-            block = Block(epoch=epoch, world_rank=rank, data_base=epoch * num_peers)
+            block = Block(epoch=epoch, world_rank=rank, data_base=epoch * num_peers * samples_per_block)
             indices = block.indices(np.arange(samples_per_block), samples_per_block)
             seen += windows_of(indices, num_windows=num_windows, seed=1).tolist()
     assert sorted(seen) == list(range(num_windows))
+
+
+def test_a_run_resumed_with_another_batch_size_goes_on_with_the_next_sample():
+    certificate, given_out = None, []
+    for batch in (8, 6, 16):
+        manifest = {"total_batch_size": batch, "hv.local_steps": 3}
+        samples_per_block = Schedule.of(manifest).samples_per_block
+        core = with_settings(samples_per_block=samples_per_block)
+        offer = Offer(anchor=digest("anchor"), momentum=digest("momentum"), certificate=certificate)
+        certificate = signed(genesis_of(core, {name: (-1, offer) for name in "ab"}, 0))
+        for _ in range(2):
+            plan = certificate.plan
+            for rank in (member.world_rank for member in plan.roster):
+                block = Block(epoch=plan.epoch, world_rank=rank, data_base=plan.data_base)
+                given_out += block.indices(np.arange(samples_per_block), samples_per_block).tolist()
+            entries = {name: Entry(-1, work()) for name in "ab"}
+            plan = plan_of(certificate, 0, entries, off=(), data_width=2, settings=core)
+            assert fault_in(plan, certificate, off_allowed=(), data_width=2, settings=core) == ""
+            certificate = signed(replace(certificate.body, plan=plan))
+    assert given_out == list(range(2 * 2 * 3 * (8 + 6 + 16)))
+
+
+@pytest.mark.parametrize(
+    ("world_rank", "counts_samples", "first"),
+    [(2, True, 50 + 2 * 12), (2, False, 52 * 12), (None, False, 12)],
+)
+def test_the_place_of_a_step_follows_from_what_the_swarm_counts(world_rank, counts_samples, first):
+    position = SimpleNamespace(epoch=4, local_step=2, data_base=50)
+    outer = SimpleNamespace(position=position, world_rank=world_rank, counts_samples=counts_samples)
+    block, local_step = place_of(outer, 5, steps_per_epoch=3, samples_per_block=12)
+    assert (block.indices(np.arange(1), 12).tolist(), local_step) == ([first], 2)
 
 
 def schedule(*, batches_per_step=1, batches_per_generation=2, prompts_per_generation=4, seed=5):
@@ -123,7 +169,7 @@ def epoch_of(rank, data_base, deal=DEAL):
 
 
 def test_no_prompt_is_dealt_twice_in_a_pass():
-    dealt = [number for base in (0, 4) for rank in range(4) for number in epoch_of(rank, base)]
+    dealt = [number for base in (0, 48) for rank in range(4) for number in epoch_of(rank, base)]
     assert sorted(dealt) == list(range(96))
 
 

@@ -18,7 +18,7 @@ from diloco.options.trainer import (
     with_fitting_batch_size,
     with_shared,
 )
-from peers.core.schedule import AS_LONG_AS_THE_ROUND
+from peers.core.schedule import AS_LONG_AS_THE_ROUND, Schedule
 from peers.core.weights import Aggregation
 from peers.protocol.codecs import CODEC_NAMES
 
@@ -220,6 +220,14 @@ def test_help_ends_the_process_without_an_error(capsys, monkeypatch):
         parse_train_config(["--help"])
     assert exit_.value.code == 0
     assert "--per-device-train-batch-size" in capsys.readouterr().out
+
+
+def test_the_manifest_says_how_many_samples_a_peer_trains_in_an_epoch():
+    config = TrainConfig(total_batch_size=8)
+    config = replace(config, hv=replace(config.hv, local_steps=6, num_fragments=2))
+    assert Schedule.of(shared_values(config)).samples_per_block == 8 * 3
+    # With --worker it names no batch size.
+    assert Schedule.of({"hv.local_steps": 6}).samples_per_block is None
 
 
 def test_the_manifest_bounds_the_tokens_that_a_peer_may_claim():

@@ -14,9 +14,9 @@ from tests.unit.peers.core.swarm import Swarm
 TRAIN_S = 5.0
 
 
-def running_swarm(names: str = "abc") -> Swarm:
+def running_swarm(names: str = "abc", **settings: object) -> Swarm:
     """A swarm that has made enough commits to know how long one usually takes."""
-    swarm = Swarm(names, train_s=TRAIN_S)
+    swarm = Swarm(names, settings=replace(SETTINGS, **settings), train_s=TRAIN_S)
     assert swarm.reach(ENOUGH_ROUNDS + 1, 120)
     return swarm
 
@@ -43,12 +43,12 @@ def test_where_rounds_are_overlapped_however_long_they_take_all_go_ahead_at_once
 
 
 def test_who_has_lost_its_quorum_trains_on_in_the_epoch_that_is_to_follow():
-    swarm = running_swarm()
+    swarm = running_swarm(samples_per_block=80)
     epoch, data_base = swarm["a"].machine.epoch, swarm["a"].machine.certificate.plan.data_base
     swarm.kill("b")
     swarm.kill("c")
     assert swarm.run_until(lambda: bool(ahead(swarm, "a")), TRAIN_S + 2)
-    assert ahead(swarm, "a") == [effects.GoAhead(epoch + 1, data_base + 3)]
+    assert ahead(swarm, "a") == [effects.GoAhead(epoch + 1, data_base + 3 * 80)]
     # The work that it handed over still waits for its commit, and others may include it.
     assert swarm["a"].machine.phase == "ready"
 

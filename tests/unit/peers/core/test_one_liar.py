@@ -322,7 +322,8 @@ def test_two_sides_do_not_change_places_while_one_spoils_every_attempt(seconds):
     swarm.run(seconds)
     swarm.heal_partition("ae", "bcd")
     together = swarm["b"].machine.epoch
-    assert swarm.run_until(lambda: min(swarm[name].machine.epoch for name in "abce") >= together + 3, 120)
+    # How long it takes depends on whom the heads make the leaders, by chance.
+    assert swarm.run_until(lambda: min(swarm[name].machine.epoch for name in "abce") >= together + 3, 150)
     assert max(len(swarm[name].forks) for name in "abce") <= 1
 
 

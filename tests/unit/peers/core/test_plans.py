@@ -108,6 +108,21 @@ def test_the_data_of_an_epoch_is_as_wide_as_the_highest_rank_wherever_that_is():
     assert made([*ROSTER, "n"], claims={"n": 99}).data_base == 100
 
 
+def test_the_data_of_an_epoch_is_a_whole_number_of_blocks_and_no_more_of_them_for_their_size():
+    settings = with_settings(samples_per_block=10)
+    plan = made(settings=settings)
+    assert plan.data_base == 40
+    most = 10 * (2 * 4 + SPARE_BLOCKS)
+    for data_base in (40, 50, most):
+        assert fault(replace(plan, data_base=data_base), settings=settings) == ""
+    for data_base in (0, 30, 39, 41, 45, most + 1, most + 10):
+        assert fault(replace(plan, data_base=data_base), settings=settings) != ""
+    for parent in (genesis("ab", data_base=MAX_COUNT - at) for at in (0, 1, 25)):
+        plan = made("ab", parent=parent, settings=settings)
+        assert plan.data_base == MAX_COUNT
+        assert fault(plan, parent=parent, settings=settings) == ""
+
+
 def test_counts_stay_where_they_can_be_read_back():
     parent = genesis("ab", data_base=MAX_COUNT - 1, tokens=MAX_COUNT - 3)
     plan = made("ab", parent=parent)

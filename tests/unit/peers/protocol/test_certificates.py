@@ -115,7 +115,7 @@ def test_a_contributor_that_is_named_twice_cannot_sign_twice():
 
 
 def test_a_signature_under_a_body_is_none_under_its_plan_or_any_other_text():
-    assert BODY.signed_bytes.startswith(b"diloco commit v3\0")
+    assert BODY.signed_bytes.startswith(b"diloco commit v4\0")
     assert BODY.signed_bytes != encode(Certificates(head=A, certificates=(CERTIFICATE,)))
 
 
@@ -147,7 +147,7 @@ def test_the_head_of_a_body_is_what_it_always_was():
     # A change of this value changes the protocol: peers from before and after it cannot share a swarm.
     body = body_of(["peer one", "peer two"])
     assert body.plan.digest == "8e213cbe95efd4d7881be11060e6f55d7c241eb17738091057420ddabce9cc5f"
-    assert body.head == "7c59c66cd964e4ce93eacfc52b17fdc8a83d103b520b12be7d3812423c0f2620"
+    assert body.head == "51fce9ea02a288c2bb3d8ee46f7b157cd2106f7e2516ca23f0fbe4ced357ce09"
 
 
 def test_contributors_sign_and_of_a_genesis_the_roster_does():

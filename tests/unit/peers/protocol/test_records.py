@@ -113,7 +113,7 @@ def test_a_record_of_another_version_is_told_from_a_broken_one(peer, monkeypatch
     monkeypatch.setattr(records, "PROTOCOL", 7)
     theirs = seal(encode({"a field": "of a later version"}), peer)
     monkeypatch.undo()
-    with pytest.raises(OtherVersion, match="protocol 7, this one has 1"):
+    with pytest.raises(OtherVersion, match="protocol 7, this one has 2"):
         Announcement.decode(peer.peer_id, theirs, NOW)
     unnumbered = msgpack.unpackb(theirs)
     del unnumbered["protocol"]
