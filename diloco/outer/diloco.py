@@ -109,6 +109,8 @@ class Diloco:
         self._goes_ahead = goes_ahead
         self._epoch_s = 0.0
         """How long the epoch may last, as the daemon said; 0: as long as its steps take."""
+        self._learns_from: int | None = None
+        """The local step at which this peer entered an epoch whose length its daemon did not know yet; None: it did."""
         self._epoch_began_at = time.monotonic()
         self._step_time = _StepTime()
         self._is_over = False
@@ -210,7 +212,7 @@ class Diloco:
 
     def _after_step(self, exchange: Exchange, num_tokens: int, may_go_ahead: bool) -> Commit | None:
         commit = self._poll(exchange)
-        self._keep_to_time_budget()
+        self._keep_to_time_budget(exchange)
         if self.done:
             return self._average_all(exchange)
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
@@ -373,8 +375,8 @@ class Diloco:
         if answer["kind"] == "committed":
             return self._merge(exchange, flight, answer)
         self._flight = replace(flight, is_ahead=True)
-        self._epoch_s = float(answer["epoch_s"])
-        self._stand_at(Position(epoch=int(answer["epoch"]), data_base=int(answer["data_base"])))
+        position = Position(epoch=int(answer["epoch"]), data_base=int(answer["data_base"]))
+        self._stand_at(position, float(answer["epoch_s"]))
         return None
 
     def _poll(self, exchange: Exchange) -> Commit | None:
@@ -417,23 +419,29 @@ class Diloco:
         position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
         if goes_on:
             position = replace(position, local_step=max(position.local_step, self.local_step))
-        self._epoch_s = float(answer["epoch_s"])
-        self._stand_at(position, goes_on=goes_on)
+        self._stand_at(position, float(answer["epoch_s"]), goes_on=goes_on)
         self.num_peers = int(answer["num_peers"])
 
-    def _stand_at(self, position: Position, *, goes_on: bool = False) -> None:
-        self.position = position
+    def _stand_at(self, position: Position, epoch_s: float, *, goes_on: bool = False) -> None:
+        self.position, self._epoch_s = position, epoch_s
         if self._schedule is not None:
+            is_open = self._schedule.learns_epoch_s and not epoch_s
+            self._learns_from = (0 if goes_on else self.local_step) if is_open else None
             elapsed_s = self._schedule.elapsed_at(self.local_step, self._epoch_s)
             entered_at = time.monotonic() - elapsed_s
             self._epoch_began_at = min(self._epoch_began_at, entered_at) if goes_on else entered_at
 
-    def _keep_to_time_budget(self) -> None:
+    def _keep_to_time_budget(self, exchange: Exchange) -> None:
         """If the epoch has a time budget, advance to the local step that the elapsed time amounts to, if that is later.
 
         Not while the previous commit is awaited: no fragment could be handed over.
         """
-        if self._epoch_s and (self._flight is None or not self._flight.is_ahead):
+        if self._flight is not None and self._flight.is_ahead:
+            return
+        # A lone peer has nobody to learn from.
+        if self._learns_from is not None and self.num_peers > 1:
+            self._learn_epoch_s(float(exchange.ask("budget", "budget")["epoch_s"]), self._learns_from)
+        if self._epoch_s:
             # One clock for all ranks: they have to hand over together.
             elapsed_s, step_s = on_rank_zero(
                 lambda: (time.monotonic() - self._epoch_began_at, self._step_time.seconds)
@@ -442,6 +450,14 @@ class Diloco:
                 self.local_step, elapsed_s, self._epoch_s, step_s=step_s
             )
             self.position = replace(self.position, local_step=local_step)
+
+    def _learn_epoch_s(self, epoch_s: float, entered_at_step: int) -> None:
+        """The present epoch may last so long, by the speeds known so far: adopt it as if it had always been known."""
+        elapsed_at = self._scheduled.elapsed_at
+        self._epoch_began_at += elapsed_at(entered_at_step, self._epoch_s) - elapsed_at(
+            entered_at_step, epoch_s
+        )
+        self._epoch_s = epoch_s
 
     def _report(self, exchange: Exchange, num_tokens: int) -> None:
         """Report the step, the loss and the speed to the daemon, at most twice a second."""

@@ -31,6 +31,8 @@ class Worker:
         self.schedule, self.clock = schedule, clock
         self.epoch_s = self.entered_at = 0.0
         """How long its epoch may last (0: as long as its steps take), and when it began, for that time budget."""
+        self.learns_from: int | None = None
+        """The local step at which it entered an epoch whose length its peer did not know yet; None: it did."""
 
     def stop(self) -> None:
         """End the worker for good."""
@@ -39,8 +41,20 @@ class Worker:
     def enter(self, epoch: int, local_step: int, epoch_s: float, *, goes_on: bool = False) -> None:
         """Stand at this local step of this epoch. `goes_on`: it is in that epoch already."""
         self.epoch, self.epoch_s = epoch, epoch_s
+        is_open = self.schedule.learns_epoch_s and not epoch_s
+        self.learns_from = (0 if goes_on else local_step) if is_open else None
         entered_at = self.clock.now - self.schedule.elapsed_at(local_step, epoch_s)
         self.entered_at = min(self.entered_at, entered_at) if goes_on else entered_at
+
+    def learn(self, epoch_s: float) -> None:
+        """The present epoch, if its length was not known at its beginning, may last so long, by the speeds that its
+        peer knows so far."""
+        if self.learns_from is not None:
+            elapsed_at = self.schedule.elapsed_at
+            self.entered_at += elapsed_at(self.learns_from, self.epoch_s) - elapsed_at(
+                self.learns_from, epoch_s
+            )
+            self.epoch_s = epoch_s
 
     def nominal_step(self, local_step: int, step_s: float) -> int:
         """The local step by the time budget, if that is more than the one by steps alone (peers/core/schedule.py)."""
@@ -68,7 +82,12 @@ class VirtualWorker(Worker):
 
     def __init__(self, peer: VirtualPeer) -> None:
         steps, num_fragments = peer.swarm.settings.steps_per_epoch, peer.swarm.settings.num_fragments
-        schedule = Schedule(local_steps=steps * num_fragments, num_fragments=num_fragments)
+        epoch_s = peer.swarm.settings.epoch_s
+        schedule = Schedule(
+            local_steps=steps * num_fragments,
+            num_fragments=num_fragments,
+            local_time_s=None if epoch_s is None else epoch_s * num_fragments,
+        )
         super().__init__(peer.swarm.clock, schedule)
         self.step_s = peer.swarm.durations.step_s * peer.slowness
         self.trained: set[int] = set()
@@ -157,7 +176,10 @@ class VirtualWorker(Worker):
         self.pending.update(pieces)
         if not self._peer.is_honest:
             self._peer.swarm.truth.may_count_twice.update(pieces)
-        self._local_step = self.nominal_step(self._local_step + 1, self.step_s)
+        self._local_step += 1
+        if not self.is_ahead:
+            self.learn(self._peer.machine.epoch_s)
+        self._local_step = self.nominal_step(self._local_step, self.step_s)
         ahead = self.schedule.steps_per_epoch if self.is_ahead else 0
         if ahead or self._has_steps_left:
             self._peer.told(WorkerTrains(ahead + self._local_step, self.step_s))

@@ -147,6 +147,11 @@ class Peer:
         }
         return states[self.worker.state] if self.head else "waiting"
 
+    @property
+    def epoch_s(self) -> float:
+        """How long the worker's epoch may last, by the speeds known so far; 0: as long as its steps take."""
+        return self._late_work.epoch_s()
+
     def rank_of(self, peer_id: str) -> int | None:
         """The world rank of a member of the roster."""
         return self._ranks.get(peer_id)

@@ -14,7 +14,8 @@ With a time budget (--hv.local-time) an epoch ends when its steps are done or it
 slow peer. A peer's position in the epoch is then its nominal local step: after each step one more or, if that is more,
 the elapsed share of the time times the steps of the epoch. So it never stands still. Learning rates and overlap follow
 that position. While the previous commit is still awaited, only steps count: no work can be handed over yet, so peers
-with steps left train on. Each peer's core says how long the next epoch may last (epoch_time.py).
+with steps left train on. Each peer's core says how long the next epoch may last (epoch_time.py). In an epoch at
+whose beginning no speeds were known, such as the run's first, the worker asks again after each step.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class Schedule:
     def seconds_per_epoch(self) -> float | None:
         """The time budget between two rounds; 0: learned; None: there is none."""
         return None if self.local_time_s is None else self.local_time_s / self.num_fragments
+
+    @property
+    def learns_epoch_s(self) -> bool:
+        """Whether the time budget is learned from the peers' speeds (--hv.local-time auto)."""
+        return self.local_time_s == 0
 
     def local_step_after(self, local_step: int, elapsed_s: float, epoch_s: float, *, step_s: float) -> int:
         """The nominal local step of a peer that its last step alone brought to `local_step`, `elapsed_s` after the

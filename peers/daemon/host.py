@@ -247,6 +247,8 @@ class WorkerHost:
                 # With overlap, the worker may still be in the epoch that the last commit ended.
                 if since_commit >= 0:
                     self.runtime.post(events.WorkerTrains(since_commit, self._monitor.step_s))
+            case "budget":
+                await connection.send("budget", epoch_s=self.runtime.core.epoch_s)
             case "snapshot":
                 await self._save(connection, Path(message["directory"]))
             case "finished":

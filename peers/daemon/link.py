@@ -12,6 +12,8 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
                                         <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
     ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; the worker leaves it alone until the answer)
     progress {step, loss, ...}          ->   (at any time)
+    budget {}                           ->   (after each step of an epoch whose length was not known at its beginning)
+                                        <-   budget {epoch_s}
     collect {may_go_ahead}              ->   (at once, or after the worker has trained some steps meanwhile)
                                         <-   committed {...}   (*in* is the worker's)
                                           |  ahead {epoch, data_base}   (the commit is awaited: go on training)

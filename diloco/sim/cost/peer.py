@@ -103,6 +103,12 @@ class CostPeer(Process):
 
     # The worker
 
+    def budget(self) -> float:
+        """How long the worker's epoch may last, as far as is known. The worker reports its progress as well."""
+        if (progress := self.due_event()) is not None:
+            self.post(progress)
+        return self.machine.epoch_s
+
     def handed_over(self, work: Work) -> None:
         assert self.certificate is not None
         epoch, scenario = self.worker.epoch, self.swarm.scenario

@@ -77,8 +77,7 @@ class CostWorker(Worker):
         self.enter(epoch, local_step, epoch_s, goes_on=goes_on)
         # The worker checks the time after each step only, so it makes one first, unless it just has, or none is left.
         least = 0 if goes_on or local_step >= self.schedule.steps_per_epoch else 1
-        num_steps = max(least, self._steps_to(self.schedule.leaves_at(epoch, None)))
-        self.after(num_steps * self._pace, lambda: self._leave(num_steps))
+        self._train_on(0, least)
 
     def answered(self, answer: Answer) -> None:
         """The round is over: merge the outcome, now or at the end of the epoch."""
@@ -114,6 +113,19 @@ class CostWorker(Worker):
             due_at = self.entered_at + self.schedule.elapsed_at(local_step, self.epoch_s)
             num_steps = min(num_steps, max(0, round((due_at - self._began_at) / self._pace)))
         return num_steps
+
+    def _train_on(self, num_done: int, least: int) -> None:
+        """Train until the fragment's weights are to be handed over, at least this many steps from `_began_at` on. While
+        the epoch's length is not known, ask for it after each step."""
+        num_steps = max(least, self._steps_to(self.schedule.leaves_at(self.epoch, None)))
+        if self.learns_from is not None and not self.epoch_s and num_done < num_steps:
+            self.after(self._pace, lambda: self._ask(num_done + 1))
+        else:
+            self.after((num_steps - num_done) * self._pace, lambda: self._leave(num_steps))
+
+    def _ask(self, num_done: int) -> None:
+        self.learn(self._peer.budget())
+        self._train_on(num_done, num_done)
 
     def _train_ahead(self, order: GoAhead) -> None:
         assert self._blocked_since is not None

@@ -152,6 +152,90 @@ def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(m
     assert [m["step_s"] for m in daemon.messages if m["kind"] == "ready"] == [1.0, pytest.approx(0.01)]
 
 
+def learned_after(*answers: float, local_step: int = 0):
+    """The epoch's length, by the daemon's answers one after the other, and then by the last one."""
+    answers = list(answers)
+
+    def rule(message, out, inn):
+        match message["kind"]:
+            case "offer":
+                kind, start = halving(message, out, inn)
+                return kind, {**start, "local_step": local_step, "num_peers": 2}
+            case "budget":
+                return "budget", {"epoch_s": answers.pop(0) if len(answers) > 1 else answers[0]}
+        answer = halving(message, out, inn)
+        return answer and (
+            answer[0],
+            {**answer[1], "num_peers": 2} if message["kind"] == "ready" else answer[1],
+        )
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("answers", "local_step", "steps"),
+    [
+        # Until the length is known only steps count; then the time since the epoch's beginning.
+        ((0.0, 0.0, 10.0), 0, [1, 2, 6, 8, 10]),
+        # The first answer is by few speeds, or by the duration of a slow first step.
+        ((0.0, 100.0, 10.0), 0, [1, 2, 6, 8, 10]),
+        ((10.0, 100.0), 0, [2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        # The others are gone, or were wrong.
+        ((10.0, 0.0), 0, [2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        # A fifth of the time is over for who begins at a fifth of the steps.
+        ((0.0, 100.0, 10.0), 2, [3, 4, 8, 10]),
+    ],
+)
+def test_in_an_epoch_that_began_without_a_known_length_a_worker_asks_for_it(
+    model, path, monkeypatch, answers, local_step, steps
+):
+    now, found = 100.0, []
+    monkeypatch.setattr("diloco.outer.diloco.time", SimpleNamespace(monotonic=lambda: now))
+    rule = learned_after(*answers, local_step=local_step)
+    with ScriptedDaemon(path, rule, local_steps=10, local_time=0) as daemon:
+        outer = Diloco(model)
+        while outer.epoch == 0:
+            now += 2.0
+            outer.step(num_tokens=5)
+            found.append(outer.nominal_step)
+        outer.finish()
+    assert found == steps
+    assert daemon.kinds().count("budget") == len(steps)
+
+
+@pytest.mark.parametrize(("num_peers", "known_s", "local_time"), [(1, 0.0, 0), (2, 4.0, 0), (2, 0.0, None)])
+def test_a_worker_asks_for_an_epochs_length_only_if_others_may_say_it(
+    model, path, num_peers, known_s, local_time
+):
+    rule = joining(0, 1.0, epoch_s=known_s, num_peers=num_peers)
+    with ScriptedDaemon(path, rule, local_steps=3, local_time=local_time) as daemon:
+        outer = Diloco(model)
+        outer.step(num_tokens=5)
+        outer.step(num_tokens=5)
+    assert "budget" not in daemon.kinds()
+
+
+def steps_of_a_late_rank(world: World, path: Path) -> list[int]:
+    """The local step after each of its steps, in an epoch whose length becomes known in its course."""
+    os.environ[LINK_ENV] = str(path)
+    outer, found = Diloco(nn.Linear(3, 2)), []
+    if world.rank == 1:
+        # By its own clock the epoch is nearly over.
+        outer._epoch_began_at -= 3500.0
+    for _ in range(3):
+        outer.step(num_tokens=5)
+        found.append(outer.local_step)
+    return found
+
+
+def test_all_ranks_learn_an_epochs_length_at_the_same_step(tmp_path):
+    path = tmp_path / "link.sock"
+    rule = learned_after(0.0, 3600.0)
+    with ScriptedDaemon(path, rule, local_steps=10, local_time=0) as daemon, Ranks(2) as ranks:
+        assert ranks.run(steps_of_a_late_rank, path) == [[1, 2, 3]] * 2
+    assert daemon.kinds().count("budget") == 3
+
+
 def test_the_optimizers_state_survives_a_commit(model, path):
     optimizer = torch.optim.AdamW(model.parameters())
     with ScriptedDaemon(path, local_steps=1):

@@ -165,7 +165,7 @@ def test_a_worker_that_has_just_come_is_given_as_long_an_epoch_as_the_others():
     a.announce(GENESIS, "bc", step_s=2.0)
     a.run(1)
     assert a.peer.worker.step_s == 0
-    assert a.peer._late_work.epoch_s() == 200.0
+    assert a.peer.epoch_s == 200.0
 
 
 def test_late_work_says_since_when_it_is_in_no_commit_until_it_is_in_one():

@@ -37,7 +37,7 @@ class SlowHost(WorkerHost):
     """A host that is its own runtime, monitor and disk, and averages until the test sets `go_on`."""
 
     phase = Phase(name="testing")
-    core = SimpleNamespace(world_rank=0, timing=SimpleNamespace(set_sizes=lambda **_: None))
+    core = SimpleNamespace(world_rank=0, epoch_s=4.0, timing=SimpleNamespace(set_sizes=lambda **_: None))
     state, averaging, is_workers_base = "training", SimpleNamespace(residuals=[]), True
     needs_offer, run_is_alive = False, True
 
@@ -246,6 +246,22 @@ async def test_a_later_life_of_a_worker_offers_no_state_where_there_is_one(tmp_p
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     assert start["epoch"] == 7
+
+
+async def test_a_worker_that_asks_how_long_its_epoch_may_last_is_told_what_is_known_by_now(tmp_path):
+    def work() -> float:
+        link = connect(tmp_path / "link", 1.0)
+        link.send("budget")
+        try:
+            return link.receive("budget")["epoch_s"]
+        finally:
+            link.close()
+
+    async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+        serving = asyncio.create_task(SlowHost().serve(accept))
+        assert await asyncio.to_thread(work) == 4.0
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 class ResumingHost(TrainingHost):

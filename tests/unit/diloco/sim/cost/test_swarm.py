@@ -152,6 +152,22 @@ def test_everybody_waits_for_the_slowest_and_its_tokens_count_for_more_of_nothin
     assert figures.utilisation == pytest.approx((10 + 10 + 20) / 3 / figures.epoch_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "step_s", [(0.1, 1.3), (0.1, 1.3, 1.3), (0.1, 1.3, 1.3, 0.1)], ids=lambda each: str(len(each))
+)
+def test_nobody_trains_all_steps_of_the_slowest_in_the_first_epoch_if_its_length_is_learned(step_s):
+    even = scenario(len(step_s), schedule=Schedule(local_steps=100, local_time_s=0.0))
+    peers = tuple(replace(peer, step_s=each) for peer, each in zip(even.peers, step_s, strict=True))
+    swarm = CostSwarm(replace(even, peers=peers))
+    swarm.run()
+    ends = [0.0, *(committed_at(swarm, epoch) for epoch in range(1, 6))]
+    first, *later = (after - before for before, after in pairwise(ends))
+    # 100 steps of the slow ones take 130 s, but at least eight of them are possible while the fast ones train 100.
+    assert first < 15.0 and max(later) < 20.0
+    steps = [record.steps for record in swarm.records if record.epoch == 1]
+    assert sorted(steps)[-1] == 100 and min(steps) >= 7
+
+
 def test_cost_and_speed_follow_from_time_tokens_and_prices():
     figures = simulate(scenario())
     assert figures.cost == pytest.approx(4 * 2.0 * figures.elapsed_s / 3600)
