@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from peers.net.identity import Identity, check_run_id, load_or_create
 from peers.net.paths.reachability import Reachability
 from peers.protocol.admission import coordinator_protocol
 from peers.protocol.maddrs import parse_maddr
-from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, TRAINING_STATES, Announcement
 from peers.tasks import first_of
 from peers.timing import LOOK_S, OFTEN_S, rest_s
 
@@ -60,8 +60,8 @@ class CoordinatorConfig:
 async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
     """Coordinate until cancelled. Raises UserError before it serves, PeersError when p2pd dies later.
 
-    `say` is called with the lines to paste for peers, then with who may join, then with one line for each peer that
-    joins or leaves and for each epoch.
+    `say` is called with the lines to paste for peers, then with who may join, then, if peers of this run are there
+    already, with that, then with one line for each peer that joins or leaves and for each epoch.
     """
     directory = config.state_dir / "coordinator"
     run_id = check_run_id(config.run_id)
@@ -127,6 +127,19 @@ def who_may_join(config: CoordinatorConfig, is_open: bool) -> str:
     return f"peers join with the swarm secret in {config.swarm_secret_path}{listed}: --swarm-secret-file <copy of it>"
 
 
+def what_goes_on(run_id: str, here: Mapping[str, Announcement]) -> str:
+    """One line if peers train in this run as the coordinator starts, for whoever means to begin another one; else an
+    empty text."""
+    epochs = [record.epoch for record in here.values() if record.state in TRAINING_STATES]
+    if not epochs:
+        return ""
+    found = "1 peer is here" if len(epochs) == 1 else f"{len(epochs)} peers are here"
+    return (
+        f"the run {run_id} goes on at epoch {max(epochs)}: {found}, and new peers join that run; "
+        "to begin another run, give another --run-id"
+    )
+
+
 def lines_to_paste(
     maddrs: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], peer_id: str
 ) -> list[str]:
@@ -168,10 +181,13 @@ async def _announce_forever(run_id: str, admission: AdmissionService) -> None:
 async def _report_forever(
     dht: Dht, run_id: str, gate: Gate, known: KnownPeers, say: Callable[[str], None]
 ) -> None:
-    watcher = Watcher()
+    watcher, is_first_look = Watcher(), True
     while True:
         here = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_record)
         await asyncio.to_thread(known.update, here)
+        if is_first_look and (line := what_goes_on(run_id, here)):
+            say(line)
+        is_first_look = False
         for line in watcher.update(here, time.monotonic()):
             say(line)
         await asyncio.sleep(max(OFTEN_S, rest_s(len(here))))

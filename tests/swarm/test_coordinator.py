@@ -94,8 +94,12 @@ async def test_a_coordinator_at_another_address_finds_the_peers_that_it_knew(tmp
             record = replace(record, maddrs=tuple(await a.maddrs()))
             await announce(a, identity, record)
             await eventually(coordinator.has_said("joined, 1 peer"))
+        await announce(a, identity, record)
         async with coordinating(tmp_path / "state") as coordinator:
             address = await coordinator.address()
+            await eventually(
+                coordinator.has_said(f"the run {RUN} goes on at epoch {record.epoch}: 1 peer is here")
+            )
             # Nobody has told it, or the peer, where the other is.
             async with joined(tmp_path, "b", address) as b:
                 await announce(a, identity, record)
