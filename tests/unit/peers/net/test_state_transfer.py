@@ -173,7 +173,7 @@ async def test_a_donor_hands_over_nothing_that_its_memory_cannot_hold_twice(netw
     state, free = committed_state((8, 24)), [255]
     monkeypatch.setattr(state_server, "available_memory_bytes", lambda: free[0])
     await serve(network, "a", state)
-    with pytest.raises(StateUnavailable, match="a: .* too little memory") as caught:
+    with pytest.raises(StateUnavailable, match=r"a: .* too little memory") as caught:
         await download(network, ["a"], state)
     assert not caught.value.suspects and not state._snapshots
     # Anchor and momentum of 32 values.
