@@ -45,6 +45,7 @@ _BATCH_BYTES, _BATCH_SIZE = 2**22, 1024
 _MOST_AT_ONCE, _CORES_EACH = 4, 4
 _POLL_S = 0.5
 _TRAIN, _HELD_OUT = "train.bin", "held_out.bin"
+_UNFINISHED = ".partial"
 
 
 def default_cache_dir() -> Path:
@@ -102,11 +103,16 @@ def tokenized(
     return train, held_out
 
 
-def num_bytes_to_tokenize(corpus: Corpus, cache_dir: Path) -> int:
-    """The size of the files whose tokens are not in the cache; there, those of any tokenizer count."""
-    entries = cache_dir.iterdir() if cache_dir.is_dir() else ()
-    there = {entry.name.partition("-")[0] for entry in entries if not entry.suffix}
-    return sum(part.num_bytes for part in corpus.parts() if _text_digest(part) not in there)
+def to_tokenize(corpus: Corpus, cache_dir: Path) -> tuple[int, list[Path]]:
+    """The size of the files whose tokens are not in the cache, and the directories with unfinished tokens of these.
+
+    Tokens of any tokenizer count.
+    """
+    entries = list(cache_dir.iterdir()) if cache_dir.is_dir() else []
+    there = {_text_of(entry) for entry in entries if not entry.suffix}
+    missing = {digest: part for part in corpus.parts() if (digest := _text_digest(part)) not in there}
+    unfinished = [entry for entry in entries if entry.suffix == _UNFINISHED and _text_of(entry) in missing]
+    return sum(part.num_bytes for part in missing.values()), unfinished
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -123,6 +129,11 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
 
 def _text_digest(part: CorpusPart) -> str:
     return xxhash.xxh3_128_hexdigest(f"{_FORMAT} {part.fingerprint}".encode())
+
+
+def _text_of(entry: Path) -> str:
+    """The digest of the text whose tokens are in this directory of the cache."""
+    return entry.name.partition("-")[0]
 
 
 class _Tokenising:
@@ -180,7 +191,7 @@ class _Tokenising:
 
     def _build(self, directory: Path, part: CorpusPart) -> None:
         """Tokenise the part into `directory`. The caller holds the lock, so a `.partial` is a dead process's."""
-        partial = directory.with_suffix(".partial")
+        partial = directory.with_suffix(_UNFINISHED)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:

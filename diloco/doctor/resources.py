@@ -15,7 +15,7 @@ from pathlib import Path
 
 from diloco.data.batches import open_corpus
 from diloco.data.corpus import FileCorpus
-from diloco.data.token_cache import default_cache_dir, num_bytes_to_tokenize
+from diloco.data.token_cache import default_cache_dir, to_tokenize
 from diloco.data.tokenizer import num_token_ids
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
@@ -40,8 +40,8 @@ _STATE_BYTES = 16 << 20
 # momentum, and the residuals of a lossy codec.
 _MODEL_BYTES_PER_PARAMETER = 4
 _CHECKPOINT_BYTES_PER_PARAMETER = {"adamw": 20, "muon": 16}
-# Lower bounds: text is half of a file of JSON, and a token of a vocabulary that is larger than that of bytes stands for
-# no more than five of them.
+# Usual values: half of a file of JSON is text, and a token of a vocabulary that is larger than that of bytes stands for
+# five of them. Where rows hold more than text, the tokens take far less.
 _TEXT_SHARE = 0.5
 _BYTES_PER_TOKEN, _MOST_BYTE_IDS = 5, 512
 # A peer's checkpoints, and behind a dot those that a killed process has left half-written.
@@ -59,6 +59,8 @@ class Place:
     chosen_by: str
     bytes_at_end: int = 0
     """The space that all checkpoints of the run need, if they are all kept."""
+    is_estimate: bool = False
+    """Whether less than `needed_bytes` may do: then nothing refuses a start."""
 
 
 def check_descriptors() -> Iterator[Finding]:
@@ -167,15 +169,18 @@ def places_to_check(
         Place("state directory", state_dir, _STATE_BYTES, "export XDG_STATE_HOME="),
         Place("temporary files", Path(tempfile.gettempdir()), _TEMPORARY_BYTES, "export TMPDIR="),
     ]
-    if token_bytes := _least_token_bytes(config, is_settled=is_settled):
-        places.append(Place("tokens", default_cache_dir(), token_bytes, "export XDG_CACHE_HOME="))
+    if (token_bytes := _usual_token_bytes(config, is_settled=is_settled)) > 0:
+        cache = default_cache_dir()
+        places.append(Place("tokens", cache, token_bytes, "export XDG_CACHE_HOME=", is_estimate=True))
     if keeps_whole_models and not is_remote:
         places.append(_checkpoints_place(config, checkpoint_bytes, num_peers, is_settled=is_settled))
     return places
 
 
-def _least_token_bytes(config: TrainConfig, *, is_settled: bool) -> int:
-    """A lower bound of what the tokens of the files take that are still to be tokenised; 0 where another check fails.
+def _usual_token_bytes(config: TrainConfig, *, is_settled: bool) -> int:
+    """About what the tokens of the files that are still to be tokenised take, besides what has been written of them.
+
+    0 where another check fails.
 
     `is_settled=False`: the tokenizer may still come with the model of the swarm.
     """
@@ -186,12 +191,13 @@ def _least_token_bytes(config: TrainConfig, *, is_settled: bool) -> int:
         # The standard library is small.
         if not isinstance(corpus, FileCorpus):
             return 0
-        text_bytes = num_bytes_to_tokenize(corpus, default_cache_dir()) * _TEXT_SHARE
+        file_bytes, unfinished = to_tokenize(corpus, default_cache_dir())
         num_ids = (num_token_ids(config.path_model) if is_settled else None) or 2**16
     except (UserError, OSError):
         return 0
     bytes_per_token = 1 if num_ids <= _MOST_BYTE_IDS else _BYTES_PER_TOKEN
-    return int(text_bytes * (2 if num_ids <= 2**16 else 4) / bytes_per_token)
+    token_bytes = file_bytes * _TEXT_SHARE * (2 if num_ids <= 2**16 else 4) / bytes_per_token
+    return int(token_bytes) - sum(map(_bytes_below, unfinished))
 
 
 def checkpoint_bytes_per_parameter(config: TrainConfig) -> int:
@@ -242,6 +248,7 @@ def _bytes_below(directory: Path) -> int:
 
 def check_place(place: Place) -> Finding:
     """Check that a file can be written to the directory, and that there is enough free space."""
+    too_little, about = (warned, "about ") if place.is_estimate else (failed, "")
     existing = _existing(place.path)
     larger = f"{place.chosen_by}/a/larger/disk"
     try:
@@ -256,15 +263,15 @@ def check_place(place: Place) -> Finding:
             if error.errno in (errno.ENOSPC, errno.EDQUOT)
             else f"{place.chosen_by}/a/directory/of/yours"
         )
-        return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", fix)
+        return too_little(place.name, f"{place.path} cannot be written to: {error.strerror}", fix)
     message = f"{place.path}: {_size_text(free)} free"
     if free < place.needed_bytes:
-        return failed(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", larger)
+        return too_little(place.name, f"{message}, {about}{_size_text(place.needed_bytes)} needed", larger)
     if free < place.bytes_at_end:
         needed = f"{_size_text(place.bytes_at_end)} needed to keep all checkpoints of the run"
         return warned(place.name, f"{message}, {needed}", "--ckpt.topk 3")
     if free < 2 * place.needed_bytes:
-        return warned(place.name, f"{message}, {_size_text(place.needed_bytes)} needed", larger)
+        return warned(place.name, f"{message}, {about}{_size_text(place.needed_bytes)} needed", larger)
     return passed(place.name, message)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -104,7 +106,7 @@ def test_the_tokens_of_files_that_are_still_to_be_tokenised_take_room(tmp_path, 
         places = places_to_check(config, tmp_path, NUM, **more)
         return [place.needed_bytes for place in places if place.name == "tokens"]
 
-    # Two bytes for each of the text, of which there is at least half as much as of the files.
+    # Two bytes for each of the text, of which there is usually half as much as of the files.
     assert tokens(config) == [60_000]
     assert tokens(config, is_settled=False) == [12_000]
     with monkeypatch.context() as larger:
@@ -112,10 +114,44 @@ def test_the_tokens_of_files_that_are_still_to_be_tokenised_take_room(tmp_path, 
         assert tokens(config) == [24_000]
     tokenized(FileCorpus(root / "one.txt"), load_tokenizer("2m"))
     assert tokens(config) == [30_000]
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *_, **__: None)
+        killed.setattr("pathlib.Path.rename", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            tokenized(FileCorpus(root), load_tokenizer("2m"))
+    # The next process deletes what has been written of the other file: 30 001 ids.
+    assert tokens(config) == []
+    (partial,) = (tmp_path / "cache").rglob("*.partial")
+    os.truncate(partial / "train.bin", 20_000)
+    assert tokens(config) == [10_000]
     tokenized(FileCorpus(root), load_tokenizer("2m"))
     assert tokens(config) == []
     assert tokens(TrainConfig()) == tokens(TrainConfig(dataset_name_or_path="owner/name")) == []
     assert tokens(TrainConfig(dataset_name_or_path=str(tmp_path / "none.txt"))) == []
+
+
+def test_no_start_is_refused_for_an_estimate_of_what_tokens_take(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GB))
+    monkeypatch.setattr(resources, "_least_num_parameters", lambda _: 0)
+    monkeypatch.setattr(before_start, "check_peers_fit", lambda *_args, **_kwargs: None)
+    with (tmp_path / "rows.jsonl").open("wb") as rows:
+        rows.truncate(10 * GB)
+    config = TrainConfig(dataset_name_or_path=str(rows.name), path_model="2m", run_dir=str(tmp_path / "run"))
+    check_memory_and_disk(config, Machine(num_cores=1), tmp_path)
+    assert "0.9 GiB free, about 9.3 GiB needed; try export XDG_CACHE_HOME=" in capsys.readouterr().err
+    with monkeypatch.context() as full:
+        full.setattr("os.fsync", _no_space)
+        found = check_place(places_to_check(config, tmp_path, 0)[-1])
+    assert (found.name, found.verdict) == ("tokens", "warn") and "No space left" in found.said
+
+
+def _killed(*_):
+    raise KeyboardInterrupt
+
+
+def _no_space(_descriptor):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_run_that_keeps_all_its_checkpoints_is_told_at_its_start_that_they_do_not_fit(
