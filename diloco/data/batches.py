@@ -102,6 +102,8 @@ def open_data(
             num_kept=(_READ_AHEAD + 2) * config.total_batch_size,
             eval_tokens=config.eval_tokens,
         )
+    if fills_cache and isinstance(corpus, FileCorpus) and (left_out := corpus.left_out()):
+        log.warning("%s", left_out)
     return FiniteSource(
         *tokenized(corpus, tokenizer, cache_dir, on_tokenized, fills_cache=fills_cache, agreed=agreed),
         tokenizer,
@@ -130,7 +132,10 @@ def check_data(config: TrainConfig) -> None:
         except DilocoError as error:
             print_note(f"{error}; the training waits up to {PATIENCE_S / 60:g} minutes for it")
     elif isinstance(corpus, FileCorpus):
+        corpus.check_left_out()
         _check_files(corpus, config.seq_length)
+        if left_out := corpus.left_out():
+            print_note(left_out)
 
 
 def _check_files(corpus: FileCorpus, seq_length: int) -> None:

@@ -32,6 +32,8 @@ _START_BYTES = 16 * 1024
 _TEXT_SUFFIXES = (".txt", ".md", ".text", ".py", ".rst", ".tex", ".html")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".json", ".parquet")
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")
+# Compressed text is refused if its bytes are more than this share of those of the files that can be read.
+_MOST_COMPRESSED = 0.03
 # Directories to skip. Tests of the library are often packaged separately, and some contain invalid source on purpose.
 _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 # One generated file of help texts, so large that it would dominate the text.
@@ -89,13 +91,38 @@ class FileCorpus:
     def __init__(self, path: Path, text_column: str | None = None) -> None:
         self.name = str(path)
         self.root = path if path.is_dir() else path.parent
+        if self.root != path and path.suffix in _COMPRESSED_SUFFIXES:
+            raise UserError(f"{path} is compressed, so it cannot be read; decompress it")
         found = _sorted_files(path, (*_SUFFIXES, *_COMPRESSED_SUFFIXES)) if path.is_dir() else [path]
-        compressed = [one for one in found if one.suffix in _COMPRESSED_SUFFIXES]
         self.files = [one for one in found if one.suffix not in _COMPRESSED_SUFFIXES]
+        compressed = [one for one in found if one.suffix in _COMPRESSED_SUFFIXES]
+        # A compressed file beside the same one decompressed is no loss.
+        self._left_out = [one for one in compressed if not one.with_suffix("").exists()]
         self.text_column = text_column
-        _check_none_is_compressed(path, self.files, compressed)
         if not self.files:
+            self.check_left_out()
             raise UserError(f"{path} holds no {', '.join(_SUFFIXES)} file, so there is no text to train on")
+
+    def left_out(self) -> str:
+        """Says which files of the directory are not read because they are compressed; "" if there are none."""
+        if not self._left_out:
+            return ""
+        one, num_others = self._left_out[0].relative_to(self.root), len(self._left_out) - 1
+        return f"{self.name} holds compressed files, which are not read ({one} and {num_others} others)"
+
+    def check_left_out(self) -> None:
+        """Raise UserError if much text is compressed, or archives are larger than all files that can be read.
+
+        Smaller ones belong to many a tree of sources.
+        """
+        num_bytes = _num_bytes(self.files)
+        texts = [path for path in self._left_out if path.with_suffix("").suffix in _SUFFIXES]
+        if (
+            (self._left_out and not self.files)
+            or _num_bytes(texts) > _MOST_COMPRESSED * num_bytes
+            or _num_bytes(self._left_out) > num_bytes
+        ):
+            raise UserError(f"{self.left_out()}; decompress them, or move them out of it")
 
     def parts(self) -> list[CorpusPart]:
         """The documents in parts, in order."""
@@ -166,23 +193,6 @@ def _sorted_files(root: Path, suffixes: tuple[str, ...], without: Collection[str
     files = [path for path in paths if path.suffix in suffixes and path.is_file()]
     # Sorted as strings, because Path comparison ignores case on some systems.
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-def _check_none_is_compressed(root: Path, files: list[Path], compressed: list[Path]) -> None:
-    """Raise UserError for compressed text, and for archives that are larger than all files that can be read.
-
-    Smaller archives belong to many a tree of sources; a compressed file beside the same one decompressed is no loss.
-    """
-    left_out = [path for path in compressed if path == root or not path.with_suffix("").exists()]
-    texts = [path for path in left_out if path.with_suffix("").suffix in _SUFFIXES]
-    if texts or (left_out and _num_bytes(left_out) > _num_bytes(files)):
-        one = (texts or left_out)[0]
-        raise UserError(
-            f"{one} is compressed, so it cannot be read; decompress it"
-            if one == root
-            else f"{root} holds compressed files, which cannot be read ({one.relative_to(root)} and "
-            f"{len(left_out) - 1} others); decompress them, or move them out of it"
-        )
 
 
 def _num_bytes(files: Iterable[Path]) -> int:

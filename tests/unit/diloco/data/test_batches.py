@@ -444,7 +444,7 @@ def test_compressed_text_is_not_left_out_without_a_word(tmp_path):
     (tmp_path / "README.md").write_text("a corpus\n" * 1000)
     compressed = [tmp_path / f"{number}.jsonl.zst" for number in range(3)]
     for path in compressed:
-        path.touch()
+        path.write_bytes(bytes(100))
     with pytest.raises(UserError, match=r"compressed files, .* \(0\.jsonl\.zst and 2 others\); decompress"):
         check_data(config_for(tmp_path))
     with pytest.raises(UserError, match=r"0\.jsonl\.zst is compressed, so it cannot be read; decompress it"):
@@ -452,6 +452,28 @@ def test_compressed_text_is_not_left_out_without_a_word(tmp_path):
     for path in compressed:
         write_jsonl(path.with_suffix(""), documents(30))
     check_data(config_for(tmp_path))
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "empty.txt.gz").touch()
+    with pytest.raises(UserError, match=r"\(empty\.txt\.gz and 0 others\)"):
+        check_data(config_for(tmp_path / "all"))
+
+
+def test_a_little_compressed_text_is_noted_and_stops_no_worker(tokenizer, tmp_path, capsys, caplog):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.md").write_text("words\n" * 1000)
+    added = texts / "b.json.gz"
+    added.write_bytes(bytes(180))
+    check_data(config_for(texts))
+    said = f"{texts} holds compressed files, which are not read (b.json.gz and 0 others)"
+    assert f"note: {said}\n" in capsys.readouterr().err
+    added.write_bytes(bytes(181))
+    with pytest.raises(UserError, match="decompress them, or move them out of it"):
+        check_data(config_for(texts))
+    # Another process may have put it there since the check.
+    for fills_cache in (True, False):
+        open_data(config_for(texts), tokenizer, cache_dir=tmp_path / "cache", fills_cache=fills_cache)
+    assert caplog.messages.count(said) == 1
 
 
 def test_an_archive_is_refused_if_it_is_larger_than_the_text_beside_it(tmp_path):
