@@ -27,8 +27,8 @@ _HELD_OUT = 1 / 50
 _PIECE_BYTES = 32 * 1024
 # Average size of the parts that small files are joined to; larger files are parts of their own.
 _PART_BYTES = 256 * 2**20
-# The start of a file, which tells files of the same name, size and time apart.
-_START_BYTES = 16 * 1024
+# Bytes of the start, the middle and the end of a file each, which tell files of the same name, size and time apart.
+_SAMPLE_BYTES = 4 * 1024
 _TEXT_SUFFIXES = (".txt", ".md", ".text", ".py", ".rst", ".tex", ".html")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".json", ".parquet")
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -216,8 +216,8 @@ class _FileFacts:
             status = path.stat()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
-        times = f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode()
-        return cls(path, status.st_size, os.fsencode(name) + times)
+        facts = f"\0{status.st_size}\0{status.st_mtime_ns}\0{_sample_digest(path, status.st_size)}\0"
+        return cls(path, status.st_size, os.fsencode(name) + facts.encode())
 
 
 def _groups(files: Iterable[_FileFacts]) -> list[list[_FileFacts]]:
@@ -243,17 +243,21 @@ def _part_of(
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(file.identity)
-    digest.update(_start_of(files[0].path))
     num_bytes = sum(file.num_bytes for file in files)
     return CorpusPart(f"{digest.hexdigest()} {options}", num_bytes, documents)
 
 
-def _start_of(path: Path) -> bytes:
+def _sample_digest(path: Path, num_bytes: int) -> str:
+    rest = max(0, num_bytes - _SAMPLE_BYTES)
+    digest = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
-            return file.read(_START_BYTES)
+        with path.open("rb", buffering=0) as file:
+            for start in sorted({0, rest // 2, rest}):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -360,6 +360,24 @@ def test_files_of_one_name_size_and_time_are_told_apart(tokenizer, tmp_path):
     assert [set(np.concatenate(both).tolist()) - {257} for both in ids] == [{98}, {97}]
 
 
+@pytest.mark.parametrize("changed", [0, 100_000, 199_999])
+def test_a_part_is_told_apart_by_the_start_the_middle_and_the_end_of_each_of_its_files(tmp_path, changed):
+    before = []
+    for number in range(3):
+        path = tmp_path / f"{number}.txt"
+        path.write_text("a" * 200_000)
+        os.utime(path, (0, 0))
+    for path in sorted(tmp_path.iterdir()):
+        (part,) = FileCorpus(tmp_path).parts()
+        before.append(part.fingerprint)
+        with path.open("r+b") as file:
+            file.seek(changed)
+            file.write(b"b")
+        os.utime(path, (0, 0))
+    (part,) = FileCorpus(tmp_path).parts()
+    assert len({*before, part.fingerprint}) == 4
+
+
 def test_small_files_are_joined_so_that_a_change_moves_no_other_part(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "_PART_BYTES", 2000)
     root = tmp_path / "texts"
