@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -46,6 +47,8 @@ _MOST_AT_ONCE, _CORES_EACH = 4, 4
 _POLL_S = 0.5
 _TRAIN, _HELD_OUT = "train.bin", "held_out.bin"
 _UNFINISHED = ".partial"
+# Earlier versions kept the tokens of a whole corpus in one directory.
+_EARLIER = re.compile(r"[0-9a-f]{32}(\.partial)?")
 
 
 def default_cache_dir() -> Path:
@@ -86,6 +89,7 @@ def tokenized(
             cache_dir.mkdir(parents=True, exist_ok=True)
             missing = [pair for pair in zip(directories, parts, strict=True) if not pair[0].is_dir()]
             if missing:
+                _name_earlier(cache_dir)
                 _Tokenising(corpus.name, tokenizer, on_tokenized).fill(missing)
         else:
             for directory in directories:
@@ -134,6 +138,18 @@ def _text_digest(part: CorpusPart) -> str:
 def _text_of(entry: Path) -> str:
     """The digest of the text whose tokens are in this directory of the cache."""
     return entry.name.partition("-")[0]
+
+
+def _name_earlier(cache_dir: Path) -> None:
+    earlier = sorted(entry.name for entry in cache_dir.iterdir() if _EARLIER.fullmatch(entry.name))
+    if earlier:
+        log.warning(
+            "%s has %d directories with tokens of an earlier format, which nothing reads (%s): delete those that "
+            "have no - in their names",
+            cache_dir,
+            len(earlier),
+            earlier[0],
+        )
 
 
 class _Tokenising:

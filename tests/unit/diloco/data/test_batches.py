@@ -360,6 +360,17 @@ def test_files_of_one_name_size_and_time_are_told_apart(tokenizer, tmp_path):
     assert [set(np.concatenate(both).tolist()) - {257} for both in ids] == [{98}, {97}]
 
 
+def test_tokens_of_an_earlier_format_are_named_where_others_take_their_place(tokenizer, tmp_path, caplog):
+    path, cache = write_jsonl(tmp_path / "a.jsonl", documents(30)), tmp_path / "cache"
+    for name in ("0" * 31 + "a", "f" * 32 + ".partial", "f" * 31, "F" * 32):
+        (cache / name).mkdir(parents=True)
+    for _ in range(2):
+        tokenise(path, tokenizer, cache)
+    (said,) = [line for line in caplog.messages if "earlier format" in line]
+    assert said.startswith(f"{cache} has 2 directories") and f"({'0' * 31}a)" in said
+    assert len(list(cache.iterdir())) == 5
+
+
 @pytest.mark.parametrize("changed", [0, 100_000, 199_999])
 def test_a_part_is_told_apart_by_the_start_the_middle_and_the_end_of_each_of_its_files(tmp_path, changed):
     before = []
