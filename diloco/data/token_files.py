@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco.errors import DilocoError
+
 # Each mapped file holds a descriptor, of which a process often may have only 1024.
 _MOST_MAPPED = 128
 
@@ -38,12 +40,17 @@ class TokenFiles:
 
 
 class _Files:
-    """Maps a file when it is first read, and unmaps it after _MOST_MAPPED others have been read."""
+    """Maps up to _MOST_MAPPED files at once; of more, each when it is first read, until that many others have been."""
 
     def __init__(self, paths: Sequence[Path], dtype: np.dtype) -> None:
         self.dtype = dtype
         self.ends = np.cumsum([path.stat().st_size // dtype.itemsize for path in paths], dtype=np.int64)
+        self._paths = paths
         self._mapped = functools.lru_cache(_MOST_MAPPED)(lambda number: _mapped(paths[number], dtype))
+        if len(paths) <= _MOST_MAPPED:
+            # Then they can be read even after somebody has deleted them.
+            for number in np.flatnonzero(np.diff(self.ends, prepend=0)).tolist():
+                self._mapped(number)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         ids = np.empty(stop - start, dtype=self.dtype)
@@ -53,9 +60,19 @@ class _Files:
             end = min(stop, int(self.ends[number]))
             # An empty file cannot be mapped.
             if end > at:
-                ids[at - start : end - start] = self._mapped(number)[at - first : end - first]
+                ids[at - start : end - start] = self._ids_of(number)[at - first : end - first]
             at, number = end, number + 1
         return ids
+
+    def _ids_of(self, number: int) -> np.ndarray:
+        try:
+            return self._mapped(number)
+        except OSError as error:
+            path = self._paths[number]
+            raise DilocoError(
+                f"cannot read the tokens in {path.parent}: {error.strerror or error}; the next start tokenises again "
+                f"what is missing in {path.parent.parent}"
+            ) from error
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
 from diloco.data import token_files
 from diloco.data.held_out import windows_at
 from diloco.data.token_files import TokenFiles
+from diloco.errors import DilocoError
 
 LENGTHS = (0, 7, 1, 0, 0, 12, 3, 0)
 
@@ -40,6 +43,25 @@ def test_windows_of_files_are_those_of_the_array(written):
     windows = windows_at(numbers, files, 4)
     assert windows.dtype == np.int64 and np.array_equal(windows, windows_at(numbers, ids, 4))
     assert windows_at(numbers[:0], files, 4).shape == (0, 5)
+
+
+def test_few_files_can_be_read_after_they_have_been_deleted(written, tmp_path):
+    ids, files = written
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert np.array_equal(np.asarray(files), ids)
+
+
+def test_of_many_files_one_that_is_gone_names_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_MOST_MAPPED", 2)
+    paths = [tmp_path / "cache" / f"part-{number}" / "train.bin" for number in range(3)]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        np.ones(4, dtype=np.uint16).tofile(path)
+    files = TokenFiles.of(paths, np.dtype(np.uint16))
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(DilocoError, match=f"part-1: No such file or directory; .* in {tmp_path / 'cache'}$"):
+        np.asarray(files[4:5])
 
 
 def test_only_so_many_files_are_open_at_once(tmp_path, monkeypatch):
