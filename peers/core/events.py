@@ -115,6 +115,14 @@ class FetchFailed:
 
 
 @dataclass(frozen=True)
+class LogNeeded:
+    """Whether peers that download this peer's state will need all commits that it has recorded, of which the next one
+    would drop the oldest. So until it is told again."""
+
+    is_needed: bool
+
+
+@dataclass(frozen=True)
 class Leave:
     """This peer is about to shut down."""
 
@@ -142,6 +150,7 @@ Event = (
     | ReduceFailed
     | Fetched
     | FetchFailed
+    | LogNeeded
     | Leave
     | RoundTrip
 )

@@ -55,6 +55,7 @@ from peers.protocol.messages import (
     Status,
     Vote,
 )
+from peers.timing import OFTEN_S
 
 MAX_PLEDGES = 2 * MAX_OWN
 """Pledges that are remembered: enough for every head that this peer may roll back to."""
@@ -106,7 +107,7 @@ class Peer:
             signed=self._pledges.get(NO_HEAD, -1),
         )
         self._offer: Offer | None = None
-        self._is_leaving = False
+        self._is_leaving = self._is_log_needed = False
         self.last_failures: tuple[str, ...] = ()
         """Why attempts failed before the last commit."""
         self._ranks: dict[str, int] = {}
@@ -268,6 +269,8 @@ class Peer:
             case events.FetchFailed(head, _, suspects):
                 if self.catch_up.target is not None and self.catch_up.target.head == head:
                     self.catch_up.on_failed(turn, suspects)
+            case events.LogNeeded(is_needed):
+                self._is_log_needed = is_needed
             case events.Leave():
                 self._is_leaving = True
 
@@ -469,7 +472,8 @@ class Peer:
         turn.do(Apply(certificate))
         self._learn_from(turn, round_)
         self._move_to(turn, (certificate,))
-        self._answer_contributor(turn, certificate, self._late_work.head_start(turn, certificate))
+        step = self._late_work.head_start(turn, certificate)
+        self._answer_contributor(turn, certificate, step, held_s=round_.held_s)
         return True
 
     def _learn_from(self, turn: Turn, round_: Round) -> None:
@@ -477,13 +481,20 @@ class Peer:
         if round_.gathered is not None:
             waited_s, last_s, is_complete = round_.gathered
             self.timing.gathered(waited_s, last_s, complete=is_complete)
-        self.timing.committed(round_s=round_.reduced_s, epoch_s=turn.now - self._head_since)
+        if round_.held_s > OFTEN_S:
+            text = f"this commit has waited {round_.held_s:.0f} s for a peer that downloads the state"
+            turn.do(Tell("held", text))
+        epoch_s = turn.now - self._head_since - round_.held_s
+        self.timing.committed(round_s=round_.reduced_s, epoch_s=epoch_s)
 
-    def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
-        """Tell the worker that this commit contains its work, and let it train on from the current head."""
+    def _answer_contributor(
+        self, turn: Turn, certificate: Certificate, local_step: int = 0, *, held_s: float = 0.0
+    ) -> None:
+        """Tell the worker that this commit contains its work, and let it train on from the current head. `held_s`: for
+        how long the commit waited for peers that downloaded the state."""
         plan, worker = certificate.plan, self.worker
         is_last = worker.work is not None and worker.work.last
-        self.timing.answered(turn.now - worker.ready_at)
+        self.timing.answered(turn.now - worker.ready_at - held_s)
         worker.was_committed(plan.fragment, plan.epoch)
         worker.base = self.head
         worker.resume(self.epoch, local_step, is_finished=is_last)
@@ -543,7 +554,9 @@ class Peer:
         round_, worker = self.round, self.worker
         if round_ is None or self.catch_up.target is not None:
             return False
-        return round_.advance(turn, self._entry, worker.progress)
+        is_last = worker.has_lost_work or (worker.work is not None and worker.work.last)
+        may_be_held = self._is_log_needed and not is_last
+        return round_.advance(turn, self._entry, worker.progress, may_be_held=may_be_held)
 
     @property
     def _entry(self) -> Entry | None:

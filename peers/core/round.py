@@ -104,6 +104,10 @@ class Round:
         """When this peer last skipped to the median attempt."""
         self._quorum_at: float | None = None
         """Since when enough peers have been ready; starts the grace."""
+        self.held_s = 0.0
+        """How long this peer, alone, has waited for peers that download its state (`_is_held`)."""
+        self._held_at: float | None = None
+        """When it last did so; None: it does not."""
         self._num_ready, self._last_ready_at = 0, now
         """How many are ready, and when the last of them became so."""
         self._leader_could_propose_at: float | None = None
@@ -140,8 +144,11 @@ class Round:
     def leader_of(self, attempt: int) -> str:
         return self._order[attempt % len(self._order)]
 
-    def advance(self, turn: Turn, entry: Entry | None, progress: Progress | None) -> bool:
-        """Do what is due; True if anything was. `entry`: this peer's work; `progress`: its worker's, if it trains."""
+    def advance(
+        self, turn: Turn, entry: Entry | None, progress: Progress | None, *, may_be_held: bool
+    ) -> bool:
+        """Do what is due; True if anything was. `entry`: this peer's work; `progress`: its worker's, if it trains;
+        `may_be_held`: whether this peer, if it is alone, waits for peers that download its state."""
         if self._skip_to_median_attempt(turn):
             return True
         if self._lead is not None and (failure := self._lead.watch(turn)) is not None:
@@ -154,7 +161,7 @@ class Round:
         if (plan := self._proposals.pop(self.attempt, None)) is not None:
             self._consider(turn, plan, entry)
             return True
-        return self._gather(turn, entry, progress)
+        return self._gather(turn, entry, progress, may_be_held)
 
     @property
     def next_data_base(self) -> int:
@@ -168,9 +175,9 @@ class Round:
 
     # Gathering
 
-    def _gather(self, turn: Turn, entry: Entry | None, progress: Progress | None) -> bool:
+    def _gather(self, turn: Turn, entry: Entry | None, progress: Progress | None, may_be_held: bool) -> bool:
         ready, expected = self._ready_and_expected(turn, entry, is_training=progress is not None)
-        if not self._group.is_enough(turn, ready):
+        if not self._group.is_enough(turn, ready) or self._is_held(turn, ready, may_be_held):
             self._quorum_at, self._leader_could_propose_at, self._num_ready = None, None, 0
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
@@ -190,6 +197,21 @@ class Round:
         if not self._can_lead(leader):
             return self._skip_leader(ready)
         return self._time_out_leader(turn, leader, entry)
+
+    def _is_held(self, turn: Turn, ready: Collection[str], may_be_held: bool) -> bool:
+        """Whether this peer, alone, does not commit yet because others download its state. It waits no longer than a
+        round with the slowest link takes.
+
+        As long as it waits there is no quorum, so this is not counted as waiting for members; nor as part of the epoch
+        (`held_s`). A round with others needs no such wait: it takes as long as its bytes.
+        """
+        if self._held_at is not None:
+            self.held_s += turn.now - self._held_at
+        is_alone = set(ready) == {self._me} and not self._swarm.live_at(self.head)
+        left_s = self._timing.first_round_s - self.held_s
+        is_held = may_be_held and is_alone and not turn.passed(turn.now + left_s)
+        self._held_at = turn.now if is_held else None
+        return is_held
 
     def _skip_leader(self, ready: Collection[str]) -> bool:
         """Go to the next attempt or, if nobody in the order can lead, to another order. True: evaluate again."""
@@ -222,7 +244,7 @@ class Round:
     def _grace_s(self, late: set[str], own: Progress | None) -> float:
         """How long a ready quorum waits for these peers. `own`: the progress of this peer, which may be one of them."""
         assert self._quorum_at is not None
-        epoch_s = self._quorum_at - self._began_at
+        epoch_s = self._quorum_at - self._began_at - self.held_s
         relied_on = set(filter(self._group.relies_on, late))
         if members := relied_on & self._group.roster:
             statuses = {p: status for p in members if (status := self._swarm.status(p)) is not None}

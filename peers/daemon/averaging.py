@@ -22,7 +22,7 @@ from peers.core.defaults import residual_decay_for
 from peers.core.effects import Answer
 from peers.core.peer import Peer
 from peers.core.schedule import Schedule
-from peers.core.timing import SLOWEST_LINK
+from peers.core.timing import FETCH_S, SLOWEST_LINK
 from peers.core.weights import Aggregation
 from peers.daemon.config import codec_of, optimizer_of
 from peers.errors import PeersError, RoundFailed
@@ -43,7 +43,6 @@ from peers.state.outer_optimizer import rebase
 from peers.state.outer_state import OuterState
 from peers.state.preview import Preview
 from peers.threads import give_way
-from peers.timing import OFTEN_S, RETRY_S
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +204,6 @@ class Averaging:
         until, connect_s = time.monotonic() + timeout_s, min(self._timing.connect_s, timeout_s / 2)
         stall_s, optimizer = self._timing.stall_s, optimizer_of(self._manifest, len(plan.contributors))
         work.begin_attempt(Recording() if self._may_be_fetched(plan) else None)
-        if len(plan.contributors) == 1 and not work.last:
-            await self._wait_for_joiners(plan.parent, sum(state.sizes), timeout_s / 2)
         reduce_plan = work.plan = reduce_plan_of(
             plan, self._me, work.local.numel(), self._codec, self._aggregation.rule, self._aggregation.trim
         )
@@ -307,6 +304,18 @@ class Averaging:
         for peer_id in likely_neighbours(self._me, bandwidths, self._aggregation.rule):
             self.pool.open_ahead(peer_id)
 
+    def is_log_needed(self, state_numel: int) -> bool:
+        """Whether peers that download the state will need all recorded commits, of which the next would drop one.
+
+        They are not waited for if they have taken less than SLOWEST_LINK carries since the last commit, with FETCH_S to
+        begin and to ask for the commits.
+        """
+        commit_log = self.commit_log
+        if not commit_log.is_wanted or not commit_log.is_full(state_numel):
+            return False
+        usable_s = time.monotonic() - commit_log.added_at - FETCH_S
+        return commit_log.sent_bytes >= SLOWEST_LINK * usable_s
+
     def _may_be_fetched(self, plan: Plan) -> bool:
         """Whether a peer downloads the state, or may begin to before this attempt is committed."""
         has_newcomers = any(not status.head for _, status in self._swarm.live())
@@ -315,26 +324,6 @@ class Averaging:
     def _is_missed_by_somebody(self, plan: Plan) -> bool:
         """Whether a peer that is at the parent of this commit, but not in the commit, will ask for it."""
         return not self._swarm.live_at(plan.parent).keys() <= plan.signer_set
-
-    async def _wait_for_joiners(self, head: str, state_numel: int, timeout_s: float) -> None:
-        """Wait while a peer downloads the state and will need all recorded commits, of which the next would drop one.
-
-        A round with others takes as long as its bytes, so epochs leave time for downloads; that of a lone peer sends
-        none. As this wait counts as part of the round, it may be longer the next time (core/timing.py), up to what a
-        round with the slowest link may take.
-        """
-        begun, commit_log = time.monotonic(), self.commit_log
-        until = begun + min(timeout_s, self._timing.first_round_s)
-        while (
-            commit_log.is_wanted
-            and commit_log.is_full(state_numel)
-            and not self._swarm.live_at(head)
-            and not self.cancelled.is_set()
-            and time.monotonic() < until
-        ):
-            await asyncio.sleep(RETRY_S)
-        if (waited_s := time.monotonic() - begun) > OFTEN_S:
-            log.info("this round has waited %.0f s for a peer that downloads the state", waited_s)
 
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
         """Open streams to the neighbours, which ask for them by the same id. Raises RoundFailed."""

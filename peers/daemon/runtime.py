@@ -79,6 +79,8 @@ class Runtime:
         self._fetching: asyncio.Task[None] | None = None
         self._expected: tuple[str, frozenset[str]] = "", frozenset()
         """A head, and the peers on it to which streams were opened ahead of its round."""
+        self._is_log_needed = False
+        """What the core was last told (events.LogNeeded)."""
 
     async def run(self) -> None:
         """Handle events until cancelled; then tell the others that this peer leaves. Raises PeersError where this peer
@@ -86,8 +88,9 @@ class Runtime:
         try:
             while True:
                 event = await self._next_event()
-                for effect in self.core.handle(event, time.monotonic()):
-                    await self._perform(effect)
+                for each in (*self._news_of_joiners(), event):
+                    for effect in self.core.handle(each, time.monotonic()):
+                        await self._perform(effect)
                 self._expect_others()
                 self._on_change()
                 # Taking an event that is already in the queue lets no other task run.
@@ -104,6 +107,14 @@ class Runtime:
         is_message = isinstance(event, events.Received | events.StatusesReceived | events.StillHere)
         if not is_message or self._events.qsize() < _MOST_EVENTS:
             self._events.put_nowait(event)
+
+    def _news_of_joiners(self) -> Sequence[events.LogNeeded]:
+        """Evaluated before each event, of which a status of this peer is due at least every few seconds."""
+        is_needed = self.state is not None and self.averaging.is_log_needed(sum(self.state.sizes))
+        if is_needed is self._is_log_needed:
+            return ()
+        self._is_log_needed = is_needed
+        return (events.LogNeeded(is_needed),)
 
     async def _next_event(self) -> events.Event | None:
         """The next event; None at the core's deadline."""

@@ -2,8 +2,8 @@
 
 If epochs are shorter than a download of the state, the state is out of date when it arrives. A commit is far smaller:
 the average as it went on the wire. So the joiner then requests the commits made since (peers/net/states/replay.py). It
-catches up, because a round moves more bytes than a commit through every link; the round of a lone peer, which moves
-none, waits while the log is full (daemon/averaging.py).
+catches up, because a round moves more bytes than a commit through every link; a lone peer, whose rounds move none,
+waits with its next commit while the log is full (`Averaging.is_log_needed`).
 """
 
 from __future__ import annotations
@@ -70,10 +70,14 @@ class CommitLog:
         self._lock = threading.Lock()
         self._num_downloads = 0
         self._wanted_until = 0.0
+        self.added_at = 0.0
+        """When the newest commit was added."""
+        self.sent_bytes = 0
+        """Of the state and of commits, sent since then."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Record commits while this context is open: a peer downloads the state."""
+        """Record commits while this context is open: a peer is handed the state, or commits."""
         with self._lock:
             self._num_downloads += 1
         try:
@@ -90,6 +94,7 @@ class CommitLog:
     def add(self, recording: Recording | None, *, parent: str, head: str, state_numel: int) -> None:
         """A commit was made. `recording` None: it was not recorded, so earlier ones are useless and dropped."""
         with self._lock:
+            self.added_at, self.sent_bytes = time.monotonic(), 0
             if recording is None or (self._commits and self._commits[-1].head != parent):
                 self._commits.clear()
             if recording is None:

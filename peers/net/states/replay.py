@@ -177,7 +177,8 @@ async def serve_commits(commit_log: CommitLog, wanted: WantCommits, channel: Cha
         return
     await channel.send(Commits(count=len(commits)), STALL_S)
     await channel.read(_GO, COMMIT_S)
-    for commit in commits:
-        for payload in commit.payloads:
+    with commit_log.held():
+        for payload in (payload for commit in commits for payload in commit.payloads):
             await channel.send_bytes(payload.data, STALL_S)
-    await channel.let_the_other_close()
+            commit_log.sent_bytes += payload.nbytes
+        await channel.let_the_other_close()

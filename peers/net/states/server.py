@@ -111,9 +111,8 @@ class StateServer:
             return
         try:
             state = self._current()
-            with self._commit_log.held():
-                async with asyncio.timeout(download_timeout_s(state.sizes if state is not None else ())):
-                    await self._answer(request, channel)
+            async with asyncio.timeout(download_timeout_s(state.sizes if state is not None else ())):
+                await self._answer(request, channel)
         finally:
             slots.release()
 
@@ -133,8 +132,8 @@ class StateServer:
             return
         self._served[wanted_head] += 1
         try:
-            with snapshot:
-                await _serve_snapshot(snapshot, channel)
+            with snapshot, self._commit_log.held():
+                await _serve_snapshot(snapshot, channel, self._commit_log)
         finally:
             self._served[wanted_head] -= 1
 
@@ -159,14 +158,16 @@ class StateServer:
         return None
 
 
-async def _serve_snapshot(snapshot: Snapshot, channel: Channel) -> None:
+async def _serve_snapshot(snapshot: Snapshot, channel: Channel, commit_log: CommitLog) -> None:
     header = snapshot.header
     await channel.send(State(), STALL_S)
     await channel.send_bytes(memoryview(header.anchor_chunks + header.momentum_chunks), STALL_S)
     chunks = list(chunks_of(snapshot.header.sizes))
     while True:
         wanted = await channel.read(_CHUNK, COMMIT_S)
-        await channel.send_bytes(bytes_of(_wanted_values(snapshot, chunks, wanted)), STALL_S)
+        values = bytes_of(_wanted_values(snapshot, chunks, wanted))
+        await channel.send_bytes(values, STALL_S)
+        commit_log.sent_bytes += len(values)
         # Neither call yields as long as requests are there and small answers fit into the buffers.
         await asyncio.sleep(0)
 

@@ -281,6 +281,53 @@ def test_work_whose_worker_is_gone_is_told_as_lost_where_nobody_can_bring_it():
     assert "40 tokens" in next(tell.text for tell in a.of(effects.Tell) if tell.kind == "lost_work")
 
 
+# Alone, while others download the state
+
+
+def held() -> Driven:
+    a = Driven.at(genesis("a"))
+    a.peer.timing.set_sizes(fragment_bytes=10**9, state_bytes=2 * 10**9)
+    a.feed(events.LogNeeded(True))
+    a.ready()
+    a.run(60)
+    assert (
+        a.of(effects.Reduce) == [] and a.peer.round.missing(a.peer._entry, a.now, is_training=False) == set()
+    )
+    return a
+
+
+def newcomer_trains(a: Driven) -> None:
+    a.announce(a.peer.certificate, "z", phase="training", world_rank=1)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda a: a.feed(events.LogNeeded(False)),
+        lambda a: a.feed(events.WorkerGone()),
+        newcomer_trains,
+        lambda a: a.run(a.peer.timing.first_round_s - 60),
+    ],
+    ids=["nobody needs the log", "the worker is gone", "a joiner is in", "it took as long as a round"],
+)
+def test_a_lone_peer_waits_with_its_commit_while_joiners_need_its_log(ends):
+    a = held()
+    ends(a)
+    a.run(a.peer.timing.grace_s(0.0) + 1)
+    assert len(a.of(effects.Reduce)) == 1
+    assert 60 <= a.peer.round.held_s <= a.peer.timing.first_round_s + 1
+
+
+def test_of_two_contributors_nobody_waits_for_joiners():
+    run = genesis("ab")
+    me, other = ("a", "b") if Driven.at(run, "b").leads(0) else ("b", "a")
+    leader = Driven.at(run, other, me)
+    leader.announce(run, other, phase="ready", work=work())
+    leader.feed(events.LogNeeded(True))
+    leader.ready()
+    assert len(leader.of(effects.Reduce)) == 1 and leader.peer.round.held_s == 0.0
+
+
 # The last step, leaving
 
 

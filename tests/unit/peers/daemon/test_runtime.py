@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from peers.core import effects, events
 from peers.core.peer import Peer
+from peers.core.round import Stage
 from peers.core.settings import Settings
 from peers.daemon.averaging import Averaging, WorkInHand
 from peers.daemon.downloads import fetch_state
@@ -36,7 +37,7 @@ from peers.protocol.certificates import verify_signature
 from peers.protocol.messages import Ask, Message, Status
 from peers.protocol.reports import Incident
 from peers.reduce.all_reduce import reduce_pseudo_gradients
-from peers.reduce.commit_log import Recording
+from peers.reduce.commit_log import KEPT_FOR_S, Recording
 from peers.reduce.plan import Chunk
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Memories
@@ -44,6 +45,8 @@ from peers.state.outer_state import OuterState
 from tests.support.certified import begun, commit
 from tests.support.in_process import Network
 from tests.support.state_network import RUN, serve
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import digest, genesis, work
 
 SIZE = 1000
 
@@ -387,60 +390,107 @@ async def test_a_commit_is_kept_for_a_live_peer_that_it_leaves_out(runtime, monk
     assert [commit.head for commit in log.between(before, outcome.head)] == [outcome.head] * is_missed
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-async def test_a_lone_peer_makes_no_commit_that_pushes_out_one_that_a_joiner_needs_unless_it_is_its_last(
-    runtime, monkeypatch, is_last
+class LonePeer:
+    """A lone peer whose epochs last 5 s, and a joiner that downloads its state. Of fp32 averages, the log holds two."""
+
+    def __init__(self, averaging: Averaging, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driven, self.averaging, self.log = Driven.at(genesis("a")), averaging, averaging.commit_log
+        self.timing, self.heads, self.rate = self.driven.peer.timing, [self.driven.peer.head], 0.0
+        self.timing.set_sizes(fragment_bytes=5 * 10**8, state_bytes=10**9)
+        self._ready_at = 5.0
+        clock = SimpleNamespace(monotonic=lambda: self.driven.now)
+        for module in ("peers.daemon.averaging", "peers.reduce.commit_log"):
+            monkeypatch.setattr(f"{module}.time", clock)
+
+    def run(self, seconds: float, *, is_last: bool = False) -> int:
+        """Let time pass. Returns how many commits were made."""
+        driven, before, until = self.driven, len(self.heads), self.driven.now + seconds
+        while driven.now < until:
+            self.log.sent_bytes += int(0.4 * self.rate)
+            made = driven.feed(events.LogNeeded(self.averaging.is_log_needed(1))) + driven.run(0.4)
+            if driven.now >= self._ready_at:
+                made, self._ready_at = made + driven.ready(work(last=is_last)), math.inf
+            for reduce in driven.of(effects.Reduce, made):
+                made = driven.feed(events.Reduced(reduce.plan.digest, "a" * 64, digest(driven.now)))
+                (commit,) = driven.of(effects.Apply, made)
+                self._committed(commit.certificate.head)
+        return len(self.heads) - before
+
+    def _committed(self, head: str) -> None:
+        recording = Recording()
+        recording.keep(Chunk(0, 0), np.zeros(4, np.uint8))
+        self.log.add(recording, parent=self.heads[-1], head=head, state_numel=1)
+        self.heads.append(head)
+        self._ready_at = self.driven.now + 5.0
+
+    @property
+    def learned(self) -> tuple[float, ...]:
+        """The longest rounds, epochs, and waits that it has learned."""
+        timing = self.timing
+        return tuple(max(each) for each in (timing._rounds, timing._epochs, timing._waits, timing._gathers))
+
+
+@pytest.fixture
+def lone(runtime, monkeypatch) -> LonePeer:
+    made = LonePeer(runtime.averaging, monkeypatch)
+    assert made.run(60) > 8
+    return made
+
+
+def test_a_joiner_gets_in_with_a_lone_peer_whose_epochs_are_far_shorter_than_its_download(lone):
+    """The download takes as long as 34 epochs. What the peer has learned about rounds does not change."""
+    before, since = lone.learned, lone.heads[-1]
+    lone.log.clear()
+    lone.rate = 1e9 / 170
+    with lone.log.held():
+        assert lone.run(170) == 2
+    assert len(lone.log.between(since, lone.heads[-1])) == 2
+    # It has a while to ask for them; then nobody waits for it any more.
+    lone.rate = 0.0
+    assert lone.run(KEPT_FOR_S - 1) == 0 and lone.run(20) > 2
+    assert lone.learned == pytest.approx(before, abs=0.5)
+
+
+@pytest.mark.parametrize(("rate", "longest_s"), [(0.0, 30), (5e5, 60), (2e6, 1000)])
+def test_a_lone_peer_waits_for_a_download_at_a_usual_rate_and_no_longer_than_for_a_round(
+    lone, rate, longest_s
 ):
-    log, download, num_checks = runtime.averaging.commit_log, contextlib.ExitStack(), 0
+    before, lone.rate = lone.learned, rate
+    with lone.log.held():
+        num_commits = lone.run(3 * longest_s + 30)
+    assert 2 < num_commits <= 4
+    assert lone.learned == pytest.approx(before, abs=0.5)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_last_work_of_a_lone_peer_waits_for_no_download(lone, is_last):
+    lone.rate = 2e6
+    with lone.log.held():
+        assert lone.run(6, is_last=is_last) == is_last
+
+
+async def test_the_core_is_told_whether_joiners_need_the_recorded_commits(runtime, monkeypatch):
+    told = []
+    monkeypatch.setattr(runtime.averaging.commit_log, "is_full", lambda _numel: True)
+    handle = runtime.core.handle
+
+    def heard(event: events.Event | None, now: float) -> Sequence[effects.Effect]:
+        told.extend([event.is_needed] if isinstance(event, events.LogNeeded) else [])
+        return handle(event, now)
+
+    monkeypatch.setattr(runtime.core, "handle", heard)
     monkeypatch.setattr("peers.reduce.commit_log.KEPT_FOR_S", 0.0)
-    monkeypatch.setattr("peers.daemon.averaging.RETRY_S", 0.0)
-
-    def is_full(_state_numel: int) -> bool:
-        nonlocal num_checks
-        num_checks += 1
-        assert runtime.core.epoch == 0
-        if num_checks == 3:
-            download.close()
-        return True
-
-    monkeypatch.setattr(log, "is_full", is_full)
+    monkeypatch.setattr("peers.daemon.averaging.FETCH_S", math.inf)
     mine = memories()
     async with running(runtime):
         await runtime.begin_worker(mine.inn, offered())
-        download.enter_context(log.held())
-        outcome = await runtime.average(WorkInHand(mine, 0, tokens=1, step=2, last=is_last))
-    assert outcome.epoch == 1 and num_checks == (0 if is_last else 3)
-
-
-async def test_a_joiner_gets_in_with_a_lone_peer_whose_epochs_are_far_shorter_than_a_download(
-    runtime, monkeypatch
-):
-    """Of fp32 averages, the log holds two; the download takes as long as 34 epochs."""
-    averaging, timing, now, heads = runtime.averaging, runtime.core.timing, 0.0, count()
-    log, head, num_downloads = averaging.commit_log, "", 0
-    timing.set_sizes(fragment_bytes=5 * 10**8, state_bytes=10**9)
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr("peers.daemon.averaging.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("peers.daemon.averaging.asyncio", SimpleNamespace(sleep=sleep))
-    is_in = False
-    with log.held():
-        while not is_in:
-            num_downloads += 1
-            assert num_downloads < 6, "the joiner downloads the state again and again"
-            begun_at, since = now, head
-            while now < begun_at + 170.0:
-                epoch_began, parent, head = now, head, str(next(heads))
-                now += 5.0
-                await averaging._wait_for_joiners(parent, 1, timing.attempt_s / 2)
-                recording = Recording()
-                recording.keep(Chunk(0, 0), np.zeros(4, np.uint8))
-                log.add(recording, parent=parent, head=head, state_numel=1)
-                timing.committed(round_s=now - epoch_began - 5.0, epoch_s=now - epoch_began)
-            is_in = bool(log.between(since, head))
+        with runtime.averaging.commit_log.held():
+            averaging = asyncio.create_task(runtime.average(work_in(mine)))
+            while not told:
+                await asyncio.sleep(0)
+            assert told == [True] and runtime.core.round.stage is Stage.GATHER
+        assert (await averaging).epoch == 1
+    assert told == [True, False]
 
 
 class ScriptedCore(SimpleNamespace):

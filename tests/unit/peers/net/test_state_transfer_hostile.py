@@ -14,7 +14,15 @@ from peers.net.channel import Channel
 from peers.net.states import server as state_server
 from peers.net.states import transfer as state_transfer
 from peers.net.states.server import MAX_DOWNLOADS
-from peers.protocol.states import Commits, State, WantChunk, WantCommits, WantState, state_protocol
+from peers.protocol.states import (
+    Commits,
+    State,
+    Unavailable,
+    WantChunk,
+    WantCommits,
+    WantState,
+    state_protocol,
+)
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.state import outer_state
 from tests.support.certified import begun
@@ -142,6 +150,25 @@ async def test_recorded_commits_are_held_for_no_longer_than_a_download_may_take(
     with pytest.raises(PeerUnreachable, match=r"closed|broke"):
         await channel.read(Decoder(Commits), 10)
     channel.close()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_who_only_asks_is_not_one_for_whom_commits_are_kept(network, asks):
+    state, log = committed_state((8,)), CommitLog()
+    parent = state.header.certificate.plan.parent
+    log.add(Recording(), parent=parent, head=state.head, state_numel=8)
+    server = await serve(network, "a", state, log)
+    wanted = [WantState(head="0" * 64), WantCommits(since="0" * 64, until=state.head)]
+    for request in [*wanted, WantCommits(since=parent, until=state.head)] if asks else []:
+        sock = await network.transport("stranger").open("a", state_protocol(RUN), timeout_s=1)
+        with Channel(sock) as channel:
+            await channel.send(request)
+            await channel.read(Decoder(Unavailable | Commits), 5)
+        await until(lambda: not server._newest)
+    assert not log.is_wanted and not log.sent_bytes
+    if not asks:
+        await download(network, ["a"], state)
+        assert log.is_wanted and log.sent_bytes > 0
 
 
 async def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(network, monkeypatch):
