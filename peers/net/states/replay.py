@@ -61,20 +61,22 @@ async def replay_commits(
     """The state at the end of `path`, from the state `have` and the commits in between. Raises StateUnavailable.
 
     Most donors have recorded nothing and say so at once. Those that have are tried in turn: a slow one is left for the
-    next, and the last is given all the time that remains.
+    next, and the last is given all the time that remains. Each is asked again in its turn, as no donor waits for long
+    to be chosen.
     """
     async with asyncio.timeout(timeout_s):
         offers, _ = await collect_offers({donor: _offer(donor, transport, run_id, path) for donor in donors})
-        try:
-            for num_left, (donor, channel) in zip(reversed(range(len(offers))), offers.items(), strict=True):
-                try:
-                    async with asyncio.timeout(timeout_s / SHARED_BY if num_left else None):
+        first = next(iter(offers), "")
+        for donor in offers.keys() - {first}:
+            offers[donor].close()
+        for num_left, donor in zip(reversed(range(len(offers))), offers, strict=True):
+            try:
+                async with asyncio.timeout(timeout_s / SHARED_BY if num_left else None):
+                    offer = offers[donor] if donor == first else await _offer(donor, transport, run_id, path)
+                    with offer as channel:
                         return await _replay(channel, have, path, codec, rule, optimizer_for)
-                except (PeersError, TimeoutError) as error:
-                    log.debug("no commits from %s: %s", donor, str(error) or "it is slow")
-        finally:
-            for channel in offers.values():
-                channel.close()
+            except (PeersError, TimeoutError) as error:
+                log.debug("no commits from %s: %s", donor, str(error) or "it is slow")
     raise StateUnavailable("nobody has recorded the commits")
 
 

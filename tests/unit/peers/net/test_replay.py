@@ -181,7 +181,9 @@ async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
         assert_same(await replayed(network, have, path, "int8", ["bad", "a"]), state)
 
 
-async def test_a_donor_that_offers_the_commits_and_sends_none_leaves_time_for_the_next(network):
+async def test_a_donor_that_offers_the_commits_and_sends_none_leaves_time_for_the_next(network, monkeypatch):
+    """Though the next one waits for far less than that to be chosen."""
+    monkeypatch.setattr("peers.net.states.replay.COMMIT_S", 0.5)
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     path = [commit(state, log, "int8", 0)]
     has_offered = asyncio.Event()
