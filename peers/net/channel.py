@@ -42,6 +42,8 @@ class Channel:
         self._received = bytearray()
         self.received_bytes = 0
         """Of whole messages."""
+        self.sent_bytes = 0
+        """Of raw bytes."""
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +81,9 @@ class Channel:
             with _unreachable():
                 async with asyncio.timeout(timeout_s) as limit:
                     for start in range(0, len(view), _TIMED_BYTES):
-                        await socket_io.send_all(self.sock, view[start : start + _TIMED_BYTES])
+                        piece = view[start : start + _TIMED_BYTES]
+                        await socket_io.send_all(self.sock, piece)
+                        self.sent_bytes += len(piece)
                         limit.reschedule(loop.time() + timeout_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"took nothing within {timeout_s:g} s") from error

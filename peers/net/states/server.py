@@ -3,8 +3,9 @@
 A donor holds one snapshot per stream, so commits that come meanwhile do not change what it serves. It serves each
 joiner on one stream at a time, for no longer than a download may take, and few different states at a time: a snapshot
 costs as much memory as the state once a commit comes. Where that is not free, it hands over no state: it would be
-killed for lack of memory. Commits are handed over beside downloads of the state: who has just downloaded it
-would otherwise wait for the downloads of others, and be out of date again.
+killed for lack of memory. If all places are taken, who takes next to nothing loses its place to one that waits. Commits
+are handed over beside downloads of the state: who has just downloaded it would otherwise wait for the downloads of
+others, and be out of date again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -72,6 +74,8 @@ class StateServer:
         self._commit_log = commit_log or CommitLog()
         self._slots = {kind: asyncio.Semaphore(MAX_DOWNLOADS) for kind in (WantState, WantCommits)}
         self._newest: dict[str, Channel] = {}
+        self._began: dict[Channel, tuple[type[WantState | WantCommits], float]] = {}
+        """By stream that has a place: what for, and since when."""
         self._served = Counter[str]()
         """Number of streams, by the head of the state that they carry."""
 
@@ -103,18 +107,30 @@ class StateServer:
         """One joiner, until it closes the stream. Raises PeersError, TimeoutError."""
         request = await channel.read(_REQUEST, STALL_S)
         slots = self._slots[type(request)]
+        if slots.locked():
+            self._break_off_slow(type(request))
         try:
             async with asyncio.timeout(COMMIT_S):
                 await slots.acquire()
         except TimeoutError:
             await channel.send_last(Unavailable(), STALL_S)
             return
+        self._began[channel] = type(request), time.monotonic()
         try:
             state = self._current()
             async with asyncio.timeout(download_timeout_s(state.sizes if state is not None else ())):
                 await self._answer(request, channel)
         finally:
+            del self._began[channel]
             slots.release()
+
+    def _break_off_slow(self, kind: type[WantState | WantCommits]) -> None:
+        """Stop serving those that have taken less than SHARED_BY of them take over the slowest link. Only once somebody
+        waits for a place: a joiner that is served by many donors takes little from each."""
+        for channel, (what, began_at) in self._began.items():
+            usual_s = COMMIT_S + FETCH_S + SHARED_BY * channel.sent_bytes / SLOWEST_LINK
+            if what is kind and time.monotonic() - began_at > usual_s:
+                channel.break_off()
 
     async def _answer(self, request: WantState | WantCommits, channel: Channel) -> None:
         if isinstance(request, WantCommits):

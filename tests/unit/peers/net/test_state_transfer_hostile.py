@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from msgspec.msgpack import Decoder
@@ -180,6 +181,26 @@ async def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(netwo
     with pytest.raises(StateUnavailable, match="as many as it can") as caught:
         await download(network, ["a"], state)
     assert not caught.value.suspects
+
+
+async def test_who_takes_next_to_nothing_loses_its_place_to_one_that_waits(network, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(state_server, "time", SimpleNamespace(monotonic=lambda: now))
+    state = committed_state((8,))
+    server = await serve(network, "a", state)
+    channels = []
+    for number in range(MAX_DOWNLOADS):
+        channels.append((await ask(network, f"hoarder {number}", state.head))[0])
+        await channels[-1].read(_STATE, 5)
+    *busy, _ = served = list(server._began)
+    for each in busy:
+        each.sent_bytes = 10**9
+    now = 1000.0
+    assert list(server._began) == served
+    assert_same(await download(network, ["a"], state), state)
+    await until(lambda: list(server._began) == busy)
+    for channel in channels:
+        channel.close()
 
 
 async def test_a_joiner_is_handed_commits_while_others_download_the_state(network):
