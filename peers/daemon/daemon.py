@@ -366,7 +366,7 @@ class Daemon:
         self._reports.changed()
 
     def _clock_judged(self, text: str) -> None:
-        log.warning("%s", text or "this machine's clock is right again")
+        log.warning("%s", text or "this machine's clock and the initial peers' agree again")
         self._monitor.is_in_trouble("clock", text)
 
     def _post(self, event: events.Event) -> None:

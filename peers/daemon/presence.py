@@ -195,8 +195,9 @@ class Presence:
             return
         self._is_clock_off = not self._is_clock_off
         off = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+        refused = "" if self.mesh.peers else ", so other peers may refuse what this one announces"
         self.on_clock(
-            f"this machine's clock is {off} the initial peers', so other peers refuse what it says: set it right "
+            f"this machine's clock is {off} the initial peers'{refused}: set right the one that is wrong "
             "(`timedatectl set-ntp true`)"
             if self._is_clock_off
             else ""

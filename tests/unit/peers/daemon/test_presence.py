@@ -240,8 +240,10 @@ def test_a_clock_that_goes_wrong_is_told_once_and_so_is_that_it_is_right_again(t
     async def scenario():
         mine = a_presence(identity)
         mine.on_clock = told.append
-        for ahead_s in (0.1, None, -9.0, 11.0, 12.0, None, 4.0, -0.2, -900.0):
+        for ahead_s in (0.1, None, -9.0, 11.0, 12.0, None, 4.0, -0.2):
             mine._judge_clock(ahead_s)
+        mine.mesh._gossip.here["p1"] = spoken("p1", world_rank=1)
+        mine._judge_clock(-900.0)
 
     try:
         asyncio.run(scenario())
@@ -249,3 +251,6 @@ def test_a_clock_that_goes_wrong_is_told_once_and_so_is_that_it_is_right_again(t
         identity.release()
     late, right, early = told
     assert "11 s ahead of" in late and right == "" and "900 s behind" in early
+    # The clock of the initial peers may be the wrong one; and peers that are connected refuse nothing.
+    assert all("set right the one that is wrong" in text for text in (late, early))
+    assert "refuse" in late and "refuse" not in early
