@@ -448,6 +448,7 @@ def test_a_joiner_gets_in_with_a_lone_peer_whose_epochs_are_far_shorter_than_its
     # It has a while to ask for them; then nobody waits for it any more.
     lone.rate = 0.0
     assert lone.run(KEPT_FOR_S - 1) == 0 and lone.run(20) > 2
+    assert any("for a peer that downloads the state" in tell.text for tell in lone.driven.of(effects.Tell))
     assert lone.learned == pytest.approx(before, abs=0.5)
 
 
