@@ -28,6 +28,8 @@ from peers.reduce.plan import CHUNK_NUMEL, Chunk
 from peers.reduce.shares import Arrangement
 from peers.timing import START_S
 
+NUM_KEPT = 2
+"""Commits that are kept while nobody downloads: for a peer that is not in the last one, and asks for it a little late."""
 KEPT_FOR_S = START_S
 """After the last download has ended: a joiner requests the commits once it has assembled its state."""
 
@@ -100,6 +102,8 @@ class CommitLog:
             if recording is None:
                 return
             self._commits.append(RecordedCommit(parent, head, recording.in_order()))
+            if not self.is_wanted:
+                del self._commits[:-NUM_KEPT]
             while self._num_bytes() > 2 * FLOAT_BYTES * state_numel:
                 del self._commits[0]
 
