@@ -85,9 +85,16 @@ async def replayed(network, have, path, codec, donors=("a",), timeout_s=20):
         )
 
 
+def a_log() -> CommitLog:
+    """A log that a download has just needed."""
+    log = CommitLog()
+    with log.held():
+        return log
+
+
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 async def test_the_commits_since_lead_to_the_very_same_bits(network, codec):
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     before = have.head
     path = [commit(state, log, codec, seed) for seed in range(3 if codec != "fp32" else 2)]
     await serve(network, state, log)
@@ -97,14 +104,14 @@ async def test_the_commits_since_lead_to_the_very_same_bits(network, codec):
 
 
 async def test_up_to_the_head_that_is_wanted_and_no_further(network):
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     path = [commit(state, log, "int8", seed) for seed in range(2)]
     await serve(network, state, log)
     assert (await replayed(network, have, path[:1], "int8")).head == path[0].head
 
 
 async def test_what_no_commit_has_changed_is_not_shared_with_the_state_that_was_here(network):
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     path = [commit(state, log, "int8", 0)]
     await serve(network, state, log)
     with have.snapshot() as served:
@@ -115,7 +122,7 @@ async def test_what_no_commit_has_changed_is_not_shared_with_the_state_that_was_
 
 @pytest.mark.parametrize("gap", ["before", "between"])
 async def test_where_a_commit_is_missing_the_others_lead_nowhere(network, gap):
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     missing = 0 if gap == "before" else 1
     path = [commit(state, log, "int8", seed, record=seed != missing) for seed in range(3)]
     await serve(network, state, log)
@@ -124,7 +131,7 @@ async def test_where_a_commit_is_missing_the_others_lead_nowhere(network, gap):
 
 
 def test_only_certificates_that_follow_one_by_one_on_the_state_that_is_here_are_repeated():
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     path = [commit(state, log, "int8", seed) for seed in range(3)]
     with have.snapshot() as snapshot:
         assert can_be_repeated(snapshot, path)
@@ -144,7 +151,7 @@ def with_plan(certificate: Certificate, **changes) -> Certificate:
 
 
 def test_a_log_takes_no_more_memory_than_the_state():
-    state, log = committed_state(SIZES, 0), CommitLog()
+    state, log = committed_state(SIZES, 0), a_log()
     for seed in range(7):
         commit(state, log, "fp32", seed)
     assert sum(c.num_bytes for c in log._commits) <= 8 * sum(SIZES)
@@ -154,7 +161,7 @@ def test_a_log_takes_no_more_memory_than_the_state():
 @pytest.mark.parametrize("spoil", ["value", "not finite"])
 async def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(network, spoil):
     have, state = committed_state(SIZES, 0), committed_state(SIZES, 0)
-    log, spoilt = CommitLog(), CommitLog()
+    log, spoilt = a_log(), a_log()
     path = [commit(state, log, "fp32", 0)]
     good = log._commits[0]
     payloads = [payload.copy() for payload in good.payloads]
@@ -168,7 +175,7 @@ async def test_a_donor_that_sends_something_else_is_found_out_and_another_one_as
 
 
 async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     path = [commit(state, log, "int8", 0)]
 
     async def silent(_peer, sock):
@@ -184,7 +191,7 @@ async def test_a_donor_that_falls_silent_holds_nobody_up_for_long(network):
 async def test_a_donor_that_offers_the_commits_and_sends_none_leaves_time_for_the_next(network, monkeypatch):
     """Though the next one waits for far less than that to be chosen."""
     monkeypatch.setattr("peers.net.states.replay.COMMIT_S", 0.5)
-    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
+    have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), a_log()
     path = [commit(state, log, "int8", 0)]
     has_offered = asyncio.Event()
 
