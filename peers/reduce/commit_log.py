@@ -29,7 +29,7 @@ from peers.reduce.shares import Arrangement
 from peers.timing import START_S
 
 NUM_KEPT = 2
-"""Commits kept while nobody downloads: for a peer that the last one has left out, and that asks for it a little late."""
+"""Commits kept while nobody downloads: for a peer that the last one has left out, and that asks for it late."""
 KEPT_FOR_S = START_S
 """After the last download has ended: a joiner requests the commits once it has assembled its state."""
 
