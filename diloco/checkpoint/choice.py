@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.checkpoint.mark import PEER_PART, Mark
@@ -53,6 +53,15 @@ class _Save:
     def mark(self) -> Mark:
         return next(iter(self.by_part.values())).mark
 
+    @property
+    def ranks(self) -> set[int]:
+        """The world ranks that have saved this, or contributed to the last commit in it."""
+        return _ranks(self.by_part) | set(self.mark.contributors)
+
+    def is_apart_from(self, other: _Save) -> bool:
+        """Whether the two are of different runs, or of the two sides of a fork: consecutive commits share peers."""
+        return self.mark.head != other.mark.head and self.ranks.isdisjoint(other.ranks)
+
 
 def to_resume(
     found: Collection[Candidate],
@@ -68,7 +77,8 @@ def to_resume(
     commit have, of those that save here. If all peers were killed at once, some may have saved a step that others had
     not; only from a step that all have can the swarm resume without loss. If there is none among the newest, the newest
     is taken, unless the others never completed their first checkpoint: then the beginning is the step that all have,
-    and None is returned.
+    and None is returned. What a peer has saved that was cut off from the others, or began a run of its own beside
+    theirs, does not count, even if it was saved last.
 
     Then chooses the peer's own checkpoint of that step, or of that outer state, else another peer's. World ranks are
     assigned anew, so what is saved as `part` may be another peer's from long ago: that it is there does not count. With
@@ -80,6 +90,7 @@ def to_resume(
         saves = [save for save in saves if part in save.by_part and (part, save.name) not in refused] or saves
     if not saves:
         return None
+    saves = _of_most_peers(saves, savers)
     names = list(dict.fromkeys(save.name for save in saves))[:_RECENT]
     recent = [save for save in saves if save.name in names]
     ranks = {rank for save in recent for rank in _ranks(save.by_part)}
@@ -140,29 +151,32 @@ def in_order(part: str) -> tuple[int, str]:
 
 
 def _saves(found: Collection[Candidate], refused: Collection[tuple[str, str]]) -> list[_Save]:
-    """What has been saved, the step saved last first, without that of which all checkpoints are refused.
-
-    One step may have been saved on both sides of a fork, or again after an older one was resumed. Of these comes first
-    what more peers have saved last.
-    """
+    """What has been saved, the last first, without that of which all checkpoints are refused."""
     groups: dict[tuple[str, str], dict[str, Candidate]] = {}
-    newest: dict[str, Candidate] = {}
-    saved_at: dict[str, int] = {}
     for one in newest_first(found):
         groups.setdefault((one.name, one.mark.head), {})[one.part] = one
-        newest.setdefault(one.part, one)
-        saved_at.setdefault(one.name, one.mark.saved_at_ms)
-
-    def rank(save: _Save) -> tuple[int, int, int]:
-        num_last = sum(newest[part] is one for part, one in save.by_part.items())
-        return saved_at[save.name], num_last, save.mark.saved_at_ms
-
-    saves = [
+    return [
         _Save(name, parts)
         for (name, _), parts in groups.items()
         if any((part, name) not in refused for part in parts)
     ]
-    return sorted(saves, key=rank, reverse=True)
+
+
+def _of_most_peers(saves: Sequence[_Save], savers: Mapping[int, Registration]) -> list[_Save]:
+    """These saves, the last first, without those of runs, or sides of a fork, that others outnumber.
+
+    The number of peers in the last commit counts; among equals, what was saved last. Peers that are gone may have been
+    more: only what was saved while the peer that saved last was there outnumbers others, or is outnumbered.
+    """
+    last = saves[0]
+    part = next(iter(last.by_part))
+    times = [save.by_part[part].mark.saved_at_ms for save in saves if part in save.by_part][:_RECENT]
+    # A registration may be an earlier peer's, since world ranks are given again.
+    came_at_ms = min((savers[rank].at_ms for rank in _ranks([part]) if rank in savers), default=0)
+    since_ms = min(times[1:], default=came_at_ms)
+    rivals = [save for save in saves if save.mark.saved_at_ms >= since_ms and save.is_apart_from(last)]
+    largest = max((last, *rivals), key=lambda save: len(save.ranks))
+    return [save for save in saves if save.mark.saved_at_ms < since_ms or not save.is_apart_from(largest)]
 
 
 def _ranks_without(save: _Save, recent: Collection[int], savers: Mapping[int, Registration]) -> set[int]:

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,7 +138,8 @@ class Store:
         names = [name for name in self._names(SAVERS) if name.startswith(PEER_PART)]
         contents = self._read_all([(SAVERS, name) for name in names])
         found = {name: _registration(raw or b"") for name, raw in zip(names, contents, strict=True)}
-        found |= {part: Registration() for _, part in self._marked()}
+        saved = {part for _, part in self._marked()}
+        found |= {part: replace(found.get(part, Registration()), has_saved=True) for part in saved}
         ranks = {name: name.removeprefix(PEER_PART) for name in found}
         return {int(ranks[name]): one for name, one in found.items() if ranks[name].isdecimal()}
 

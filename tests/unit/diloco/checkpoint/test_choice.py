@@ -112,8 +112,8 @@ def test_where_others_were_saving_their_very_first_all_begin_anew():
 
 
 def test_the_first_checkpoint_of_a_peer_that_came_late_is_not_the_first_of_the_run():
-    newest = at(100, 7, number=0, contributors=(7, 8))
-    assert chosen([*OWN, newest], {8: FIRST_UNDER_WAY}) == at(12)
+    newest, came = at(100, 7, number=0, contributors=(7, 8)), Registration(at_ms=90)
+    assert chosen([*OWN, newest], {7: came, 8: FIRST_UNDER_WAY}) == at(12)
     assert chosen([*of(0, 88, 92, 96, number=2, contributors=(0, 8)), newest], {8: FIRST_UNDER_WAY}) == newest
 
 
@@ -179,7 +179,55 @@ def test_on_a_fork_the_side_is_resumed_that_more_peers_have_saved():
 def test_a_step_saved_again_after_an_older_one_was_resumed_counts_before_what_more_had_saved_then():
     then = [at(step, rank, contributors=(0, 1, 2)) for step in (8, 12, 16) for rank in range(3)]
     again = at(12, 9, contributors=(9,), saved_at_ms=20, head="again")
-    assert chosen([*then, again]) == again
+    assert chosen([*then, again], {9: Registration(at_ms=17)}) == again
+    later = at(13, 9, contributors=(9,), saved_at_ms=21, head="later")
+    assert chosen([*then, again, later]) == later
+
+
+def test_what_a_peer_saved_last_that_was_cut_off_is_not_resumed_by_all():
+    common = [at(600, rank, contributors=(0, 1, 2, 3)) for rank in range(4)]
+    many = [at(800, rank, contributors=(0, 1, 2)) for rank in range(3)]
+    alone = at(700, 3, contributors=(3,), saved_at_ms=805)
+    assert chosen([*common, *many, alone], ranks=range(5)) == many[0]
+    # It has also left out the others' checkpoints for longer than one of its intervals.
+    later = at(750, 3, contributors=(3,), saved_at_ms=806)
+    assert chosen([*common, *many, alone, later], ranks=range(5)) == many[0]
+    # What the cut off peer has is no substitute for a step that the others do not all have.
+    assert chosen([*common, *many[:2], alone], ranks=range(5)) == common[0]
+    assert (
+        chosen([*common, *many[:2], at(700, 3, contributors=(3,), saved_at_ms=795)], ranks=range(5))
+        == common[0]
+    )
+
+
+def test_a_run_that_one_peer_began_in_the_same_place_is_not_resumed_by_all():
+    many = [at(step, rank, contributors=(0, 1, 2)) for step in (19_900, 20_000) for rank in range(3)]
+    begun = [at(100 * i, 9, contributors=(9,), saved_at_ms=19_900 + 60 * i, number=i - 1) for i in (1, 2, 3)]
+    came = {9: Registration(at_ms=19_950)}
+    assert chosen([*many, begun[1]], came) == chosen([*many, *begun[:2]], came) == many[3]
+    assert chosen([*many, *begun], came) == many[3]
+
+
+def test_peers_of_unequal_speed_outnumber_one_that_was_cut_off_though_each_saved_another_step():
+    many = [at(800 + 3 * rank, rank, contributors=(0, 1, 2), head="one") for rank in range(3)]
+    alone = at(700, 3, contributors=(3,), saved_at_ms=900)
+    savers = dict.fromkeys(range(4), Registration())
+    assert [to_resume([*many, alone], savers, own_part(rank)) for rank in range(3)] == many
+
+
+def test_peers_that_stayed_last_are_not_outnumbered_by_those_that_left():
+    """They left in the last interval, after a checkpoint of their own; or before the others came."""
+    before = [
+        at(600, 0, contributors=(0, 1, 2)),
+        *(at(603 + rank, rank, contributors=(0, 1, 2)) for rank in (1, 2)),
+    ]
+    stayed = at(800, 0, contributors=(0,))
+    assert chosen([*before, stayed]) == stayed
+    assert chosen([*before[1:], stayed]) == stayed
+    ago = [at(12, rank, contributors=(0, 1, 2)) for rank in range(3)]
+    fresh = [at(904, rank, contributors=(40, 41)) for rank in (40, 41)]
+    assert chosen([*ago, fresh[0]], {40: Registration(at_ms=500)}) == fresh[0]
+    assert chosen([*ago, *fresh, at(900, 40, contributors=(40, 41))]) == fresh[0]
 
 
 def test_what_peers_that_are_gone_have_left_in_older_steps_is_deleted_by_one_peer():
