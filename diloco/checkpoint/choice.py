@@ -115,36 +115,6 @@ def to_delete(kept: Collection[Candidate], *, topk: int | None) -> list[Candidat
     return [] if topk is None else newest_first(kept)[topk:]
 
 
-def left_behind(
-    found: Collection[Candidate], places: Collection[tuple[str, str]], part: str, *, topk: int
-) -> list[tuple[str, str]]:
-    """What peers that are gone have left, complete or not: the steps and parts that the peer `part` is to delete.
-
-    To be called after a save, before the oldest checkpoint of the peer is deleted. Gone are those that have neither
-    saved one of the newest `topk` + 1 steps nor contributed to one. What they have left counts if its step is below all
-    of those. Of the peers that have saved the newest step so far, only the first one deletes.
-    """
-    names = list(dict.fromkeys(one.name for one in newest_first(found)))[: topk + 1]
-    recent = [one for one in found if one.name in names]
-    # Before the first commit, nobody knows who is here.
-    if len(names) <= topk or not all(one.mark.contributors for one in recent):
-        return []
-    if part != min((one.part for one in recent if one.name == names[0]), key=in_order):
-        return []
-    here = _ranks([one.part for one in recent]).union(*(one.mark.contributors for one in recent))
-    oldest = min(step_of(name) for name in names)
-    return [
-        (name, its_part)
-        for name, its_part in places
-        if step_of(name) < oldest and not _ranks([its_part]) <= here
-    ]
-
-
-def step_of(name: str) -> int:
-    """The step of a directory `model_step_<N>`."""
-    return int(name.removeprefix("model_step_"))
-
-
 def in_order(part: str) -> tuple[int, str]:
     """A sort key that orders parts by world rank."""
     return len(part), part

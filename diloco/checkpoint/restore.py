@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diloco.checkpoint.choice import Candidate, Registration, in_order, left_behind, to_delete, to_resume
+from diloco.checkpoint.choice import Candidate, Registration, in_order, to_delete, to_resume
 from diloco.checkpoint.digests import problems_by_ranks, without_outer
 from diloco.checkpoint.mark import COMPLETE, PEER_PART, Damaged, Mark, write_mark
 from diloco.checkpoint.store import Store, is_refusal, open_store, own_part
@@ -100,20 +100,13 @@ class OwnCheckpoints:
                 self._registered = world_rank
 
     def delete_old(self, world_rank: int | None) -> None:
-        """Delete this peer's checkpoints in excess of `--ckpt.topk`, and what peers that are gone have left in older
-        steps of a run that peers resume. A failure is logged."""
-        part, topk, left = own_part(world_rank), self._config.topk, list[tuple[str, str]]()
+        """Delete this peer's checkpoints in excess of `--ckpt.topk`. A failure is logged."""
         try:
-            # Without --ckpt.resume, what others have left may be of an earlier run.
-            if topk is not None and self._config.resume is not None and world_rank is not None:
-                found = whole(self.store, self.store.all_marks(), lambda *_: None)
-                left = left_behind(found, self.store.places(), part, topk=topk)
-            for old in to_delete(candidates_in(self.store, part), topk=topk):
+            kept = candidates_in(self.store, own_part(world_rank))
+            for old in to_delete(kept, topk=self._config.topk):
                 self.deleting = old
                 self.store.delete(old.name, old.part)
                 self.deleting = None
-            for name, part_of_gone in left:
-                self.store.delete(name, part_of_gone)
         except OSError as error:
             log.error("an old checkpoint was not deleted: %s", error)
 

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -116,10 +116,6 @@ class Store:
     def all_marks(self) -> dict[tuple[str, str], bytes]:
         """The contents of complete.json of all peers' checkpoints, by step name and part."""
         return self._marks(self._marked())
-
-    def places(self) -> list[tuple[str, str]]:
-        """Step name and part of all peers' checkpoints, at a URL also of those whose upload was cut off."""
-        return self._marked()
 
     def mark(self, name: str, part: str) -> bytes | None:
         """The content of complete.json; None if there is none."""
@@ -235,13 +231,6 @@ class RemoteStore(Store):
     def name_of(self, name: str, part: str) -> str:
         return "/".join(filter(None, (self._url, name, part)))
 
-    def places(self) -> list[tuple[str, str]]:
-        return [
-            place
-            for place, names in self._listed().items()
-            if place[1] and (COMPLETE in names or _is_cut_off(names))
-        ]
-
     def staging(self, step: int, part: str) -> Path:
         self._scratch.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{step_name(step)}-", dir=self._scratch))
@@ -268,7 +257,8 @@ class RemoteStore(Store):
             shutil.rmtree(left, ignore_errors=True)
         try:
             for (name, its_part), names in self._listed().items():
-                if its_part == part and _is_cut_off(names):
+                # OpenDiLoCo used the same directories, without a mark.
+                if its_part == part and COMPLETE not in names and are_ours(names):
                     self.delete(name, part)
         except OSError as error:
             log.error("checkpoints whose upload was cut off were not deleted: %s", error)
@@ -367,12 +357,6 @@ class RemoteStore(Store):
 
     def _path(self, *words: str) -> str:
         return "/".join(filter(None, (self._root, *words)))
-
-
-def _is_cut_off(names: Collection[str]) -> bool:
-    """Whether these are the files of a checkpoint that was not uploaded completely."""
-    # OpenDiLoCo has the same directories, without a mark.
-    return COMPLETE not in names and are_ours(names)
 
 
 def _registration(raw: bytes) -> Registration:

@@ -2,22 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.checkpoint.choice import (
-    Candidate,
-    Registration,
-    left_behind,
-    newest_first,
-    to_delete,
-    to_resume,
-)
+from diloco.checkpoint.choice import Candidate, Registration, newest_first, to_delete, to_resume
 from diloco.checkpoint.mark import Mark
 from diloco.checkpoint.store import own_part
 from diloco.outer.diloco import Position
-
-
-def left(found, places=(), me: int = 40, topk: int = 2) -> list[tuple[str, str]]:
-    """The steps and parts that a peer deletes besides its own; of the checkpoints found, and these places."""
-    return left_behind(found, [*((one.name, one.part) for one in found), *places], own_part(me), topk=topk)
 
 
 def at(
@@ -189,15 +177,13 @@ def test_what_a_peer_saved_last_that_was_cut_off_is_not_resumed_by_all():
     many = [at(800, rank, contributors=(0, 1, 2)) for rank in range(3)]
     alone = at(700, 3, contributors=(3,), saved_at_ms=805)
     assert chosen([*common, *many, alone], ranks=range(5)) == many[0]
-    # It has also left out the others' checkpoints for longer than one of its intervals.
+    # The others have not saved since its last checkpoint but one.
     later = at(750, 3, contributors=(3,), saved_at_ms=806)
     assert chosen([*common, *many, alone, later], ranks=range(5)) == many[0]
-    # What the cut off peer has is no substitute for a step that the others do not all have.
+    # What the peer that was cut off has is no substitute for a step that the others do not all have.
     assert chosen([*common, *many[:2], alone], ranks=range(5)) == common[0]
-    assert (
-        chosen([*common, *many[:2], at(700, 3, contributors=(3,), saved_at_ms=795)], ranks=range(5))
-        == common[0]
-    )
+    sooner = at(700, 3, contributors=(3,), saved_at_ms=795)
+    assert chosen([*common, *many[:2], sooner], ranks=range(5)) == common[0]
 
 
 def test_a_run_that_one_peer_began_in_the_same_place_is_not_resumed_by_all():
@@ -228,33 +214,3 @@ def test_peers_that_stayed_last_are_not_outnumbered_by_those_that_left():
     fresh = [at(904, rank, contributors=(40, 41)) for rank in (40, 41)]
     assert chosen([*ago, fresh[0]], {40: Registration(at_ms=500)}) == fresh[0]
     assert chosen([*ago, *fresh, at(900, 40, contributors=(40, 41))]) == fresh[0]
-
-
-def test_what_peers_that_are_gone_have_left_in_older_steps_is_deleted_by_one_peer():
-    gone = [at(step, 3, contributors=(3, 40, 41)) for step in (4, 8)]
-    here = [at(step, rank, contributors=(40, 41)) for step in (8, 12, 16, 20) for rank in (40, 41)]
-    cut = [("model_step_6", own_part(7)), ("model_step_16", own_part(7)), ("model_step_8", own_part(41))]
-    found = [*gone, *here]
-    expected = [(f"model_step_{step}", own_part(rank)) for step, rank in ((4, 3), (8, 3), (6, 7))]
-    assert left(found, cut) == expected
-    assert left(found, cut, me=41) == []
-    # More are to be kept than there are steps.
-    assert left(found, cut, topk=9) == []
-
-
-def test_what_peers_that_are_here_have_saved_is_not_deleted():
-    """They save less often than the others, or fail to save, but contribute; or they save without contributing."""
-    seldom = at(4, 3, contributors=(3, 40))
-    often = [at(step, 40, contributors=(3, 40)) for step in (8, 12, 16, 20)]
-    assert left([seldom, *often]) == []
-    late = [at(step, 5, contributors=(3, 40)) for step in (4, 12)]
-    assert left([seldom, *often, *late]) == []
-    # Of a run that has not committed yet, nobody knows.
-    unknown = [at(step, 40, contributors=()) for step in (8, 12, 16, 20)]
-    assert left([at(4, 3), *unknown]) == []
-
-
-def test_steps_above_those_of_a_run_that_was_resumed_from_an_older_one_are_left_alone():
-    given_up = [at(step, 3, saved_at_ms=1) for step in (96, 100)]
-    now = [at(step, 40, contributors=(40,), saved_at_ms=100 + step) for step in (8, 12, 16)]
-    assert left([*given_up, *now]) == []

@@ -140,7 +140,7 @@ def test_where_there_is_nothing_there_is_no_checkpoint(tmp_path, monkeypatch):
         raise FileNotFoundError("no such bucket")
 
     monkeypatch.setattr(store._files, "find", refuse)
-    assert store.all_marks() == store.savers() == {} and store.places() == []
+    assert store.all_marks() == store.savers() == {}
 
 
 def test_those_who_save_there_are_known(store):
@@ -227,17 +227,17 @@ def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
     assert (theirs.exists(), alone.exists()) == (True, False)
 
 
-@pytest.mark.parametrize("resume", ["auto", None])
-def test_what_peers_that_are_gone_have_left_is_deleted_where_the_run_was_resumed(store, tmp_path, resume):
-    gone, me = own_part(0), own_part(5)
-    for step, contributors in ((4, (0, 5)), (8, (5,)), (12, (5,)), (16, (5,))):
-        put(store, step, part=me, contributors=contributors)
-    put(store, 4, part=gone, contributors=(0, 5))
-    own = OwnCheckpoints(CkptConfig(path=str(tmp_path), topk=2, resume=resume), tmp_path)
+def test_a_peer_with_topk_deletes_its_own_and_not_what_an_absent_peer_keeps(store, tmp_path):
+    archive, me = own_part(0), own_part(5)
+    for step in (4, 8, 12, 16):
+        put(store, step, part=me, contributors=(5,))
+    put(store, 4, part=archive, contributors=(0, 5))
+    own = OwnCheckpoints(CkptConfig(path=str(tmp_path), topk=2, resume="auto"), tmp_path)
     own.store = store
     own.delete_old(5)
-    kept = set() if resume else {("model_step_4", gone)}
-    assert store.all_marks().keys() == {("model_step_12", me), ("model_step_16", me)} | kept
+    assert store.all_marks().keys() == {(f"model_step_{step}", me) for step in (12, 16)} | {
+        ("model_step_4", archive)
+    }
 
 
 @pytest.mark.parametrize("part", [PART, ""])
