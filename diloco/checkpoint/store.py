@@ -269,10 +269,13 @@ class RemoteStore(Store):
             files = self._own_files(name, part)
             self._at_once(self._remove, files)
             around = {path.rpartition("/")[0] for path in files} | {self._path(name, part), self._path(name)}
+            self._files.invalidate_cache()
             for directory in sorted(around, key=len, reverse=True):
-                # Fails on stores without directories, and on directories that still hold other peers' checkpoints.
+                # Fails on stores without directories.
                 with contextlib.suppress(OSError, NotImplementedError):
-                    self._files.rmdir(directory)
+                    # On hdfs, rmdir would delete the other peers' checkpoints in the directory as well.
+                    if not self._files.ls(directory, detail=False):
+                        self._files.rmdir(directory)
 
     @contextlib.contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Path]:

@@ -257,6 +257,30 @@ def test_what_was_uploaded_before_a_cut_is_cleared_and_nothing_else(tmp_path, pa
     assert content(store, 4, part)
 
 
+def test_where_removing_a_directory_removes_what_is_in_it_others_keep_theirs(tmp_path, monkeypatch):
+    """As on hdfs."""
+    url, files = f"memory://{uuid.uuid4().hex}", MemoryFileSystem()
+    store = open_store(url, tmp_path)
+    put(store, 4)
+    put(store, 4, part=own_part(12))
+    put(store, 8, part=own_part(12))
+    files.pipe_file(f"{url}/model_step_8/{PART}/rank_0.safetensors", b"cut")
+    plain_rmdir = MemoryFileSystem.rmdir
+
+    def rmdir(self, path):
+        for file in self.find(path):
+            self.rm_file(file)
+        plain_rmdir(self, path)
+
+    monkeypatch.setattr(MemoryFileSystem, "rmdir", rmdir)
+    store.clear(PART)
+    store.delete("model_step_4", PART)
+    assert store.all_marks().keys() == {(f"model_step_{step}", own_part(12)) for step in (4, 8)}
+    assert all(content(store, step, own_part(12)) for step in (4, 8))
+    store.delete("model_step_4", own_part(12))
+    assert not files.exists(f"{url}/model_step_4")
+
+
 def test_a_place_that_cannot_be_cleared_keeps_nobody_from_starting(tmp_path, monkeypatch, caplog):
     store = open_store(f"memory://{uuid.uuid4().hex}", tmp_path)
 
