@@ -18,7 +18,8 @@ USER_ERROR = 2
 WORKER_ENDED = "the worker ended with"
 """Begins the line that says why a worker is started again."""
 GAVE_UP = "the worker failed"
-"""Begins the message of a peer that has given up on its worker; starting that peer again would change nothing."""
+"""Begins the message of a peer that has given up on its worker. Not to be started again at once; a service may do so
+later, since the reason may be an outage."""
 
 MAX_DEATHS = 5
 """Deaths in a row without progress."""
