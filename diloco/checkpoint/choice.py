@@ -143,7 +143,10 @@ def _of_most_peers(saves: Sequence[_Save], savers: Mapping[int, Registration]) -
     times = [save.by_part[part].mark.saved_at_ms for save in saves if part in save.by_part][:_RECENT]
     # A registration may be an earlier peer's, since world ranks are given again.
     came_at_ms = min((savers[rank].at_ms for rank in _ranks([part]) if rank in savers), default=0)
-    since_ms = min(times[1:], default=came_at_ms)
+    # If only its newest one is kept, the ones before it were saved at the pace of all that it has saved.
+    mark = last.by_part[part].mark
+    usual_ms = max(0, mark.saved_at_ms - came_at_ms) // (mark.number + 1)
+    since_ms = min(times[1:], default=max(came_at_ms, mark.saved_at_ms - _RECENT * usual_ms))
     rivals = [save for save in saves if save.mark.saved_at_ms >= since_ms and save.is_apart_from(last)]
     largest = max((last, *rivals), key=lambda save: len(save.ranks))
     return [save for save in saves if save.mark.saved_at_ms < since_ms or not save.is_apart_from(largest)]

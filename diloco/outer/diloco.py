@@ -438,6 +438,11 @@ class Diloco:
         """
         if self._flight is not None and self._flight.is_ahead:
             return
+        if self._learns_from is not None and self._step_time.num_measured <= 1:
+            # An evaluation before the first step, and compiling in it, say nothing about how long steps take.
+            trained_s = (self.local_step - self._learns_from) * self._step_time.seconds
+            elapsed_s = trained_s + self._scheduled.elapsed_at(self._learns_from, self._epoch_s)
+            self._epoch_began_at = time.monotonic() - elapsed_s
         # A lone peer has nobody to learn from.
         if self._learns_from is not None and self.num_peers > 1:
             self._learn_epoch_s(float(exchange.ask("budget", "budget")["epoch_s"]), self._learns_from)
@@ -492,6 +497,10 @@ class _StepTime:
 
     _began_at: float | None = None
     _measured: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+
+    @property
+    def num_measured(self) -> int:
+        return len(self._measured)
 
     @property
     def seconds(self) -> float:

@@ -267,8 +267,12 @@ class Round:
         settings = self._context.settings
         if settings.epoch_s is not None:
             return []
-        hand_over = settings.steps_per_epoch - settings.overlap_steps
-        return [progress.done_at(hand_over) - self._quorum_at for progress in late]
+        end, early = settings.steps_per_epoch, settings.steps_per_epoch - settings.overlap_steps
+        # Just after a commit they still train the end of the epoch before; in the run's last epoch nothing overlaps.
+        return [
+            progress.done_at(early if 0 < progress.local_step < early else end) - self._quorum_at
+            for progress in late
+        ]
 
     def _note_group(self, turn: Turn, late: Collection[str]) -> None:
         """Record how long it took to form this group, which excludes the peers that are `late`."""

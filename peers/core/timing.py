@@ -46,8 +46,9 @@ SLOWEST_LINK = 1e6
 LEAST_ROUND_S = START_S
 """The least timeout of the first round, in which streams are opened and kernels compiled."""
 ROUNDS = 4.0
-"""An attempt times out after this many usual rounds. If it fails late, the next one has about three times as long
-(`attempt_failed`), and so on: links may have become slower, or a peer with a slow link may have come back."""
+"""An attempt times out after this many usual rounds, or an epoch if that is longer. If it fails late and nobody is to
+blame, or fails again without whoever was, the next one has about three times as long (`attempt_failed`): links have
+become slower."""
 FETCH_S = START_S
 """A fetch may take this long in addition to what its bytes need."""
 SHARED_BY = 8

@@ -311,7 +311,7 @@ class Averaging:
         begin and to ask for the commits.
         """
         commit_log = self.commit_log
-        if not commit_log.is_wanted or not commit_log.is_full(state_numel):
+        if not commit_log.would_drop_needed(state_numel):
             return False
         usable_s = time.monotonic() - commit_log.added_at - FETCH_S
         return commit_log.sent_bytes >= SLOWEST_LINK * usable_s

@@ -70,28 +70,30 @@ class CommitLog:
     def __init__(self) -> None:
         self._commits: list[RecordedCommit] = []
         self._lock = threading.Lock()
-        self._num_downloads = 0
-        self._wanted_until = 0.0
+        self._since: list[str] = []
+        """The heads from which those that download now will need commits."""
+        self._last_since, self._wanted_until = "", 0.0
+        """That of the last download that has ended, and how long it counts."""
         self.added_at = 0.0
         """When the newest commit was added."""
         self.sent_bytes = 0
         """Of the state and of commits, sent since then."""
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Record commits while this context is open: a peer is handed the state, or commits."""
+    def held(self, since: str = "") -> Iterator[None]:
+        """Record commits while this context is open: a peer is handed the state of this head, or commits from it on."""
         with self._lock:
-            self._num_downloads += 1
+            self._since.append(since)
         try:
             yield
         finally:
             with self._lock:
-                self._num_downloads -= 1
-                self._wanted_until = time.monotonic() + KEPT_FOR_S
+                self._since.remove(since)
+                self._last_since, self._wanted_until = since, time.monotonic() + KEPT_FOR_S
 
     @property
     def is_wanted(self) -> bool:
-        return self._num_downloads > 0 or time.monotonic() < self._wanted_until
+        return bool(self._since) or time.monotonic() < self._wanted_until
 
     def add(self, recording: Recording | None, *, parent: str, head: str, state_numel: int) -> None:
         """A commit was made. `recording` None: it was not recorded, so earlier ones are useless and dropped."""
@@ -107,11 +109,15 @@ class CommitLog:
             while self._num_bytes() > 2 * FLOAT_BYTES * state_numel:
                 del self._commits[0]
 
-    def is_full(self, state_numel: int) -> bool:
-        """Whether one more commit as large as the newest would push out the oldest."""
+    def would_drop_needed(self, state_numel: int) -> bool:
+        """Whether one more commit as large as the newest would push out the oldest, and that is the next that somebody
+        needs. If one that it needs is gone already, the others are of no use to it."""
         with self._lock:
-            newest = self._commits[-1].num_bytes if self._commits else 0
-            return self._num_bytes() + newest > 2 * FLOAT_BYTES * state_numel
+            if not self._commits:
+                return False
+            needed = {*self._since, *([self._last_since] if time.monotonic() < self._wanted_until else [])}
+            is_full = self._num_bytes() + self._commits[-1].num_bytes > 2 * FLOAT_BYTES * state_numel
+            return is_full and self._commits[0].parent in needed
 
     def clear(self) -> None:
         """The state was replaced by another one: drop all commits."""

@@ -179,7 +179,7 @@ async def serve_commits(commit_log: CommitLog, wanted: WantCommits, channel: Cha
         return
     await channel.send(Commits(count=len(commits)), STALL_S)
     await channel.read(_GO, COMMIT_S)
-    with commit_log.held():
+    with commit_log.held(wanted.since):
         for payload in (payload for commit in commits for payload in commit.payloads):
             await channel.send_bytes(payload.data, STALL_S)
             commit_log.sent_bytes += payload.nbytes

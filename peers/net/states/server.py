@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.msgpack import Decoder
 from torch import Tensor
 
+from peers.core.catch_up import MAX_DONORS
 from peers.core.timing import FETCH_S, SHARED_BY, SLOWEST_LINK
 from peers.errors import PeersError, ProtocolError
 from peers.net.channel import Channel
@@ -49,6 +51,8 @@ MAX_DOWNLOADS = SHARED_BY
 wait."""
 MAX_OTHER_HEADS = 2
 """States served at a time. A snapshot of one that is not current any more may cost as much memory as the state."""
+LEAST_RATE = SLOWEST_LINK / SHARED_BY / MAX_DONORS
+"""Bytes per second of a joiner that shares the slowest link with others, and has as many donors as it may."""
 _POLL_S = RETRY_S / 10
 _REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
 _CHUNK = Decoder(WantChunk)
@@ -108,7 +112,7 @@ class StateServer:
         request = await channel.read(_REQUEST, STALL_S)
         slots = self._slots[type(request)]
         if slots.locked():
-            self._break_off_slow(type(request))
+            self._break_off_slowest(type(request))
         try:
             async with asyncio.timeout(COMMIT_S):
                 await slots.acquire()
@@ -124,13 +128,18 @@ class StateServer:
             del self._began[channel]
             slots.release()
 
-    def _break_off_slow(self, kind: type[WantState | WantCommits]) -> None:
-        """Stop serving those that have taken less than SHARED_BY of them take over the slowest link. Only once somebody
-        waits for a place: a joiner that is served by many donors takes little from each."""
-        for channel, (what, began_at) in self._began.items():
-            usual_s = COMMIT_S + FETCH_S + SHARED_BY * channel.sent_bytes / SLOWEST_LINK
-            if what is kind and time.monotonic() - began_at > usual_s:
-                channel.break_off()
+    def _break_off_slowest(self, kind: type[WantState | WantCommits]) -> None:
+        """Stop serving the joiner that takes least, if that is far less than a slow link brings it from each of many
+        donors. Only once somebody waits for a place, and one for each who does."""
+
+        def rate(channel: Channel) -> float:
+            served_s = time.monotonic() - self._began[channel][1] - COMMIT_S - FETCH_S
+            return channel.sent_bytes / served_s if served_s > 0 else math.inf
+
+        of_kind = [channel for channel, (what, _) in self._began.items() if what is kind]
+        slowest = min(of_kind, key=rate, default=None)
+        if slowest is not None and rate(slowest) < LEAST_RATE:
+            slowest.break_off()
 
     async def _answer(self, request: WantState | WantCommits, channel: Channel) -> None:
         if isinstance(request, WantCommits):
@@ -140,7 +149,12 @@ class StateServer:
 
     async def _serve_state(self, wanted_head: str, channel: Channel) -> None:
         snapshot = await self._snapshot()
-        if snapshot is None or wanted_head != snapshot.header.head or not self._has_room_for(snapshot):
+        has_room = False
+        if snapshot is not None and wanted_head == snapshot.header.head:
+            has_room = self._has_room_for(snapshot)
+            if not has_room:
+                self._break_off_slowest(WantState)
+        if snapshot is None or not has_room:
             head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
@@ -148,7 +162,7 @@ class StateServer:
             return
         self._served[wanted_head] += 1
         try:
-            with snapshot, self._commit_log.held():
+            with snapshot, self._commit_log.held(wanted_head):
                 await _serve_snapshot(snapshot, channel, self._commit_log)
         finally:
             self._served[wanted_head] -= 1

@@ -210,6 +210,10 @@ def test_peers_that_stayed_last_are_not_outnumbered_by_those_that_left():
     stayed = at(800, 0, contributors=(0,))
     assert chosen([*before, stayed]) == stayed
     assert chosen([*before[1:], stayed]) == stayed
+    # With --ckpt.topk 1 only its newest one is there; the others left long ago.
+    left = [at(600, rank, contributors=(1, 2)) for rank in (1, 2)]
+    newest = at(5000, 0, contributors=(0,), number=24)
+    assert chosen([*left, newest], {0: Registration(at_ms=1)}) == newest
     ago = [at(12, rank, contributors=(0, 1, 2)) for rank in range(3)]
     fresh = [at(904, rank, contributors=(40, 41)) for rank in (40, 41)]
     assert chosen([*ago, fresh[0]], {40: Registration(at_ms=500)}) == fresh[0]
