@@ -276,13 +276,17 @@ class CatchUp:
 
     def _may_object(self, turn: Turn, peer_id: str, certificate: Certificate) -> bool:
         """Whether `peer_id` is neither gone nor left out for strikes, and is at the certificate's parent or, if that is
-        this peer's head, on another chain from there."""
+        this peer's head, on another chain from there. Who has signed the parent is there, even if its status has yet to
+        come."""
         parent, head = certificate.plan.parent, self._head_of(peer_id)
         if parent == self.chain.head:
             return self._is_at_or_past_own_head(turn, peer_id) and not self._is_or_follows(
                 head, certificate.head
             )
-        return head == parent and self._is_heard_and_trusted(peer_id)
+        before = self.chain.get(parent)
+        has_signed = before is not None and peer_id in before.plan.signer_set
+        is_there = head == parent or (has_signed and self.chain.follows(parent, head))
+        return is_there and self._is_heard_and_trusted(peer_id)
 
     def _is_at_or_past_own_head(self, turn: Turn, peer_id: str) -> bool:
         """Whether `peer_id` is at this peer's head or a descendant of it, or was until recently and may be again."""
