@@ -565,3 +565,18 @@ def test_a_peer_for_which_there_is_no_room_may_announce_a_known_head(monkeypatch
     a = Driven.at(GENESIS, "bc")
     a.say("x", status(GENESIS))
     assert not a.peer.swarm.was_heard("x")
+
+
+def test_who_has_signed_a_commit_objects_to_a_minoritys_next_one_though_its_status_has_yet_to_come():
+    start = genesis("abcd")
+    last = commit(start, "bcd")
+    others = commit(last, "d")
+    a = Driven.at(start, "bcd")
+    a.know([last, others])
+    # The last that was heard of `b` and `c` is that they were here.
+    a.announce(others, "d")
+    a.run(3)
+    assert fetched_heads(a) == []
+    a.hush("bc")
+    a.run(60)
+    assert fetched_heads(a) == [others.head]
