@@ -177,7 +177,8 @@ class Round:
 
     def _gather(self, turn: Turn, entry: Entry | None, progress: Progress | None, may_be_held: bool) -> bool:
         ready, expected = self._ready_and_expected(turn, entry, is_training=progress is not None)
-        if not self._group.is_enough(turn, ready) or self._is_held(turn, ready, may_be_held):
+        is_enough = self._group.is_enough(turn, ready)
+        if self._is_held(turn, ready, may_be_held and is_enough) or not is_enough:
             self._quorum_at, self._leader_could_propose_at, self._num_ready = None, None, 0
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
