@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from benchmarks.light_swarm import FORK_SERVER, wait_until
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 _MARK = "--initial-peers "
 
@@ -18,12 +21,12 @@ class Coordinator:
     def __init__(self, directory: Path, run_id: str, port: int) -> None:
         directory.mkdir(exist_ok=True)
         self._directory, self._run_id, self._port = directory, run_id, port
-        self._process: Any = None
+        self._process: BaseProcess | None = None
 
     @property
     def pid(self) -> int | None:
         """None before the first start."""
-        return int(self._process.pid) if self._process is not None else None
+        return self._process.pid if self._process is not None else None
 
     def start(self) -> str:
         """Start the process, wait until it serves, and return its address."""
