@@ -213,10 +213,21 @@ class Keeper:
         if wanted.stops_when_idle and _is_over(fates.values(), final if obstacle else ()):
             await self._stop(wanted)
             return
-        dead = {name: (one, why) for name, (one, found, why) in fates.items() if found is Fate.DIED}
+        lost = {
+            name: (one, f"has died: {why}") for name, (one, found, why) in fates.items() if found is Fate.DIED
+        }
+        if wanted.replaces and self._spent(wanted):
+            # Those that a command has set up meanwhile have changed.
+            lost |= {
+                one.row.name: (one, "has no peer and gets none")
+                for one in seen
+                if one.row.state not in _AFTER_SETUP
+                and not (one.progress and one.progress.job.is_running)
+                and self.ledger.current(one.row) == one.row
+            }
         missing = [spec.name for spec in wanted.specs if spec.name not in fates]
         unfinished = [one.row.name for one in seen if one.row.state != State.RUNNING]
-        to_repair = {*dead, *missing, *unfinished}
+        to_repair = {*lost, *missing, *unfinished}
         # Only an epoch shows that a repair was one: pods that die before it, again and again, cost money each time.
         self._unrepaired -= {
             name
@@ -229,7 +240,7 @@ class Keeper:
                 wanted.write(self.ledger)
                 rest_s = min(max(2 * self._rest_s, _FIRST_REST_S), _MAX_REST_S) if is_known else _FIRST_REST_S
                 try:
-                    await self._restore(wanted, dead, obstacle)
+                    await self._restore(wanted, lost, obstacle)
                 finally:
                     self._rest_s, self._rests_until = rest_s, self.clock() + rest_s
                     self._unrepaired |= to_repair
@@ -241,15 +252,21 @@ class Keeper:
             self.ledger.remember(UNSET, " ".join(unset))
         if not wanted.replaces:
             return "--replace was not given"
-        began_at, now = float(self.ledger.recall(RUN_BEGAN) or 0.0), self.clock()
-        spent = sum(row.dollars(now) for row in self.ledger.bills() if row.asked_at >= began_at)
-        if wanted.budget is not None and spent >= wanted.budget:
-            return f"{spent:.2f} $ are spent, and the budget is {wanted.budget:.2f}"
+        if spent := self._spent(wanted):
+            return spent
         if unset:
             return (
                 f"this process has no {', '.join(unset)}; run `diloco pods status` where that variable is set"
             )
         return ""
+
+    def _spent(self, wanted: Wanted) -> str:
+        """That the budget is spent; empty: it is not."""
+        began_at, now = float(self.ledger.recall(RUN_BEGAN) or 0.0), self.clock()
+        spent = sum(row.dollars(now) for row in self.ledger.bills() if row.asked_at >= began_at)
+        if wanted.budget is None or spent < wanted.budget:
+            return ""
+        return f"{spent:.2f} $ are spent, and the budget is {wanted.budget:.2f}"
 
     def _fates(self, seen: Sequence[Status]) -> dict[str, tuple[Status, Fate, str]]:
         now = self.clock()
@@ -300,14 +317,14 @@ class Keeper:
         if not failures:
             self.ledger.remember(WANTED, "")
 
-    async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]], obstacle: str) -> None:
-        """Give back dead pods and, unless there is an obstacle, bring up all that can be."""
-        for name, (_, why) in dead.items():
-            self.tell(f"{name} has died: {why}; it is {'given back' if obstacle else 'replaced'}")
+    async def _restore(self, wanted: Wanted, lost: Mapping[str, tuple[Status, str]], obstacle: str) -> None:
+        """Give back these pods and, unless there is an obstacle, bring up all that can be."""
+        for name, (_, why) in lost.items():
+            self.tell(f"{name} {why}; it is {'given back' if obstacle else 'replaced'}")
         async with renters(self.ledger, self.access, self.say) as found:
-            failures = await found.give_back([one.row for one, _ in dead.values()], discard_results=True)
+            failures = await found.give_back([one.row for one, _ in lost.values()], discard_results=True)
         # Their rentals may have been extended meanwhile.
-        labels = {one.row.label for one, _ in dead.values()}
+        labels = {one.row.label for one, _ in lost.values()}
         ends_at = {row.name: row.ends_at for row in self.ledger.bills() if row.label in labels}
         wanted = wanted.at(self.clock(), ends_at)
         wanted.write(self.ledger)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,58 @@ def test_a_rental_that_is_extended_while_its_pod_is_replaced_is_extended_for_the
     assert sorted(repaired.shop.orders) == ["pod-A100", "pod-H100"]
     ends = {row.name: row.ends_at - ends_at for row in repaired.ledger.rows()}
     assert ends == pytest.approx({"pod-A100": 7200.0, "pod-H100": 0.0}, abs=100.0)
+
+
+@pytest.mark.parametrize("state", [State.PLANNED, State.BOOTING, State.REACHABLE, State.SYNCED])
+def test_a_pod_without_a_peer_is_given_back_once_the_budget_is_spent_while_the_others_train(
+    repaired, monkeypatch, state
+):
+    ledger = repaired.ledger
+    (spec, _), (offer, _) = SPECS, OFFERS
+    new = ledger.add(replace(spec, name="new"), offer, now=time.time())
+    if state != State.PLANNED:
+        new = ledger.advance(new, State.CREATING)
+        repaired.shop.there[new.label] = Pod(id=new.label, label=new.label, is_ready=True)
+        new = ledger.set_pod(new, new.label, None)
+        for later in (State.REACHABLE, State.SYNCED):
+            new = ledger.advance(new, later) if new.state != state else new
+    wanted = Wanted.read(ledger)
+    assert wanted is not None and new.state == state
+
+    async def look(*_: object) -> Overview:
+        runs = PeerProgress(JobState(is_running=True, code=None))
+        rows = ledger.rows()
+        seen = [Status(row, True, "", None if row.name == "new" else runs) for row in rows]
+        if len(looks) == 0 and state == State.SYNCED:
+            # Its start was not written down, or a command has started it meanwhile.
+            seen = [replace(one, progress=runs) for one in seen]
+        elif len(looks) < 2:
+            seen = [replace(one, row=replace(one.row, state=State.CREATING)) for one in seen]
+        looks.append(state)
+        return Overview(seen, {})
+
+    looks = list[State]()
+    monkeypatch.setattr(keeper, "overview", look)
+    replace(wanted, budget=0.0, setup=replace(wanted.setup, secrets={"MINE": ""})).write(ledger)
+    for _ in range(2):
+        repaired.tick()
+        assert [row.name for row in ledger.rows()] == ["pod-A100", "pod-H100", "new"]
+    repaired.tick()
+    assert [row.name for row in ledger.rows()] == ["pod-A100", "pod-H100"]
+    assert len(repaired.shop.there) == 2 and repaired.shop.orders == []
+    assert "new has no peer and gets none; it is given back" in repaired.told
+
+
+def test_a_pod_without_a_peer_waits_for_the_secrets_that_its_peer_needs(repaired):
+    ledger = repaired.ledger
+    for row in ledger.rows():
+        ledger.forget(ledger.advance(row, State.DELETING), now=0.0)
+    ledger.advance(ledger.add(SPECS[0], OFFERS[0], now=time.time()), State.CREATING)
+    wanted = Wanted.read(ledger)
+    assert wanted is not None
+    replace(wanted, budget=1e9, setup=replace(wanted.setup, secrets={"MINE": ""})).write(ledger)
+    repaired.tick()
+    assert [row.name for row in ledger.rows()] == ["pod-A100"]
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.DELETING])
