@@ -204,6 +204,10 @@ class Renter:
             await self.give_back(row)
             raise NoCapacity(f"{self.provider.name} rented {wrong}, and it was given back")
         await self.schedule_end(row, pod)
+        # A command may have extended the rental, and scheduled that end, before this one was scheduled.
+        while (current := self.ledger.current(row)) is not None and current.ends_at != row.ends_at:
+            row = current
+            await self.schedule_end(row, await self.pod_of(row))
 
     async def schedule_end(self, row: Row, pod: Pod) -> None:
         """Set the rental end of this row's pod if its provider supports that. Tells the user if it is not confirmed."""

@@ -192,14 +192,14 @@ class Renters(dict[str, Renter]):
             extra_s, renter = hours * 3600, self[row.provider]
 
             async def schedule(ends_at: float) -> None:
-                if renter.provider.keeps_time:
-                    await renter.schedule_end(replace(row, ends_at=ends_at), await renter.pod_of(row))
+                current = self.ledger.current(row)
+                # As long as there is no pod, the command that orders it will schedule the end in the ledger.
+                if renter.provider.keeps_time and current is not None and current.provider_id is not None:
+                    await renter.schedule_end(replace(current, ends_at=ends_at), await renter.pod_of(current))
 
             await schedule(row.ends_at + extra_s)
-            ends_at = self.ledger.extend(row, extra_s)
-            if ends_at != row.ends_at + extra_s:
-                # Another command has extended it meanwhile.
-                await schedule(ends_at)
+            # Again: another command may have extended it, or scheduled the end that it had before.
+            await schedule(self.ledger.extend(row, extra_s))
             self.say(row.name, f"lives {hours:g} h longer")
 
         return await each(rows, one)
@@ -267,6 +267,10 @@ class Renters(dict[str, Renter]):
                     refusing.add(current.provider)
                 failure = error
             current = self.ledger.current(row)
+            if current and current.ends_at and row.ends_at and spec.ttl_hours is not None:
+                # Its rental may have been extended meanwhile, which holds for the next offer, too.
+                extra_s = max(current.ends_at - row.ends_at, 0.0)
+                spec = replace(spec, ttl_hours=spec.ttl_hours + extra_s / 3600)
             if current and not current.is_in_doubt:
                 await self[current.provider].give_back(current)
             if len(tried) == _MAX_OFFERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.renting import reconcile
 from provisioning.renting.renter import Renter
+from provisioning.renting.renters import Renters
 
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
 
@@ -95,6 +96,49 @@ def test_of_two_extensions_at_once_none_is_lost(provider):
     assert pods.extend(hours=2.0, state_file=provider.ledger.path) == 0
     assert ends == []
     assert provider.ledger.rows()[0].ends_at == provider.until["id"] == provider.row.ends_at + 10800
+
+
+async def test_an_extension_while_the_pod_is_ordered_outlives_the_end_that_the_order_schedules(provider):
+    ledger, set_end, ends = (
+        provider.ledger,
+        provider.set_end,
+        [provider.row.ends_at + more for more in (0, 7200)],
+    )
+    one = Renter(ledger=ledger, provider=provider, say=lambda name, text: None)
+
+    async def slow(pod_id: str, ends_at: float) -> None:
+        if not provider.until:
+            provider.until["id"] = 0.0
+            assert await Renters(ledger, one.say, [one]).extend([provider.row], 2.0) == {}
+            assert provider.until == {"id": ends[1]}
+        await set_end(pod_id, ends_at)
+
+    provider.set_end = slow
+    order = ledger.add(replace(provider.row.spec, name="new"), OFFER, now=1000.0)
+    provider.row, provider.state = ledger.advance(order, State.CREATING), State.BOOTING
+    await one.read_back(provider.row, await provider.find("id"))
+    assert ledger.rows()[1].ends_at == provider.until["id"] == ends[1]
+
+
+def test_a_pod_that_is_being_ordered_is_extended_without_its_provider(provider):
+    ledger = provider.ledger
+    row = ledger.add(replace(provider.row.spec, name="new"), OFFER, now=1000.0)
+    assert pods.extend("new", hours=2.0, state_file=ledger.path) == 0
+    assert (ledger.rows()[1].ends_at, provider.until) == (row.ends_at + 7200, {})
+
+
+def test_an_end_that_an_order_schedules_just_before_an_extension_is_written_down_is_scheduled_again(
+    provider, monkeypatch
+):
+    extend = Ledger.extend
+
+    def late(self: Ledger, row: Row, extra_s: float) -> float:
+        provider.until["id"] = provider.row.ends_at
+        return extend(self, row, extra_s)
+
+    monkeypatch.setattr(Ledger, "extend", late)
+    assert pods.extend(hours=2.0, state_file=provider.ledger.path) == 0
+    assert provider.until == {"id": provider.row.ends_at + 7200}
 
 
 async def test_a_pod_whose_rental_is_extended_while_its_last_results_are_fetched_stays(provider, monkeypatch):

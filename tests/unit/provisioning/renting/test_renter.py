@@ -411,6 +411,26 @@ async def test_own_machines_whose_check_fails_are_not_replaced_by_rented_ones(on
         (await both.plan([PodSpec(name="pod-0", provider="cheap,dear")])).complete()
 
 
+async def test_a_rental_that_is_extended_before_its_pod_fails_is_extended_for_the_next_offer(one, provider):
+    async def create(order: Row) -> str:
+        provider.orders.append(order)
+        provider.there.append(Pod(id=order.label, label=order.label, is_ready=True, failure="preempted"))
+        return order.label
+
+    async def find(pod_id: str) -> Pod | None:
+        if len(provider.orders) == 2 and not extended:
+            extended.append(one.ledger.extend(provider.orders[1], 7200.0))
+        return await found(pod_id)
+
+    found, provider.create, provider.find = provider.find, create, find
+    extended = list[float]()
+    offers = [replace(OFFERS[0], id=str(number)) for number in range(4)]
+    spec = PodSpec(name="pod-0", provider="list", ttl_hours=1)
+    await Renters(one.ledger, one.say, [one]).apply(plan([spec], [], offers))
+    hours = [(order.ends_at - order.asked_at) / 3600 for order in provider.orders]
+    assert hours == pytest.approx([1.0, 1.0, 3.0, 3.0], abs=0.01)
+
+
 async def test_after_the_last_attempt_no_further_offer_is_announced_or_written_down(tmp_path):
     provider, said = ListProvider(refuses=True), list[str]()
     one = renter(tmp_path, provider)
