@@ -170,7 +170,7 @@ def run(
         unfinished = runs.unfinished_pods(ledger, found, of)
         try:
             if plan or (not no_deploy and (unfinished or deploy_only)):
-                with ledger.locked():
+                async with ledger.locked_within(_LOCK_WAIT_S):
                     failures.update(await rent(pods, setup, unfinished))
             if plan or deploy_only:
                 return shouted(failures)
@@ -199,24 +199,25 @@ def run(
     async def pod_ended(pods: Renters, name: str) -> None:
         """Give this pod back if --destroy is set: another pod may not answer for long, and hold up the end."""
         done.add(name)
-        async with giving_back:
-            names = done.copy()
-            done.clear()
-            if names:
-                # What fails is repeated when the next pod ends, and at the end.
-                failed: Collection[str] = names
-                with contextlib.suppress(ProvisioningError, OSError):
-                    failed = await destroyed(pods, names)
-                done.update(failed)
+        names = done.copy()
+        done.clear()
+        # What fails is repeated when the next pod ends, and at the end.
+        failed: Collection[str] = names
+        with contextlib.suppress(ProvisioningError, OSError):
+            failed = await destroyed(pods, names)
+        done.update(failed)
 
     async def destroyed(pods: Renters, names: Collection[str] | None = None) -> Mapping[str, Exception]:
         """Give back the pods of these names, or all, if --destroy is set. Returns the errors by pod."""
         if not destroy:
             return {}
         rows = [row for row in pods.rows if names is None or row.name in names]
+        # Before the lock is held: it may take minutes, in which other commands may want to change the pods.
+        failures = await pods.fetch_results(rows)
+        rows = [row for row in rows if row.name not in failures]
         try:
-            with ledger.locked(wait_s=_LOCK_WAIT_S):
-                return await pods.give_back(rows)
+            async with giving_back, ledger.locked_within(_LOCK_WAIT_S):
+                return failures | await pods.give_back(rows, fetches=False)
         finally:
             ensure_watcher(ledger)
 

@@ -7,11 +7,13 @@ the lock of the file.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from provisioning.ledger.lock import held
 from provisioning.pods.pod import Offer, Pod, PodSpec, Row, State, label_prefix, may_follow, stray
 
 _BUSY_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 _VERSION = 2
 _TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -87,6 +90,21 @@ class Ledger:
                 raise Busy(
                     f"Another command (process {busy}) is {doing} the pods of {self.path}; wait for it, or stop it."
                 ) from None
+            yield
+
+    @contextlib.asynccontextmanager
+    async def locked_within(self, wait_s: float) -> AsyncIterator[None]:
+        """As `locked`, for a task: while it waits, other tasks and signals are attended to."""
+        deadline = time.monotonic() + wait_s
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(self.locked())
+                    break
+                except Busy:
+                    if time.monotonic() > deadline:
+                        raise
+                await asyncio.sleep(_POLL_S)
             yield
 
     def rows(self) -> list[Row]:

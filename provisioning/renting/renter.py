@@ -268,8 +268,8 @@ class Renter:
             self._machines[row.label] = await self.provider.machine(pod, row.host_key)
         return self._machines[row.label]
 
-    async def give_back(self, row: Row, *, discard_results: bool = False) -> bool:
-        """Fetch the results, delete the pod, and wait until the provider says that it does not exist.
+    async def give_back(self, row: Row, *, discard_results: bool = False, fetches: bool = True) -> bool:
+        """Fetch the results if `fetches`, delete the pod, and wait until the provider says that it does not exist.
 
         False: it is not known whether this order made a pod, so its row stays; reconcile.py looks for the pod. May be
         repeated, also by several tasks at once. Raises ResultsNotFetched, in which case the pod is kept, or
@@ -281,7 +281,8 @@ class Renter:
         if current.state == State.PLANNED:
             self.ledger.forget(current, now=self.clock())
             return True
-        await self.fetch_results(current, discard_results=discard_results)
+        if fetches:
+            await self.fetch_results(current, discard_results=discard_results)
         # Another task may have given it back meanwhile.
         current = self.ledger.current(row)
         if current is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from provisioning.experiments import runs
 from provisioning.experiments.runs import Result
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
+from provisioning.pods.pod import Row
+from provisioning.renting.renter import Renter
+from provisioning.renting.renters import Renters
 from tests.support.pods_driver import source_of
 
 SET = """
@@ -108,6 +114,47 @@ def test_each_pod_is_given_back_after_its_last_experiment(run, tmp_path, monkeyp
     monkeypatch.setattr(runs, "run", ran)
     assert run("set.toml", *flags) == 0
     assert seen == left
+    assert exit_code(["experiments", "destroy", "set.toml"]) == 0
+
+
+def test_other_commands_may_change_the_pods_while_results_are_fetched(run, tmp_path, monkeypatch):
+    fetched = list[str]()
+
+    async def fetch(self: Renter, row: Row, **_: object) -> None:
+        other = Ledger(self.ledger.path)
+        with other.locked():
+            fetched.append(row.name)
+        other.close()
+
+    monkeypatch.setattr(Renter, "fetch_results", fetch)
+    (tmp_path / "python").write_text(TRAINED)
+    assert run("set.toml", "--destroy") == 0
+    assert fetched == ["one"] and list(pods_of(tmp_path).values()) == [[]]
+
+
+@pytest.mark.parametrize("ends", ["other command", "Ctrl-C"])
+def test_while_it_waits_for_another_command_the_event_loop_goes_on(run, tmp_path, monkeypatch, ends):
+    monkeypatch.setattr(experiments, "_LOCK_WAIT_S", 5.0)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+
+    async def ran(pods: Renters, *words: Any) -> list[Result]:
+        other = Ledger(pods.ledger.path)
+        with other.locked():
+            ended = asyncio.create_task(words[-1]("one"))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not ended.done()
+            if ends == "Ctrl-C":
+                asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+                await ended
+        await ended
+        assert other.rows() == []
+        other.close()
+        return []
+
+    monkeypatch.setattr(runs, "run", ran)
+    monkeypatch.setattr(Renter, "fetch_results", lambda *_, **__: asyncio.sleep(0))
+    assert run("set.toml", "--destroy") == (0 if ends == "other command" else 128 + signal.SIGINT)
     assert exit_code(["experiments", "destroy", "set.toml"]) == 0
 
 

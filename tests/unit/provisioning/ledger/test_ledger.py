@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sqlite3
 
@@ -73,6 +75,21 @@ def test_one_command_at_a_time_changes_pods(ledger):
         raise AssertionError
     with other.locked():
         pass
+    other.close()
+
+
+async def test_a_task_that_waits_for_another_command_lets_other_tasks_go_on(ledger):
+    other = Ledger(ledger.path)
+    with pytest.raises(Busy, match=str(os.getpid())), other.locked():
+        async with ledger.locked_within(0.0):
+            raise AssertionError
+    held = other.locked()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held)
+        asyncio.get_running_loop().call_later(0.01, stack.pop_all().close)
+        async with ledger.locked_within(60.0):
+            with pytest.raises(Busy), other.locked():
+                raise AssertionError
     other.close()
 
 
