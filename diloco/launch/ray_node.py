@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.train.devices import thread_settings
 from peers.system import free_port, with_parent
 
 _STOP_TIMEOUT_S = 10.0
@@ -40,7 +41,8 @@ def run_node(config: Mapping[str, Any]) -> None:
         rank_env(node=node, num_nodes=num_nodes, local_rank=local, num_local=num_ranks, host=host, port=port)
         for local in range(num_ranks)
     ]
-    code = run_all([([sys.executable, *config["program"]], env) for env in ranks])
+    threads = thread_env(os.environ, num_ranks)
+    code = run_all([([sys.executable, *config["program"]], {**threads, **env}) for env in ranks])
     if code:
         raise RuntimeError(f"node {node} ended with {code}")
 
@@ -58,6 +60,13 @@ def rank_env(
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+
+
+def thread_env(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """The settings for OpenMP of one of this node's ranks: its share of the cores, unless the user set others."""
+    # Ray sets one thread, for the one CPU that it counts for this worker. GRPO would judge in one process, too.
+    is_own = environment.get("OMP_NUM_THREADS") != "1"
+    return thread_settings(environment if is_own else {**environment, "OMP_NUM_THREADS": ""}, num_ranks)
 
 
 def run_all(programs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.cli.launch_ray import check_reachable, ray_job
 from diloco.errors import UserError
-from diloco.launch.ray_node import rank_env, run_all
+from diloco.launch.ray_node import rank_env, run_all, thread_env
 from provisioning.launchers.job import LaunchJob
 from provisioning.launchers.ray_cluster import RayJob
 from provisioning.ledger.ledger import Ledger
@@ -45,6 +45,13 @@ def test_ranks_are_numbered_node_by_node():
     assert [env["RANK"] for env in envs] == [str(rank) for rank in range(8)]
     assert {env["WORLD_SIZE"] for env in envs} == {"8"} and {env["LOCAL_WORLD_SIZE"] for env in envs} == {"4"}
     assert envs[6]["LOCAL_RANK"] == "2" and envs[6]["GROUP_RANK"] == "1"
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "3"), ("1", "3"), ("2", "2")])
+def test_each_rank_gets_its_share_of_the_nodes_cores_though_ray_counts_one(given, threads, monkeypatch):
+    monkeypatch.setattr("diloco.train.devices.num_cores", lambda: 24)
+    environment = {"PATH": "/bin"} | ({"OMP_NUM_THREADS": given} if given else {})
+    assert thread_env(environment, 8) == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def test_all_gpus_of_a_node_are_used_unless_fewer_are_asked_for(tmp_path):
