@@ -87,6 +87,7 @@ def pbs_script(job: LaunchJob, request: Request) -> str:
         f"#PBS -l select={job.num_nodes}:mpiprocs=1{cpus}{gpus}",
         "#PBS -l place=scatter:excl",
         f"#PBS -l walltime={request.time_limit}",
+        *(["#PBS -r y"] if request.resumes else []),
         "#PBS -j oe",
         f"#PBS -o {request.directory / LOGS}/",
         *([f"#PBS -q {request.queue}"] if request.queue else []),
@@ -95,15 +96,21 @@ def pbs_script(job: LaunchJob, request: Request) -> str:
         # Keep the order of the file: `pbsdsh -n` is an index into it, so rank 0 runs on the master.
         "mapfile -t nodes < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
         'master="${nodes[0]}"',
-        "pids=()",
         f"command={shlex.quote(f'cd {shlex.quote(str(request.directory))} && export {_environment(job)} && ')}",
         "command+=" + shlex.quote(_node_command(job, '"$0"', '"$1"')),
-        'for rank in "${!nodes[@]}"; do',
-        '  pbsdsh -n "$rank" -- bash -c "$command" "$rank" "$master" & pids+=($!)',
-        "done",
-        "code=0",
-        'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done',
-        'exit "$code"',
+        "run_node() {",
+        # pbsdsh returns 0 whatever its task returns, and with -v prints that; what the task prints goes elsewhere.
+        '  said=$(pbsdsh -v -n "$1" -- bash -c "$command" "$1" "$master") || return',
+        '  echo "$said"',
+        '  [[ "$said" =~ "exit status "([0-9]+) ]] && return "${BASH_REMATCH[1]}" || return 1',
+        "}",
+        "run_nodes() {",
+        "  local rank pid pids=() code=0",
+        '  for rank in "${!nodes[@]}"; do run_node "$rank" & pids+=($!); done',
+        '  for pid in "${pids[@]}"; do wait "$pid" || code=$?; done',
+        '  return "$code"',
+        "}",
+        *(_repeated("run_nodes") if request.resumes else ["run_nodes"]),
     ]
     return "\n".join(lines) + "\n"
 

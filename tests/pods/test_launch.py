@@ -219,7 +219,10 @@ def test_a_pbs_job_starts_one_torchrun_on_each_node(tmp_path, cpus):
     assert "#PBS -l select=2:mpiprocs=1\n" in made.stdout
     (tmp_path / "bin").mkdir()
     pbsdsh = tmp_path / "bin/pbsdsh"
-    pbsdsh.write_text(f'#!/bin/sh\necho "$2 $7 $8" >>{tmp_path}/calls\nshift 3\nexec "$@"\n')
+    # It returns 0 whatever the task returns, and does not print what the task prints.
+    pbsdsh.write_text(
+        f'#!/bin/sh\necho "$3 $8 $9" >>{tmp_path}/calls\nshift 4\n"$@" >&2\necho "exit status $?"\n'
+    )
     pbsdsh.chmod(0o755)
     # Two names for this machine. All look for rank 0 on the first, which need not be the first by its name.
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n127.0.0.1\n")
@@ -233,6 +236,6 @@ def test_a_pbs_job_starts_one_torchrun_on_each_node(tmp_path, cpus):
         ["bash"], input=made.stdout, env=env, capture_output=True, text=True, timeout=100, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "rank 0 of 2: 3" in ran.stdout and "rank 1 of 2: 3" in ran.stdout
+    assert "rank 0 of 2: 3" in ran.stderr and "rank 1 of 2: 3" in ran.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert sorted(calls) == [f"{rank} {rank} localhost" for rank in (0, 1)]

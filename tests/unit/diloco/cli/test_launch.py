@@ -79,11 +79,15 @@ SHORT, LONG = 700, 2000
         "one without path",
     ],
 )
-def test_slurm_starts_a_training_again_that_resumes(config, lives, num_lives, tmp_path, monkeypatch, capsys):
-    """Shell scripts stand in for Slurm's commands and for the clock; the job script is run unchanged."""
-    lines = script_of("slurm", directory=tmp_path, monkeypatch=monkeypatch, capsys=capsys, config=config)
-    assert "#SBATCH --open-mode=append" in lines
-    assert ("#SBATCH --requeue" in lines) == (config == RESUMES)
+@pytest.mark.parametrize("engine", ["slurm", "pbs"])
+def test_a_batch_job_starts_a_training_again_that_resumes(
+    engine, config, lives, num_lives, tmp_path, monkeypatch, capsys
+):
+    """Shell scripts stand in for the batch system's commands and for the clock; the job script is run unchanged."""
+    lines = script_of(engine, directory=tmp_path, monkeypatch=monkeypatch, capsys=capsys, config=config)
+    assert ("#SBATCH --open-mode=append" in lines) == (engine == "slurm")
+    requeue = {"slurm": "#SBATCH --requeue", "pbs": "#PBS -r y"}[engine]
+    assert (requeue in lines) == (config == RESUMES)
     (tmp_path / "lives").write_text("".join(f"{length_s} {code}\n" for length_s, code in lives))
     (tmp_path / "clock").write_text("0")
     (tmp_path / "calls").touch()
@@ -92,15 +96,57 @@ set -- $(sed -n "$(wc -l <calls)p" lives)
 echo $(($(cat clock) + $1)) >clock
 exit $2
 """
+    # It returns 0 whatever the task returns. The training fails on the second of two nodes.
+    pbsdsh = """[ "$3" = 0 ] && code=0 || { srun && code=0 || code=$?; }
+echo "pbsdsh: task 0x00000000 exit status $code"
+"""
+    commands = {
+        "srun": srun,
+        "scontrol": "echo NodeAddr=127.0.0.1\n",
+        "pbsdsh": pbsdsh,
+        "date": "cat clock\n",
+    }
     (tmp_path / "bin").mkdir()
-    for name, text in {"srun": srun, "scontrol": "echo NodeAddr=127.0.0.1\n", "date": "cat clock\n"}.items():
+    for name, text in commands.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
         (tmp_path / "bin" / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-16]"}
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+    env = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "SLURM_JOB_NODELIST": "n[1-16]",
+        "PBS_NODEFILE": "nodes",
+    }
     script = "\n".join(lines)
     ran = subprocess.run(["bash"], input=script, env=env, text=True, timeout=20, check=False)
     assert (tmp_path / "calls").read_text() == "\n" * num_lives
     assert ran.returncode == lives[num_lives - 1][1]
+
+
+@pytest.mark.parametrize(
+    ("said", "returned", "code"),
+    [
+        ("pbsdsh: task 0x00000000 exit status 0", 0, 0),
+        (
+            "pbsdsh: spawned task 0x00000000 on logical node 0 event 2\npbsdsh: task 0x00000000 exit status 3",
+            0,
+            3,
+        ),
+        # Signal 9.
+        ("pbsdsh: task 0x00000000 exit status 265", 0, 9),
+        # The node could not be reached.
+        ("", 0, 1),
+        ("", 7, 7),
+    ],
+)
+def test_a_pbs_job_ends_as_its_training_does(said, returned, code, tmp_path, monkeypatch, capsys):
+    lines = script_of("pbs", directory=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/pbsdsh").write_text(f"#!/bin/sh\necho '{said}'\nexit {returned}\n")
+    (tmp_path / "bin/pbsdsh").chmod(0o755)
+    (tmp_path / "nodes").write_text("n1\n")
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PBS_NODEFILE": "nodes"}
+    ran = subprocess.run(["bash"], input="\n".join(lines), env=env, text=True, timeout=20, check=False)
+    assert ran.returncode == code
 
 
 def test_a_command_without_a_program_takes_nothing_after_the_dashes(capsys):
