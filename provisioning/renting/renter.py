@@ -65,6 +65,8 @@ class Renter:
     """Held while the ledger and the provider are made to agree (reconcile.py)."""
     transfers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TRANSFERS))
     """Held while files are copied from or to a pod: of many transfers at once, none might end in time."""
+    has_other_work: bool = False
+    """Whether to stop waiting for pods that boot: they go on booting, and a later call waits for them again."""
 
     def __post_init__(self) -> None:
         self._machines: dict[str, Machine] = {}
@@ -145,6 +147,9 @@ class Renter:
     async def _boot(self, row: Row) -> None:
         """Wait until the pod answers with its host key. Raises NoCapacity if a new pod fails or is not up in time."""
         deadline = self.clock() + self.patience.boot_s
+        if row.state == State.BOOTING:
+            # Its time does not begin anew with each call, but one call may look more than once.
+            deadline = max(row.asked_at + self.patience.boot_s, self.clock() + self.provider.settle_s)
         why = "it did not come up"
         while True:
             pod = await self._listed(row) or await self.pod_of(row)
@@ -162,6 +167,8 @@ class Renter:
                 if row.state != State.BOOTING:
                     raise MachineError(f"{pod.id} no longer answers: {why}")
                 raise NoCapacity(f"{pod.id} was not up within {self.patience.boot_s:g} s: {why}")
+            if self.has_other_work:
+                raise MachineError(f"{pod.id} still boots")
             await asyncio.sleep(self.patience.poll_s)
 
     async def _listed(self, row: Row) -> Pod | None:

@@ -49,6 +49,11 @@ class Renters(dict[str, Renter]):
     def rows(self) -> list[Row]:
         return self.ledger.rows()
 
+    def leave_booting(self) -> None:
+        """Have `apply` no longer wait for pods that boot. They count as failed, but stay."""
+        for renter in self.values():
+            renter.has_other_work = True
+
     async def settle(self) -> dict[str, Failures]:
         """Make the ledger and all providers agree. Returns the errors by provider, then by pod or machine."""
 

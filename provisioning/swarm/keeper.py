@@ -9,6 +9,7 @@ replaced for its silence: this machine's network may be down, or let nothing thr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -18,7 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
-from provisioning.errors import MachineError, ProviderError, UserError
+from provisioning.errors import MachineError, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.keys import LAST_ACTION, RUN_BEGAN, UNSET, WANTED
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup, secrets_of
@@ -32,6 +33,7 @@ from provisioning.renting.renters import Renters, renters
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import Swarm, SwarmOptions
 
+KEEP_INTERVAL_S = 15.0
 _SILENT_S = 300.0
 _MAX_GAP_S = 75.0
 # After a repair; doubled each time, until a peer on the repaired pods has committed an epoch.
@@ -194,7 +196,7 @@ class Keeper:
     async def tick(self) -> None:
         """Check all pods once, and stop or repair the swarm if necessary. Raises ProvisioningError."""
         self._told_before, self._told = self._told, set()
-        seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
+        seen = await self._seen()
         # Read this last: a command may have changed it while the pods were looked at.
         wanted = Wanted.read(self.ledger)
         if wanted is None:
@@ -239,11 +241,14 @@ class Keeper:
             with self.ledger.locked():
                 wanted.write(self.ledger)
                 rest_s = min(max(2 * self._rest_s, _FIRST_REST_S), _MAX_REST_S) if is_known else _FIRST_REST_S
+                self._unrepaired |= to_repair
                 try:
                     await self._restore(wanted, lost, obstacle)
                 finally:
                     self._rest_s, self._rests_until = rest_s, self.clock() + rest_s
-                    self._unrepaired |= to_repair
+
+    async def _seen(self) -> list[Status]:
+        return [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
 
     def _obstacle(self, wanted: Wanted) -> str:
         """Why no pod is replaced; empty: pods that died are replaced."""
@@ -333,13 +338,29 @@ class Keeper:
             setup = replace(wanted.setup, secrets=secrets)
             async with renters(self.ledger, self.access, self.say, to_rent=wanted.specs) as found:
                 setup = found.completed(setup, wanted.specs)
-                failures = await self._brought_up(found, replace(wanted, setup=setup), failures)
+                looking = asyncio.create_task(self._look_for_more(found))
+                try:
+                    failures = await self._brought_up(found, replace(wanted, setup=setup), failures)
+                finally:
+                    looking.cancel()
         for name, error in failures.items():
             self.tell(f"{name} is not up yet: {error}")
         if obstacle:
             self.tell(f"nothing is replaced: {obstacle}")
         elif not failures:
             self.tell(f"the peers of all {len(wanted.specs)} pods run")
+
+    async def _look_for_more(self, found: Renters) -> None:
+        """Look at all pods until one has died that is not being replaced: it must not wait until others have booted."""
+        while True:
+            await asyncio.sleep(KEEP_INTERVAL_S)
+            # What goes wrong here, the next `tick` tells.
+            with contextlib.suppress(ProvisioningError, OSError):
+                fates = self._fates(await self._seen())
+                died = {name for name, (_, fate_of, _) in fates.items() if fate_of is Fate.DIED}
+                if died - self._unrepaired:
+                    found.leave_booting()
+                    return
 
     async def _brought_up(self, found: Renters, wanted: Wanted, failures: Failures) -> Failures:
         """Rent, set up and start all pods but those in `failures`. Returns these and the new errors by pod."""

@@ -25,11 +25,10 @@ from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.renter import Patience, Say
 from provisioning.renting.renters import renters
-from provisioning.swarm.keeper import Keeper
+from provisioning.swarm.keeper import KEEP_INTERVAL_S, Keeper
 
 _STOP_TIMEOUT_S = 5.0
 _INTERVAL_S = 60.0
-_KEEP_INTERVAL_S = 15.0
 _FETCH_AHEAD_S = 300.0
 # Short, since the watcher tries again later, and holds the ledger's lock meanwhile.
 _PATIENCE = Patience(destroy_s=15.0)
@@ -123,7 +122,7 @@ async def watch(
         nonlocal keeping, wait_s
         wait_s = await keep_time(ledger, access, quietly, fetched, interval_s, keeper.clock)
         if ledger.recall(WANTED):
-            wait_s = min(wait_s, _KEEP_INTERVAL_S)
+            wait_s = min(wait_s, KEEP_INTERVAL_S)
             if not is_keeping():
                 # Replacing a pod may take an hour, in which the rentals of other pods end.
                 keeping = tasks.create_task(careful(keeper.tick()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from provisioning.errors import MachineError, NoCapacity
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.machine import Answer
 from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
@@ -78,6 +79,23 @@ class AnsweringMachine:
 
     async def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_the_time_in_which_a_pod_has_to_be_up_does_not_begin_anew_with_each_call(is_late, tmp_path):
+    cloud, ledger = LimitedCloud(1, 1), Ledger(tmp_path / "pods.sqlite")
+    cloud.began_at += 9e9
+    patience = Patience(poll_s=0.03, boot_s=20.0)
+    one = Renter(ledger=ledger, provider=cloud, say=lambda name, text: None, patience=patience)
+    offer = Offer(id="a", provider="limited", gpu_type="A100", gpu_count=8, price_per_hour=1.0)
+    row = ledger.add(PodSpec(name="pod-0", provider="limited"), offer, now=one.clock())
+    asked_at = one.clock() - (21.0 if is_late else 0.0)
+    row = ledger.set_pod(ledger.advance(row, State.CREATING), "id-0", 1.0, asked_at=asked_at)
+    one.has_other_work = not is_late
+    with pytest.raises(NoCapacity if is_late else MachineError, match=r"not up within 20 s|still boots"):
+        await one.until_reachable(row)
+    await one.close()
+    assert one.rows == [row]
 
 
 @pytest.mark.parametrize("num_listed", [15, 0])

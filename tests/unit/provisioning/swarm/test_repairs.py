@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from provisioning.errors import MachineError, ProviderError
-from provisioning.ledger.keys import DHT_POD
+from provisioning.ledger.keys import BOOT_S, DHT_POD
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Setup
@@ -20,7 +20,7 @@ from provisioning.pods.pod import Listing, Offer, Pod, PodSpec, Row, State
 from provisioning.providers.cloud import Cloud
 from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures
-from provisioning.renting.renter import Renter
+from provisioning.renting.renter import Patience, Renter
 from provisioning.renting.renters import Renters
 from provisioning.swarm import keeper
 from provisioning.swarm.keeper import Keeper, Wanted
@@ -179,6 +179,44 @@ def test_a_repair_does_not_wait_for_the_first_epoch_of_what_it_has_started(repai
     repaired.tick()
     assert repaired.told[-1] == "the peers of all 2 pods run"
     assert {row.state for row in repaired.ledger.rows()} == {State.RUNNING}
+
+
+def test_a_pod_that_dies_while_the_replacement_of_another_boots_is_replaced_before_that_is_up(
+    repaired, monkeypatch
+):
+    first, second = repaired.ledger.rows()
+    runs, killed = (PeerProgress(JobState(is_running=one, code=None)) for one in (True, False))
+    create = Shop.create
+
+    async def look(*_: object) -> Overview:
+        rows = repaired.ledger.rows()
+        dead = [first.label] if not repaired.shop.orders else [first.label, second.label]
+        return Overview([Status(row, True, "", killed if row.label in dead else runs) for row in rows], {})
+
+    async def slow(self: Shop, row: Row) -> str:
+        pod_id = await create(self, row)
+        if row.name == first.name:
+            self.there[row.label] = replace(self.there[row.label], is_ready=False)
+        return pod_id
+
+    monkeypatch.setitem(Patience.__init__.__kwdefaults__, "poll_s", 0.001)
+    monkeypatch.setattr(keeper, "KEEP_INTERVAL_S", 0.01)
+    monkeypatch.setattr(keeper, "overview", look)
+    monkeypatch.setattr(Shop, "create", slow)
+    repaired.ledger.remember(BOOT_S, "5")
+    repaired.tick()
+    assert repaired.shop.orders == ["pod-A100"]
+    assert any(text.startswith("pod-A100 is not up yet") for text in repaired.told)
+    (label,) = (row.label for row in repaired.ledger.rows() if row.name == first.name)
+
+    async def ready(self: Shop, row: Row) -> str:
+        self.there[label] = replace(self.there[label], is_ready=True)
+        return await create(self, row)
+
+    monkeypatch.setattr(Shop, "create", ready)
+    repaired.tick()
+    assert repaired.shop.orders == ["pod-A100", "pod-H100"]
+    assert repaired.started[-1] == ["pod-A100", "pod-H100"]
 
 
 def test_a_rental_that_is_extended_while_its_pod_is_replaced_is_extended_for_the_replacement(
