@@ -217,7 +217,7 @@ def run(
         rows = [row for row in rows if row.name not in failures]
         try:
             async with giving_back, ledger.locked_within(_LOCK_WAIT_S):
-                return failures | await pods.give_back(rows, fetches=False)
+                return failures | await pods.give_back(rows, fetched=True)
         finally:
             ensure_watcher(ledger)
 

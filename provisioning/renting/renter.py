@@ -275,8 +275,8 @@ class Renter:
             self._machines[row.label] = await self.provider.machine(pod, row.host_key)
         return self._machines[row.label]
 
-    async def give_back(self, row: Row, *, discard_results: bool = False, fetches: bool = True) -> bool:
-        """Fetch the results if `fetches`, delete the pod, and wait until the provider says that it does not exist.
+    async def give_back(self, row: Row, *, discard_results: bool = False, fetched: bool = False) -> bool:
+        """Fetch the results unless `fetched`, delete the pod, and wait until its provider says that it is gone.
 
         False: it is not known whether this order made a pod, so its row stays; reconcile.py looks for the pod. May be
         repeated, also by several tasks at once. Raises ResultsNotFetched, in which case the pod is kept, or
@@ -288,7 +288,7 @@ class Renter:
         if current.state == State.PLANNED:
             self.ledger.forget(current, now=self.clock())
             return True
-        if fetches:
+        if not fetched:
             await self.fetch_results(current, discard_results=discard_results)
         # Another task may have given it back meanwhile.
         current = self.ledger.current(row)

@@ -229,17 +229,17 @@ class Renters(dict[str, Renter]):
         rows: Sequence[Row],
         *,
         discard_results: bool = False,
-        fetches: bool = True,
+        fetched: bool = False,
         failed: Say = lambda name, text: None,
     ) -> Failures:
         """Give back these pods. Returns the errors by pod.
 
-        `discard_results`: also those whose results cannot be fetched. `fetches`: fetch the results first.
+        `discard_results`: also those whose results cannot be fetched. `fetched`: their results are here already.
         """
 
         async def one(row: Row) -> None:
             renter = self[row.provider]
-            if await renter.give_back(row, discard_results=discard_results, fetches=fetches):
+            if await renter.give_back(row, discard_results=discard_results, fetched=fetched):
                 return
             failures = await settle(renter)
             if self.ledger.current(row) is not None:
