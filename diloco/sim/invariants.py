@@ -286,7 +286,7 @@ class Invariants:
     def _was_seen_on_head(self, me: str, p: str, head: str, now: float) -> bool:
         """Whether p took part on this head in the last OFF_HEAD_S, and could tell this peer before an outage between
         them."""
-        told_by = min(now, self._truth.outages.since(me, p)) - TELL_S
+        told_by = min(now, self._truth.outages.since(me, p, now - SLACK_S)) - TELL_S
         return self._truth.took_part(p, head, now - OFF_HEAD_S, told_by)
 
     def _reachable(self, me: str, certificate: Certificate) -> list[str]:

@@ -43,9 +43,12 @@ class Outages:
             if not self._causes[pair]:
                 self._past[pair].append((self._since.pop(pair), now))
 
-    def since(self, listener: str, speaker: str) -> float:
-        """Since when the listener has not heard the speaker; infinite: it hears it."""
-        return self._since.get((listener, speaker), math.inf)
+    def since(self, listener: str, speaker: str, ended_at: float) -> float:
+        """Since when the listener had not heard the speaker in the first outage that had not ended before `ended_at`;
+        infinite: there was none."""
+        pair = (listener, speaker)
+        lasting = self._since.get(pair, math.inf)
+        return next((begin for begin, end in self._past[pair] if end >= ended_at), lasting)
 
     def longest_s(self, listener: str, speaker: str, since: float, now: float) -> float:
         """The longest outage that had not ended before `since`; 0: there was none."""

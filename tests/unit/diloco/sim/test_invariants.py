@@ -16,6 +16,7 @@ from diloco.sim.swarm import VirtualSwarm
 from diloco.sim.truth import Outages, Truth
 from diloco.sim.values import State, digest
 from peers.core import catch_up, chain, effects, events
+from peers.core.group import Group
 from peers.core.weights import Aggregation
 from peers.protocol.messages import Certificates, Vote
 from tests.unit.peers.core.made import SETTINGS, chain_of, commit, genesis, verify
@@ -132,6 +133,18 @@ def test_a_peer_that_lets_one_that_was_once_alone_rewrite_the_chain_is_found(mon
     assert "against the Fork rule" in schedules.run(4307).fault
 
 
+def test_a_minority_that_commits_as_soon_as_the_others_are_lost_is_found(monkeypatch):
+    monkeypatch.setattr(
+        Group, "can_do_without", lambda self, turn, others: not any(map(self._swarm.is_live, others))
+    )
+    faults = [schedules.run(seed).fault for seed in (12, 14, 24, 29)]
+    assert all("by a minority, though it hears" in fault for fault in faults)
+
+
+def test_a_minority_need_not_wait_for_a_peer_that_was_back_only_while_nobody_could_hear_it():
+    assert schedules.run(14849).fault == ""
+
+
 def test_a_peer_that_prefers_the_wrong_side_of_a_fork_is_found(monkeypatch):
     monkeypatch.setattr(
         catch_up,
@@ -224,3 +237,13 @@ def test_outages_between_which_nothing_can_be_said_are_one():
         outages.end(pair, end)
     assert outages.longest_s("a", "b", 0.0, 20.0) == 5.0
     assert outages.longest_s("a", "b", 7.0, 20.0) == 1.0
+
+
+def test_an_outage_counts_until_its_effects_have_ended():
+    outages, pair = Outages(), [("a", "b")]
+    assert outages.since("a", "b", 0.0) == float("inf")
+    for begin, end in ((1.0, 4.0), (10.0, 12.0)):
+        outages.begin(pair, begin)
+        outages.end(pair, end)
+    outages.begin(pair, 20.0)
+    assert [outages.since("a", "b", ended_at) for ended_at in (3.0, 5.0, 13.0)] == [1.0, 10.0, 20.0]
