@@ -285,10 +285,10 @@ def adoptable_prefix(
       and this peer, if it is such a member and has a worker;
     - this peer has signed it, or its signers have been off the parent's head for so long (`is_off_head`) that this peer
       could have committed without them;
-    - at least one member has signed it or a certificate that follows it, which the Fork rule counts as well. None is
-      needed if the whole roster is gone (`is_gone`) and this peer was not in it: then peers outside the roster may
-      continue from its state. It also counts as gone if this peer continued from there, too (`ours`), and no member
-      objects: one of the two continuations has to give way.
+    - at least one member, of this roster or of the last common one, has signed it or a certificate that follows it,
+      which the Fork rule counts as well. None is needed if the whole roster is gone (`is_gone`) and this peer was not
+      in it: then peers outside the roster may continue from its state. It also counts as gone if this peer continued
+      from there, too (`ours`), and no member objects: one of the two continuations has to give way.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
@@ -308,7 +308,8 @@ def adoptable_prefix(
         gives_way = before is fork.ancestor and bool(fork.ours) and not objectors
         is_succession = me not in roster and (gives_way or all(map(is_gone, roster)))
         is_backed = sum(map(was_heard, signers)) >= len(objectors)
-        is_minority_enough = is_backed and is_due and (supporters or is_succession)
+        is_spoken_for = any(last_signed.get(p, -1) >= place for p in roster | fork.ancestor.plan.roster_set)
+        is_minority_enough = is_backed and is_due and (is_spoken_for or is_succession)
         if not (is_majority or is_minority_enough) or not is_sound(certificate, before):
             break
         accepted.append(certificate)

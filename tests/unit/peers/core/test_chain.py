@@ -368,6 +368,19 @@ def test_where_newcomers_went_on_that_is_adopted_once_the_roster_has_signed_what
 
 
 @pytest.mark.parametrize("salt", range(4))
+def test_of_two_sides_one_gives_way_where_a_member_had_left_and_went_on_from_the_state_of_the_other_that_was_gone(
+    salt,
+):
+    pair = genesis("ab")
+    there = [last := commit(pair, "a", off="a", salt=salt), *chain_of(last, "a", 3)]
+    alone = chain_of(pair, "b", 3)
+    assert prefers_theirs(fork(alone, there, pair)) is not prefers_theirs(fork(there, alone, pair))
+    assert part_of(fork(alone, there, pair), me="b") == len(there)
+    assert part_of(fork(there, alone, pair), me="a") == len(alone)
+    assert part_of(fork(alone, [last, *chain_of(last, "n", 3)], pair), me="b") == 1
+
+
+@pytest.mark.parametrize("salt", range(4))
 def test_of_two_sides_one_gives_way_where_newcomers_began_the_other_and_one_of_the_two_members_is_on_each(
     salt,
 ):
