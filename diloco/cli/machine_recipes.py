@@ -148,6 +148,9 @@ def settled(
     Without a machine nothing is chosen for it: for a program of the user's own, and for peers that do not pretrain.
     """
     config = with_mode_defaults(config, named)
+    if "total_batch_size" not in named:
+        unit = math.lcm(num_ranks, config.grpo.num_generations if config.mode == "grpo" else 1)
+        config = replace(config, total_batch_size=max(round(config.total_batch_size / unit), 1) * unit)
     choice = Choice(config=config)
     if machine is not None:
         choice = chosen(config, named, machine, num_ranks=num_ranks)

@@ -120,11 +120,13 @@ def peer(
     for note in notes_on_unused_flags(train, _SOURCE.named):
         print_note(note)
     program = parse_worker(worker)
-    choice = settled(train, _SOURCE.named, None if program else machine, num_ranks=ranks)
+    is_first = not train.hv.initial_peers
+    # The batch of a peer that joins is its swarm's, and how the user's own program divides its batch is its own matter.
+    ranks_of_batch = ranks if is_first and not program else 1
+    choice = settled(train, _SOURCE.named, None if program else machine, num_ranks=ranks_of_batch)
     train = choice.config
     if program and (note := note_on_ignored_flags(_SOURCE.named)):
         print_note(note)
-    is_first = not train.hv.initial_peers
     if not program:
         check_choices(train, machine, is_settled=is_first)
     # Settings that the user has not set come from the swarm, so only those that the user has set are checked.
@@ -145,7 +147,15 @@ def peer(
         # event loop, which could not handle signals meanwhile.
         import peers.daemon.main  # noqa: F401
 
-        workers = WorkerSetup(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
+        workers = WorkerSetup(
+            choice,
+            _SOURCE.named,
+            run_dir,
+            nproc_per_node,
+            machine.num_gpus,
+            program,
+            num_peers=peers_here,
+        )
         return run_with_hivemind(_run_peer(workers, fields))
 
 
@@ -183,13 +193,22 @@ class WorkerSetup:
     choice: Choice
     named: frozenset[str]
     run_dir: Path
-    num_ranks: int
+    nproc_per_node: str
+    """As in the flag."""
+    num_gpus: int
+    """Of this machine."""
     program: tuple[str, ...] = ()
     """The command of --worker; empty for diloco's trainer."""
     num_peers: int = 1
     """Peers on this machine."""
     adopted: TrainConfig | None = None
     """The configuration of diloco's trainer; None until the swarm's manifest is known, and with --worker."""
+
+    def num_ranks(self, config: TrainConfig) -> int:
+        """The ranks that train by these settings of the run: a vLLM server takes a GPU, and they divide the batch."""
+        num_gpus = gpus_for_ranks(config, self.num_gpus)
+        batch_size = None if self.program else config.total_batch_size
+        return num_ranks(self.nproc_per_node, config.device, num_gpus, batch_size=batch_size)
 
     def command(
         self, manifest: Mapping[str, Scalar], is_own: bool, world_rank: int, link_path: Path
@@ -201,9 +220,21 @@ class WorkerSetup:
         from diloco.launch.swarm_config import adopt_manifest
 
         config = adopt_manifest(
-            self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
+            self.choice.config,
+            manifest,
+            self.named,
+            run_dir=self.run_dir,
+            # How the user's own program divides its batch among its ranks is its own matter.
+            num_ranks=lambda agreed: 1 if self.program else self.num_ranks(agreed),
         )
+        ranks = self.num_ranks(config)
         if not self.program:
+            most = num_ranks(self.nproc_per_node, config.device, gpus_for_ranks(config, self.num_gpus))
+            if ranks < most:
+                print_note(
+                    f"trains on {ranks} of the {most} GPUs that are there for it: the run's --total-batch-size is "
+                    f"{config.total_batch_size}, which is not a multiple of {most}."
+                )
             check_extras(config)
             self.adopted = config
             print(self.choice.in_words(config, has_joined=not is_own), flush=True)
@@ -216,7 +247,7 @@ class WorkerSetup:
             link_path,
             module=trainer_of(config),
             program=self.program,
-            num_ranks=self.num_ranks,
+            num_ranks=ranks,
             num_peers=self.num_peers,
         )
 

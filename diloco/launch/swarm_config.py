@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -109,7 +109,7 @@ def adopt_manifest(
     named: Collection[str],
     *,
     run_dir: Path,
-    num_ranks: int = 1,
+    num_ranks: Callable[[TrainConfig], int] = lambda _: 1,
     is_learner: bool = True,
 ) -> TrainConfig:
     """The configuration with the values of the swarm's manifest. Raises UserError if this peer cannot adopt them.

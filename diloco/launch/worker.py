@@ -134,7 +134,9 @@ def make_assignment(
         daemons.append(daemon)
         clean_ups.append(daemon.kill)
         os.environ[LINK_ENV] = str(daemon.link_path)
-        agreed = adopt_manifest(config, daemon.manifest(), named, run_dir=run_dir, num_ranks=world.num_ranks)
+        agreed = adopt_manifest(
+            config, daemon.manifest(), named, run_dir=run_dir, num_ranks=lambda _: world.num_ranks
+        )
         if agreed.mode != config.mode:
             raise UserError(f"the swarm's mode is {agreed.mode}; start {trainer_of(agreed)} to join it")
         written_config(agreed, run_dir)

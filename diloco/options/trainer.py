@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -166,11 +166,16 @@ def shared_values(config: TrainConfig) -> dict[str, Scalar]:
 
 
 def with_shared(
-    config: TrainConfig, values: Mapping[str, Scalar], *, named: Collection[str] = (), num_ranks: int = 1
+    config: TrainConfig,
+    values: Mapping[str, Scalar],
+    *,
+    named: Collection[str] = (),
+    num_ranks: Callable[[TrainConfig], int] = lambda _: 1,
 ) -> TrainConfig:
     """The configuration with the values of the swarm's manifest, which are validated since they come from other peers.
 
-    `named` are the fields that this peer's user has set. Raises UserError for unknown fields and values out of range.
+    `named` are the fields that this peer's user has set; `num_ranks` is called with the run's settings. Raises
+    UserError for unknown fields and values out of range.
     """
     unknown = sorted(set(values) - shared_fields())
     if unknown:
@@ -179,7 +184,8 @@ def with_shared(
             "Install the version that the other peers use."
         )
     source = ValueSource(values={**flat_values(config), **values}, name="the swarm's manifest")
-    return with_fitting_batch_size(_parse([], source), named, num_ranks=num_ranks)
+    agreed = _parse([], source)
+    return with_fitting_batch_size(agreed, named, num_ranks=num_ranks(agreed))
 
 
 def to_toml(config: TrainConfig, *, only: Collection[str] | None = None) -> str:

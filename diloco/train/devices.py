@@ -124,10 +124,14 @@ def _query_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def num_ranks(wanted: str, device: str, num_gpus: int) -> int:
-    """The number of ranks that `--nproc-per-node` asks for; `auto` is one per GPU, or one on the CPU."""
+def num_ranks(wanted: str, device: str, num_gpus: int, *, batch_size: int | None = None) -> int:
+    """The number of ranks that `--nproc-per-node` asks for; `auto` is one per GPU, or one on the CPU.
+
+    With `batch_size`, that of the run, `auto` is the most of them that divide it.
+    """
     if wanted == "auto":
-        return 1 if device == "cpu" else max(num_gpus, 1)
+        most = 1 if device == "cpu" else max(num_gpus, 1)
+        return next(ranks for ranks in range(most, 0, -1) if (batch_size or most) % ranks == 0)
     if not wanted.isdigit() or int(wanted) < 1:
         raise UserError(f'--nproc-per-node "{wanted}" is neither `auto` nor a number from 1 on.')
     if device == "cuda" and int(wanted) > num_gpus:
@@ -165,15 +169,15 @@ def split_gpus(
 ) -> tuple[tuple[str, ...], str | None]:
     """The GPUs of the ranks, and the server's. Raises UserError if there are too few.
 
-    `server` is the GPU that the user named, which the ranks may use too.
+    `server` is the GPU that the user named, which the ranks use too if the others are too few.
     """
     if not gpus:
         return (), None
     if not starts_server:
         return tuple(gpus[:num_ranks]), None
     if server is not None:
-        others = [gpu for gpu in gpus if gpu != server] or list(gpus)
-        return tuple(others[:num_ranks]), server
+        others = [gpu for gpu in gpus if gpu != server]
+        return tuple((others if len(others) >= num_ranks else gpus)[:num_ranks]), server
     if len(gpus) <= num_ranks:
         raise UserError(
             f"the vLLM server needs a GPU besides the {num_ranks} used for training, but this machine has "

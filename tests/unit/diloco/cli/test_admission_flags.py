@@ -25,7 +25,9 @@ def test_a_swarm_on_this_machine_does_without_the_secret_of_another(tmp_path):
 def test_the_workers_are_not_given_the_secret(tmp_path, monkeypatch):
     monkeypatch.setenv(SECRET_ENV, SECRET)
     config, named = parse_train_config([])
-    command = WorkerSetup(Choice(config=config), named, tmp_path, 1).command({}, True, 0, tmp_path / "link")
+    command = WorkerSetup(Choice(config=config), named, tmp_path, "1", 0).command(
+        {}, True, 0, tmp_path / "link"
+    )
     assert SECRET not in (*command.env.values(), *command.argv)
     assert SECRET.split(".")[2] not in (tmp_path / "config.toml").read_text()
 

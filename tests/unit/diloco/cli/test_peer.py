@@ -50,7 +50,7 @@ def test_flags_without_effect_on_a_program_are_named():
 
 
 def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path):
-    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, 1, ("python", "loop.py"))
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, "1", 0, ("python", "loop.py"))
     command = workers.command({}, False, 3, tmp_path / "link.sock")
     assert command.argv == ("python", "loop.py")
     assert command.env["DILOCO_LINK"] == str(tmp_path / "link.sock")
@@ -58,7 +58,7 @@ def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path)
 
 
 def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
-    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, "1", 0)
     command = workers.command({"seq_length": 77}, False, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
     assert "seq_length = 77" in (tmp_path / "config.toml").read_text()
@@ -71,23 +71,43 @@ def test_the_first_peer_says_what_becomes_of_a_run_without_checkpoints(
     tmp_path, capsys, is_own, interval, is_said
 ):
     config = TrainConfig(ckpt=CkptConfig(interval=interval))
-    workers = WorkerSetup(Choice(config=config), frozenset(), tmp_path, 1)
+    workers = WorkerSetup(Choice(config=config), frozenset(), tmp_path, "1", 0)
     workers.command({}, is_own, 3, tmp_path / "link.sock")
     assert (NO_CHECKPOINTS in capsys.readouterr().out) == is_said
 
 
 def test_who_joins_trains_as_the_swarm_does_whatever_it_would_have_chosen(tmp_path, capsys):
     choice = chosen(TrainConfig(), (), Machine(num_cores=2, memory_bytes=None))
-    workers = WorkerSetup(choice, frozenset(), tmp_path, 1)
+    workers = WorkerSetup(choice, frozenset(), tmp_path, "1", 0)
     workers.command({}, False, 0, tmp_path / "link.sock")
     assert "; as the swarm does" in capsys.readouterr().out
 
 
 def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
-    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, "1", 0)
     command = workers.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, False, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_grpo", "--config", str(tmp_path / "config.toml"))
     assert 'dataset = "gsm8k"' in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_gpus", "ranks"), [(56, 8, 7), (64, 8, 4), (64, 4, 2), (64, 1, 1)]
+)
+def test_who_joins_a_run_of_reinforcement_leaves_a_gpu_to_the_server_and_divides_the_runs_batch(
+    tmp_path, capsys, batch_size, num_gpus, ranks
+):
+    workers = WorkerSetup(Choice(config=TrainConfig()), frozenset(), tmp_path, "auto", num_gpus)
+    manifest = {"mode": "grpo", "grpo.dataset": "gsm8k", "total_batch_size": batch_size}
+    assert workers.command(manifest, False, 3, tmp_path / "link.sock").num_ranks == ranks
+    is_less = ranks < max(num_gpus - 1, 1)
+    assert ("--total-batch-size is 64, which is not a multiple of" in capsys.readouterr().err) == is_less
+
+
+def test_a_program_of_the_users_own_gets_all_gpus_whatever_the_batch_size_of_our_trainers(tmp_path):
+    workers = WorkerSetup(
+        Choice(config=TrainConfig()), frozenset(), tmp_path, "auto", 3, ("python", "loop.py")
+    )
+    assert workers.command({}, False, 3, tmp_path / "link.sock").num_ranks == 3
 
 
 def test_what_the_daemon_says_of_its_life_is_told_in_the_terminal():

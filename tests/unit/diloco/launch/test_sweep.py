@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.grpo_sweep import seeds_of
+from diloco.cli.machine_recipes import settled
 from diloco.errors import UserError
 from diloco.launch.sweep import Sweep, plan_instances
 from diloco.options.flags import GrpoConfig, TrainConfig
 from diloco.rl.own_server import _only_diloco, server_environment
+from diloco.rl.trainer import batches_of
 from diloco.train.devices import gpus_for_ranks, split_gpus
 from diloco.train.run_dir import slug
 from diloco.train.sinks import run_name
@@ -79,10 +81,22 @@ def test_a_peers_server_has_a_gpu_that_no_rank_trains_on():
     assert split_gpus(EIGHT, num_ranks=7, server=None, starts_server=True) == (tuple(EIGHT[:7]), "7")
     assert split_gpus(["0", "1"], num_ranks=1, server="0", starts_server=True) == (("1",), "0")
     assert split_gpus(["0"], num_ranks=1, server="0", starts_server=True) == (("0",), "0")
+    assert split_gpus(EIGHT, num_ranks=8, server="7", starts_server=True) == (tuple(EIGHT), "7")
     assert split_gpus(["0", "1"], num_ranks=2, server=None, starts_server=False) == (("0", "1"), None)
     with pytest.raises(UserError, match="needs a GPU beside"):
         split_gpus(["0"], num_ranks=1, server=None, starts_server=True)
     assert gpus_for_ranks(CONFIG, 8) == 7 and gpus_for_ranks(TrainConfig(), 8) == 8
+
+
+def test_a_batch_that_nobody_named_divides_by_the_ranks_and_generations_of_any_machine():
+    for num_gpus in range(1, 17):
+        ranks = gpus_for_ranks(CONFIG, num_gpus)
+        config = settled(replace(CONFIG, mode="grpo"), {"mode"}, num_ranks=ranks).config
+        batches_of(config, ranks)
+        assert config.total_batch_size % ranks == 0 and 40 <= config.total_batch_size <= 120, num_gpus
+    assert settled(TrainConfig(), (), num_ranks=6).config.total_batch_size == 510
+    with pytest.raises(UserError, match="not a multiple of this peer's 7 ranks"):
+        settled(replace(CONFIG, total_batch_size=64), {"mode", "total_batch_size"}, num_ranks=7)
 
 
 def test_a_server_gets_its_gpu_and_nothing_of_the_swarm(tmp_path):
