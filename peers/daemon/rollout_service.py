@@ -218,7 +218,7 @@ class RolloutService:
             case WantPolicy(held):
                 await channel.send(self._newest(held), ANSWER_S)
             case WantBlob(digest):
-                await self._send_blob(digest, channel)
+                await self._send_blob(peer_id, digest, channel)
             case Signed() as message:
                 assert self.queue.terms is not None
                 # Decoding thousands of tokens and checking a signature takes milliseconds.
@@ -256,7 +256,7 @@ class RolloutService:
         base = files[0].base if files else ""
         return Policy(digest=self._digest, step=self.queue.step, base=base, blobs=names)
 
-    async def _send_blob(self, digest: str, channel: Channel) -> None:
+    async def _send_blob(self, peer_id: str, digest: str, channel: Channel) -> None:
         file = next((file for file in self._files if file.sha256 == digest), None)
         if file is not None:
             # The trainer may have written newer files meanwhile, and removed this one.
@@ -269,6 +269,8 @@ class RolloutService:
                         raise PeersError(f"{file.path} is shorter than it was")
                     left -= len(piece)
                     await channel.send_bytes(memoryview(piece), STALL_S)
+                    # It takes what it is sent, and can say nothing on its other stream before it has all.
+                    self._heard_at[peer_id] = time.monotonic()
                 return
         await channel.send(NoBlob(), ANSWER_S)
 

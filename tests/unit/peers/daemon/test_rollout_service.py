@@ -19,7 +19,7 @@ from peers.admission.secrets import AdmissionKey
 from peers.daemon import link, rollout_service
 from peers.daemon.link import DaemonConnection, WorkerLink
 from peers.daemon.rollout_queue import Taken
-from peers.daemon.rollout_service import _IDLE_S, _PATIENCE_S, RolloutService, WeightsFile, way_to
+from peers.daemon.rollout_service import _IDLE_S, _PATIENCE_S, _SILENCE_S, RolloutService, WeightsFile, way_to
 from peers.errors import LinkLost, NotWanted, PeerUnreachable, ProtocolError
 from peers.net.gate import Gate
 from peers.net.identity import Identity, load_or_create
@@ -252,6 +252,22 @@ async def test_a_stream_may_be_silent_for_as_long_as_its_peer_speaks_on_another(
         with pytest.raises(PeerUnreachable):
             await one._channel.read(_VERDICT, 60.0)
     assert service._heard_at == service._gave_at == {}
+
+
+async def test_a_peer_that_takes_a_large_policy_is_not_silent(identity, tmp_path, monkeypatch, clock):
+    """Its other stream says nothing meanwhile: it has nothing to generate with."""
+    send_bytes = rollout_service.Channel.send_bytes
+
+    async def slowly(*arguments):
+        await send_bytes(*arguments)
+        clock.now += 3 * _SILENCE_S
+
+    monkeypatch.setattr(rollout_service.Channel, "send_bytes", slowly)
+    service = service_with()
+    name = publish(service, tmp_path)
+    async with stream_to(service, identity) as policies:
+        assert await policies.download(name, tmp_path) is not None
+        await until(lambda: service._heard_at[identity.peer_id] == clock.now)
 
 
 async def test_who_sends_a_false_rollout_hears_why_and_its_stream_ends(identity, tmp_path):
