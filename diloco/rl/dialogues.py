@@ -65,7 +65,7 @@ def judged(
     """
     prompts = token_ids(tokenizer, [example.prompt for example in examples])
     every = [
-        _Dialogue(example, prompt, sampling.max_tokens, list(example.prompt))
+        _Dialogue(example, prompt, sampling.most_tokens, list(example.prompt))
         for example, prompt in zip(examples, prompts, strict=True)
         for _ in range(count)
     ]
@@ -86,10 +86,8 @@ def judged(
         ]
         if not talking:
             break
-        longest = replace(sampling, max_tokens=max(dialogue.room for dialogue in talking))
-        written = complete(
-            [dialogue.prompt + dialogue.tokens for dialogue in talking], 1, longest, seed + turn
-        )
+        rest = replace(sampling, max_tokens=tuple(dialogue.room for dialogue in talking))
+        written = complete([dialogue.prompt + dialogue.tokens for dialogue in talking], 1, rest, seed + turn)
     scores = task.pool.each("scores", task.scores, [(one.example, one.said) for one in every])
     found = [
         {
@@ -177,7 +175,7 @@ def _speaks(
     logprobs: list[float | None],
 ) -> bool:
     """Add the model's turn. Returns False if it was cut off."""
-    # The batch was generated with the limit of the dialogue that has the most room, so this turn may be too long.
+    # transformers generates a batch with the limit of the dialogue that has the most room, so this may be too long.
     is_cut_off = len(tokens) >= dialogue.room and tokens[dialogue.room - 1] != tokenizer.eos_token_id
     spoken = tokens[: dialogue.room]
     dialogue.append(spoken, logprobs[: dialogue.room])

@@ -111,18 +111,20 @@ class Rollouts:
     def _complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, seed: int
     ) -> list[Written]:
-        longest, context = max(map(len, prompts)), self._client.model.context
-        if longest + sampling.max_tokens > context:
-            raise UserError(
-                f"a prompt of {longest} tokens and {sampling.max_tokens} more do not fit into the server's "
-                f"context of {context}; lower --grpo.max-completion-length"
-            )
+        context = self._client.model.context
+        each = [sampling.of_prompt(number) for number in range(len(prompts))]
+        for prompt, own in zip(prompts, each, strict=True):
+            if len(prompt) + own.most_tokens > context:
+                raise UserError(
+                    f"a prompt of {len(prompt)} tokens and {own.most_tokens} more do not fit into the server's "
+                    f"context of {context}; lower --grpo.max-completion-length"
+                )
         # vLLM counts on from a request's seed, one for each completion; completions with the same seed may be copies of
         # each other. So every prompt has a range of seeds of its own, and so has every `seed`.
         first = random.Random(seed).getrandbits(31)
 
         def completed(number: int) -> Written:
-            return self._client.complete(prompts[number], count, sampling, seed=first + number * count)
+            return self._client.complete(prompts[number], count, each[number], seed=first + number * count)
 
         num_requests = min(max(_MAX_SEQUENCES // count, 1), _MAX_REQUESTS, len(prompts))
         pool = ThreadPoolExecutor(max_workers=num_requests)

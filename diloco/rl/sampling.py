@@ -69,7 +69,7 @@ def _batch(
     output = generate(
         input_ids=input_ids,
         attention_mask=mask,
-        max_new_tokens=sampling.max_tokens,
+        max_new_tokens=sampling.most_tokens,
         do_sample=True,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,21 @@ class RequestRefused(ServerLost):
 class Sampling:
     """Sampling parameters."""
 
-    max_tokens: int
+    max_tokens: int | tuple[int, ...]
+    """Of each completion; a tuple has one number for each prompt."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens if isinstance(self.max_tokens, int) else max(self.max_tokens)
+
+    def of_prompt(self, number: int) -> Sampling:
+        """The same for this prompt alone."""
+        return self if isinstance(self.max_tokens, int) else replace(self, max_tokens=self.max_tokens[number])
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,11 @@ class Model:
         self._tokenizer, self._said = tokenizer, [iter(texts) for texts in said]
         self._talking = list(range(len(said)))
         self.asked: list[list[list[int]]] = []
+        self.most: list[int | tuple[int, ...]] = []
 
     def complete(self, prompts, count, sampling, seed):
         self.asked.append(list(prompts))
+        self.most.append(sampling.max_tokens)
         found = []
         for _ in range(len(prompts)):
             ids = []
@@ -106,6 +108,15 @@ def test_a_dialogue_ends_after_its_turns_and_where_its_tokens_are_used_up(guess,
         )
         got = one["turns"] or [len(one["tokens"])]
         assert len(got) == turns and sum(got) == len(one["tokens"]) <= room
+
+
+def test_no_dialogue_may_add_more_tokens_than_are_left_to_it_whatever_is_left_to_others(guess, tokenizer):
+    model = Model(tokenizer, ["3", "7", "5"], ["1 2 3 4", "5"]).goes_on(0, 1, 0)
+    examples = [guess.example(SECRET_5)] * 2
+    judged(guess, tokenizer, examples, 1, model.complete, Sampling(max_tokens=200), seed=1)
+    first, second = ([len(asked) for asked in prompts] for prompts in model.asked[:2])
+    assert model.most[0] == 200 and len(set(model.most[1])) == 2
+    assert model.most[1] == tuple(200 - (now - then) for then, now in zip(first, second, strict=True))
 
 
 def test_an_environment_is_asked_once_a_turn(guess, tokenizer, monkeypatch):

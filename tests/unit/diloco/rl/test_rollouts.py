@@ -149,6 +149,14 @@ def test_a_prompt_that_is_too_long_is_for_the_user_and_restarts_nothing(opened, 
     assert server.num_restarts == 0 and server.seeds == []
 
 
+def test_each_prompt_needs_room_for_its_own_completion_only(opened, tmp_path):
+    server = FakeServer(tmp_path / "log", "", failures=0)
+    found, prompts = opened(server), [[1], [1] * 9]
+    assert len(found.complete(prompts, 1, Sampling(max_tokens=(9, 1)), seed=0)) == 2
+    with pytest.raises(UserError, match=r"9 tokens and 2 more .* context of 10"):
+        found.complete(prompts, 1, Sampling(max_tokens=(1, 2)), seed=0)
+
+
 def test_no_two_completions_have_the_same_seed(opened, tmp_path):
     """vLLM adds a completion's number in its request to the request's seed."""
     server = FakeServer(tmp_path / "log", "", failures=0)
