@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Complete = Callable[[Sequence[list[int]], int, Sampling, int], list[Written]]
 """(prompts, completions of each, sampling, seed) -> completions by the newest weights."""
+_NO_REPLY = "\ue001"
+"""Stands for the reply of an environment that ends its process: a private-use character."""
 _SAID = "\ue000"
 """Placeholder for the model's turn in a rendered template, to find the text after it: a private-use character."""
 
@@ -112,12 +114,27 @@ def judged_again(
     given the replies in it. There are none if judging it ends the process: this machine may lack memory.
     """
 
+    def reply(example: Example, said: Sequence[str]) -> str | None:
+        return _judged_at_all(lambda: task.reply(example, said))
+
     def scores(example: Example, said: Sequence[str]) -> list[float]:
         return _judged_at_all(lambda: task.scores(example, said)) or [math.inf]
 
-    replayed = [_judged_at_all(partial(_replayed, task, tokenizer, *one)) for one in completions]
-    found = iter(task.pool.each("scores", scores, [one for one in replayed if one], no_verdict=list[float]()))
-    return [next(found) if one else [math.inf] for one in replayed]
+    talks = [_judged_at_all(partial(_said_by, task, tokenizer, *one)) for one in completions]
+    asked = [
+        (talk.example, talk.said[:number])
+        for talk in filter(None, talks)
+        for number, (_, told) in enumerate(talk.turns, 1)
+        if told
+    ]
+    replies: list[str | None] = task.pool.each("reply", reply, asked, no_verdict=_NO_REPLY)
+    each = iter(replies)
+    heard = [_hears_the_same(tokenizer, talk, each) if talk else False for talk in talks]
+    sound = [
+        (talk.example, talk.said) for talk, is_same in zip(talks, heard, strict=True) if talk and is_same
+    ]
+    found = iter(task.pool.each("scores", scores, sound, no_verdict=list[float]()))
+    return [next(found) if is_same else [] if is_same is None else [math.inf] for is_same in heard]
 
 
 def _judged_at_all(action: Callable[[], T]) -> T | None:
@@ -129,20 +146,34 @@ def _judged_at_all(action: Callable[[], T]) -> T | None:
         return None
 
 
-def _replayed(
+class _Talk(NamedTuple):
+    example: Example
+    turns: list[tuple[list[int], list[int]]]
+    """The tokens of each turn of the model, and of the reply to it."""
+    said: list[str]
+    """The model's turns as texts."""
+
+
+def _said_by(
     task: Task, tokenizer: PreTrainedTokenizerBase, number: int, tokens: Sequence[int], turns: Sequence[int]
-) -> tuple[Example, list[str]] | None:
-    """The example and the texts of the model's turns; None if the environment would have given other replies."""
-    example = task.example(number)
-    messages, said = list(example.prompt), list[str]()
-    for spoken, told in _turns_of(tokens, turns):
-        said.append(_text(tokenizer, spoken))
+) -> _Talk:
+    talk = _turns_of(tokens, turns)
+    return _Talk(task.example(number), talk, [_text(tokenizer, spoken) for spoken, _ in talk])
+
+
+def _hears_the_same(
+    tokenizer: PreTrainedTokenizerBase, talk: _Talk, replies: Iterator[str | None]
+) -> bool | None:
+    """Whether the environment's replies, one for each in the talk, are those in the talk; None if it gives no reply,
+    but ends its process."""
+    messages, is_same, has_ended = list(talk.example.prompt), True, False
+    for (spoken, told), said in zip(talk.turns, talk.said, strict=True):
         if told:
-            reply = task.reply(example, said)
-            if reply is None or told != _told(tokenizer, messages, spoken, reply):
-                return None
-            messages += _exchange(said[-1], reply)
-    return example, said
+            reply = next(replies)
+            has_ended |= reply == _NO_REPLY
+            is_same &= reply is not None and told == _told(tokenizer, messages, spoken, reply)
+            messages += _exchange(said, reply or "")
+    return None if has_ended else is_same
 
 
 def said_in(tokenizer: PreTrainedTokenizerBase, completion: Mapping[str, Any]) -> list[str]:

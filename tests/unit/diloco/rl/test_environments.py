@@ -179,7 +179,25 @@ def test_what_may_take_long_is_left_to_the_pool(guess, tokenizer, monkeypatch):
     measured(guess, tokenizer, [example], model.complete, samples=2, max_tokens=200, seed=1)
     assert asked == [("reply", 2), ("reply", 1), ("scores", 2), ("is_solved", 2)]
     judged_again(guess, tokenizer, [(SECRET_5, [65], [])] * 3)
-    assert asked[4:] == [("scores", 3)]
+    assert asked[4:] == [("reply", 0), ("scores", 3)]
+    # All replies of all dialogues at once: what the model said is known beforehand.
+    judged_again(guess, tokenizer, [(SECRET_5, [65, 66, 67, 66, 65], [1] * 5)] * 3)
+    assert asked[6:] == [("reply", 6), ("scores", 0)]
+
+
+def test_a_reply_that_ends_its_process_gives_no_verdict_on_the_peer(guess, tokenizer, monkeypatch):
+    def each(question, here, every, *, no_verdict):
+        return [
+            no_verdict if question == "reply" and said == ["B"] else here(example, said)
+            for example, said in every
+        ]
+
+    monkeypatch.setattr(guess.pool, "each", each)
+    assert tokenizer.decode([66]) == "B"
+    found = judged_again(
+        guess, tokenizer, [(SECRET_5, [65, 66, 67], [1] * 3), (SECRET_5, [66, 66, 67], [1] * 3)]
+    )
+    assert found == [[math.inf], []]
 
 
 def test_held_out_examples_follow_those_that_are_trained_on(guess):
