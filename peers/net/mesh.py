@@ -155,9 +155,10 @@ class Mesh:
         """Dial announced peers that are not here, and neighbours without a channel: those with larger ids at once.
         Those with smaller ids should dial this peer; they are dialled if they have not done so by the next call."""
         self._gossip.announced(records.keys())
-        self._dial_missing(records)
+        self._left_to_them = self._dial_missing(records)
 
-    def _dial_missing(self, records: Mapping[str, Announcement]) -> None:
+    def _dial_missing(self, records: Mapping[str, Announcement]) -> set[str]:
+        """Returns the peers that are left to dial this one."""
         here, channels = self._gossip.here, self._channels
         missing = {peer_id: record for peer_id, record in records.items() if peer_id not in here}
         missing |= {peer_id: here[peer_id] for peer_id in self._gossip.neighbours}
@@ -166,7 +167,7 @@ class Mesh:
         for peer_id, record in missing.items():
             if self._peer_id < peer_id or peer_id in self._left_to_them:
                 channels.dial(record)
-        self._left_to_them = missing.keys() - channels.dialling.keys()
+        return missing.keys() - channels.dialling.keys()
 
     async def _tend(self) -> None:
         """Among many peers, at intervals: dial neighbours without a channel, close channels that nobody needs, give up
@@ -186,7 +187,7 @@ class Mesh:
             for peer_id in silent - channels.open.keys():
                 self._lose(peer_id, by_own_channel=False)
             self._post(events.StillHere(frozenset(self._gossip.here)))
-            self._dial_missing({})
+            self._left_to_them |= self._dial_missing({})
             for peer_id in channels.open.keys() - self._gossip.neighbours - self._expected:
                 channel = channels.open[peer_id]
                 if channel.caller == self._peer_id and now > channel.used_at + _IDLE_S:

@@ -117,6 +117,23 @@ async def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
     await mesh.close()
 
 
+async def test_among_many_who_is_left_to_dial_in_is_dialled_at_the_next_look_whatever_happens_between(
+    monkeypatch,
+):
+    monkeypatch.setattr(overlay, "FULL_MESH", 0)
+    monkeypatch.setattr("peers.net.mesh.OFTEN_S", 0.0)
+    transport, heard = Transport(), []
+    mesh = mesh_over(transport, post=heard.append)
+    mesh.discovered({"A": record("A")})
+    tending = asyncio.create_task(mesh._tend())
+    await until(lambda: len(heard) > 3)
+    assert transport.dialled == []
+    mesh.discovered({"A": record("A")})
+    await until(lambda: transport.dialled == ["A"])
+    tending.cancel()
+    await mesh.close()
+
+
 def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
     statuses = [b"newest", b"new", b"old"]
     mesh = mesh_over(Transport(), own_record=lambda number, lost: statuses.pop())
