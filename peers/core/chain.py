@@ -125,6 +125,10 @@ class Chain:
         """A genesis that this founder has signed, and that is not on this peer's chain."""
         return next((c for c in self._others.values() if c.is_genesis and founder in c.plan.signers), None)
 
+    def knows_a_run(self) -> bool:
+        """Whether any certificate is known, of any chain."""
+        return bool(self._own or self._others)
+
     def knows_commits(self) -> bool:
         """Whether any certificate of another chain, other than a genesis, is known."""
         return any(not certificate.is_genesis for certificate in self._others.values())

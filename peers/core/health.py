@@ -47,8 +47,6 @@ class Health:
     """When its status last showed that its worker has come further."""
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is live."""
-    in_started_run: bool = False
-    """It has announced a head whose certificate this peer holds: its run exists."""
     is_gone: bool = False
     """It has been lost for longer than `regain_s`."""
     at_head_at: float = 0.0
@@ -193,17 +191,9 @@ class Swarm:
             self._struck.discard(gone)
         return True
 
-    def certificate_arrived(self, head: str) -> None:
-        """This peer now holds the certificate of this head."""
-        for health in self._peers.values():
-            health.in_started_run = health.in_started_run or health.status.head == head
-
-    def has_started_run(self) -> bool:
-        """Whether any live peer is in a run that exists."""
-        return any(
-            health.in_started_run and health.status.head and math.isinf(health.lost_at)
-            for health in self._peers.values()
-        )
+    def hears_a_head(self) -> bool:
+        """Whether any peer that is not lost announces a head, also one that leaves."""
+        return any(health.status.head and math.isinf(health.lost_at) for health in self._peers.values())
 
     def expect(self, peer_id: str, now: float) -> None:
         """Record a roster member that was never heard. It is lost only after `silence_s` from now."""

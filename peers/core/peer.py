@@ -153,6 +153,11 @@ class Peer:
         """How long the worker's epoch may last, by the speeds known so far; 0: as long as its steps take."""
         return self._late_work.epoch_s()
 
+    @property
+    def hears_a_run(self) -> bool:
+        """Whether peers announce a run that exists: this peer holds a certificate."""
+        return self.chain.knows_a_run() and self.swarm.hears_a_head()
+
     def rank_of(self, peer_id: str) -> int | None:
         """The world rank of a member of the roster."""
         return self._ranks.get(peer_id)
@@ -226,6 +231,8 @@ class Peer:
         self._last_handled = now
         if late_s > min(self.timing.reaction_s, self.timing.silence_s / 2):
             self.swarm.excuse_own_freeze(late_s)
+            if self.round is not None:
+                self.round.excuse_own_freeze(late_s)
 
     def _dispatch(self, turn: Turn, event: Event) -> None:
         round_, worker = self.round, self.worker
@@ -336,7 +343,6 @@ class Peer:
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
-            self.swarm.certificate_arrived(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
         """Whether this peer is among the signers, or the plan follows its head and names a majority of that roster."""
@@ -406,7 +412,7 @@ class Peer:
             if not self._forget_unreachable(turn, genesis):
                 return False
         if (
-            self.swarm.has_started_run()
+            self.hears_a_run
             or (self.swarm.has_unheard() and not turn.passed(self._founding.heard_by))
             or not turn.passed(self._founding.not_before)
         ):

@@ -422,6 +422,12 @@ class Round:
             self._decline(turn, self.leader_of(self.attempt), self.attempt, failure.reason, suspects, told_by)
         self._fail(turn, failure)
 
+    def excuse_own_freeze(self, seconds: float) -> None:
+        """This process was frozen for `seconds`: the votes that came meanwhile are not late."""
+        self._deadline += seconds
+        if self._lead is not None:
+            self._lead.deadline += seconds
+
     def _watch_attempt(self, turn: Turn) -> bool:
         """Fail the attempt that this peer takes part in if its leader is lost or it timed out. True if so."""
         assert self._plan is not None

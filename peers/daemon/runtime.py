@@ -152,7 +152,7 @@ class Runtime:
     @property
     def run_is_alive(self) -> bool:
         """Whether this peer is in a run, or hears of one that exists."""
-        return self.state is not None or self.core.swarm.has_started_run()
+        return self.state is not None or self.core.hears_a_run
 
     @property
     def is_workers_base(self) -> bool:

@@ -27,6 +27,7 @@ from tests.unit.peers.core.made import (
     SETTINGS,
     Keys,
     chain_of,
+    commit,
     digest,
     genesis,
     status,
@@ -89,6 +90,25 @@ def test_nobody_founds_a_run_beside_one_that_it_is_connected_with_and_has_not_he
     a.announce(newer, "bc")
     a.run(5)
     assert [fetch.path[-1] for fetch in a.of(effects.Fetch)] == [newer]
+
+
+def test_nobody_founds_a_run_beside_one_whose_certificate_it_has_from_a_member_that_has_died_since():
+    run = genesis("abc")
+    newest = commit(run, "abc")
+    n = Driven("n", has_worker=False, settings=with_settings(galaxy_size=1))
+    n.know([run, newest])
+    n.announce(newest, "a")
+    n.run(3)
+    n.announce(newest, "bc")
+    n.run(30)
+    n.hush("a")
+    n.feed(events.Disconnected("a"))
+    n.run(20)
+    n.feed(events.StateOffered(OFFER))
+    n.feed(events.WorkerWaits())
+    n.run(10)
+    assert n.peer.certificate is None
+    assert [fetch.path[-1].head for fetch in n.of(effects.Fetch)] == [newest.head]
 
 
 def test_who_is_connected_and_says_nothing_is_waited_for_once_and_briefly():

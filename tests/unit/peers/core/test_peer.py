@@ -440,3 +440,28 @@ def test_a_fragment_that_is_not_the_one_to_be_averaged_is_not_brought_to_a_commi
     a.ready(work(80))
     a.run(2)
     assert all(status.work is None or status.work.tokens != 80 for status in a.of(Status))
+
+
+def test_a_leader_that_was_frozen_does_not_blame_members_whose_votes_wait_to_be_read():
+    run = next(run for salt in range(60) if leads(run := genesis("abcde", tokens=salt)))
+    a = Driven.at(run, "bcde")
+    a.announce(run, "bcde", "ready", work=work())
+    a.ready()
+    a.run(1)
+    plan = a.of(Propose)[-1].plan
+    a.feed(events.Reduced(plan.digest, digest("anchor"), digest("momentum")))
+    for name in "bc":
+        a.say(name, a.vote(name, plan))
+    a.now += 600
+    for name in "bcde":
+        a._beat(name)
+    assert [a.peer.swarm.strikes(name) for name in "bcde"] == [0, 0, 0, 0]
+    for name in "de":
+        a.say(name, a.vote(name, plan))
+    assert a.peer.certificate is not None and a.peer.certificate.plan == plan
+
+
+def leads(run: Certificate) -> bool:
+    """Whether `a` leads the first attempt after this genesis."""
+    driven = Driven.at(run, "bcde")
+    return driven.peer.round is not None and driven.peer.round.leader_of(0) == "a"

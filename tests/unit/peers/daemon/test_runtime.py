@@ -501,7 +501,7 @@ class ScriptedCore(SimpleNamespace):
 
     def __init__(self, script: Callable[[events.Event], Sequence[effects.Effect]]) -> None:
         super().__init__(me="me", world_rank=0, phase="waiting", deadline=0.0, head="", last_failures=())
-        self.swarm = SimpleNamespace(live=dict, has_started_run=lambda: False)
+        self.swarm, self.hears_a_run = SimpleNamespace(live=dict), False
         self.script, self.heard = script, list[events.Event]()
 
     def handle(self, event: events.Event | None, now: float) -> Sequence[effects.Effect]:
@@ -531,9 +531,9 @@ async def test_once_a_joiner_has_the_swarms_state_it_lets_go_of_its_own_initial_
     mine, own = memories(), offered()
     unused = weakref.ref(own)
     assert runtime.needs_offer and not runtime.run_is_alive
-    runtime.core.swarm.has_started_run = lambda: True
+    runtime.core.hears_a_run = True
     assert runtime.run_is_alive
-    runtime.core.swarm.has_started_run = lambda: False
+    runtime.core.hears_a_run = False
     async with running(runtime):
         beginning = asyncio.create_task(runtime.begin_worker(mine.inn, own))
         del own
