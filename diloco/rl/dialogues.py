@@ -171,7 +171,10 @@ def _hears_the_same(
         if told:
             reply = next(replies)
             has_ended |= reply == _NO_REPLY
-            is_same &= reply is not None and told == _told(tokenizer, messages, spoken, reply)
+            # A reply made of what the peer said may not even be text that a tokenizer takes.
+            is_same &= reply is not None and told == _judged_at_all(
+                partial(_told, tokenizer, messages, spoken, reply)
+            )
             messages += _exchange(said, reply or "")
     return None if has_ended else is_same
 

@@ -200,6 +200,19 @@ def test_a_reply_that_ends_its_process_gives_no_verdict_on_the_peer(guess, token
     assert found == [[math.inf], []]
 
 
+def test_a_reply_that_cannot_be_tokenized_is_not_the_one_in_a_dialogue_and_ends_no_learner(
+    guess, tokenizer, monkeypatch
+):
+    # The second is a reply like any other, though it is empty.
+    monkeypatch.setattr(guess, "reply", lambda _, said: {"B": "\ud800", "3": ""}.get(said[-1]))
+    model = Model(tokenizer, ["3", "5"]).goes_on(0)
+    examples, sampling = [guess.example(SECRET_5)], Sampling(max_tokens=200)
+    [[sound]] = judged(guess, tokenizer, examples, 1, model.complete, sampling, seed=1)
+    assert tokenizer.decode([66]) == "B" and len(sound["turns"]) == 3
+    completions = [(SECRET_5, [66] * 5, [1] * 5), (SECRET_5, sound["tokens"], sound["turns"])]
+    assert judged_again(guess, tokenizer, completions) == [[math.inf], sound["scores"]]
+
+
 def test_held_out_examples_follow_those_that_are_trained_on(guess):
     assert isinstance(guess, EnvironmentTask)
     assert guess.held_out(0).data["number"] == guess.num_examples
