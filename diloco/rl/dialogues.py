@@ -156,8 +156,11 @@ class _Talk(NamedTuple):
 
 def _said_by(
     task: Task, tokenizer: PreTrainedTokenizerBase, number: int, tokens: Sequence[int], turns: Sequence[int]
-) -> _Talk:
+) -> _Talk | None:
+    """None if it has more turns than the task allows."""
     talk = _turns_of(tokens, turns)
+    if len(talk) > task.max_turns:
+        return None
     return _Talk(task.example(number), talk, [_text(tokenizer, spoken) for spoken, _ in talk])
 
 

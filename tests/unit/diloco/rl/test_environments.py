@@ -183,6 +183,9 @@ def test_what_may_take_long_is_left_to_the_pool(guess, tokenizer, monkeypatch):
     # All replies of all dialogues at once: what the model said is known beforehand.
     judged_again(guess, tokenizer, [(SECRET_5, [65, 66, 67, 66, 65], [1] * 5)] * 3)
     assert asked[6:] == [("reply", 6), ("scores", 0)]
+    # Nobody asks for the replies of a dialogue that is longer than any may be.
+    judged_again(guess, tokenizer, [(SECRET_5, [65] * 99, [1] * 99)])
+    assert asked[8:] == [("reply", 0), ("scores", 0)]
 
 
 def test_a_reply_that_ends_its_process_gives_no_verdict_on_the_peer(guess, tokenizer, monkeypatch):
