@@ -14,7 +14,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.machine_recipes import settled
+from diloco.cli.machine_recipes import own_ranks, settled
 from diloco.cli.peer import PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, parse_worker
 from diloco.doctor.findings import Finding, as_json, crashed, failed, run_check
 from diloco.errors import UserError
@@ -22,7 +22,7 @@ from diloco.options.extras import extras_of
 from diloco.options.flags import AsJson, HvConfig, Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, as_rollout_peer
-from diloco.train.devices import Machine, gpus_for_ranks, num_ranks, starts_server, this_machine
+from diloco.train.devices import Machine, starts_server, this_machine
 
 _SOURCE = ValueSource()
 _NAME_COLUMNS = 18
@@ -56,15 +56,14 @@ def doctor(
         Seconds to wait for the swarm's first answer.
     """
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
-    gpus = gpus_for_ranks(train, machine.num_gpus)
-    ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
-    named = _SOURCE.named
+    named, program, ranks = _SOURCE.named, parse_worker(worker), 1
+    if machine.num_gpus or train.device != "cuda":
+        ranks = own_ranks(train, () if program else named, nproc_per_node, machine.num_gpus)
     if role == "rollout":
         train, named = as_rollout_peer(train, named)
         # It generates in one process.
         ranks = 1
-    program = parse_worker(worker)
-    train = settled(train, named, None if program else machine, num_ranks=ranks).config
+    train = settled(train, named, None if program else machine, num_ranks=1 if program else ranks).config
     found: list[Finding] = []
 
     def tell(finding: Finding) -> None:

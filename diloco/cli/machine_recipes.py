@@ -20,7 +20,7 @@ from diloco.options.trainer import (
     with_fitting_batch_size,
     with_mode_defaults,
 )
-from diloco.train.devices import Machine
+from diloco.train.devices import Machine, gpus_for_ranks, num_ranks
 
 _GIB = 2**30
 _SHORT_RUN = {"hv.outer_lr": 0.7, "hv.outer_momentum": 0.6}
@@ -155,6 +155,15 @@ def settled(
     if machine is not None:
         choice = chosen(config, named, machine, num_ranks=num_ranks)
     return replace(choice, config=with_fitting_batch_size(choice.config, named, num_ranks=num_ranks))
+
+
+def own_ranks(config: TrainConfig, named: Collection[str], wanted: str, num_gpus: int) -> int:
+    """The ranks of a peer that does not know the settings of its swarm yet, of those that `--nproc-per-node` asks for.
+
+    They divide the batch size that the user names; if none is named, `settled` chooses one that they divide.
+    """
+    batch_size = config.total_batch_size if "total_batch_size" in named else None
+    return num_ranks(wanted, config.device, gpus_for_ranks(config, num_gpus), batch_size=batch_size)
 
 
 def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num_ranks: int = 1) -> Choice:

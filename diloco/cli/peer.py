@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from diloco.cli.interrupts import run_with_hivemind
-from diloco.cli.machine_recipes import Choice, settled
+from diloco.cli.machine_recipes import Choice, own_ranks, settled
 from diloco.errors import UserError, print_note
 from diloco.launch.peer_workers import (
     log_and_print,
@@ -116,17 +116,16 @@ def peer(
 
         return rollout_peer(train, _SOURCE.named, num_peers=peers_here)
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
-    ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
     for note in notes_on_unused_flags(train, _SOURCE.named):
         print_note(note)
     program = parse_worker(worker)
-    is_first = not train.hv.initial_peers
-    # The batch of a peer that joins is its swarm's, and how the user's own program divides its batch is its own matter.
-    ranks_of_batch = ranks if is_first and not program else 1
-    choice = settled(train, _SOURCE.named, None if program else machine, num_ranks=ranks_of_batch)
+    # How the user's own program divides its batch among its ranks is its own matter.
+    ranks = own_ranks(train, () if program else _SOURCE.named, nproc_per_node, machine.num_gpus)
+    choice = settled(train, _SOURCE.named, None if program else machine, num_ranks=1 if program else ranks)
     train = choice.config
     if program and (note := note_on_ignored_flags(_SOURCE.named)):
         print_note(note)
+    is_first = not train.hv.initial_peers
     if not program:
         check_choices(train, machine, is_settled=is_first)
     # Settings that the user has not set come from the swarm, so only those that the user has set are checked.
@@ -204,10 +203,10 @@ class WorkerSetup:
     adopted: TrainConfig | None = None
     """The configuration of diloco's trainer; None until the swarm's manifest is known, and with --worker."""
 
-    def num_ranks(self, config: TrainConfig) -> int:
+    def num_ranks(self, config: TrainConfig, *, divide_batch: bool = True) -> int:
         """The ranks that train by these settings of the run: a vLLM server takes a GPU, and they divide the batch."""
         num_gpus = gpus_for_ranks(config, self.num_gpus)
-        batch_size = None if self.program else config.total_batch_size
+        batch_size = config.total_batch_size if divide_batch and not self.program else None
         return num_ranks(self.nproc_per_node, config.device, num_gpus, batch_size=batch_size)
 
     def command(
@@ -224,12 +223,11 @@ class WorkerSetup:
             manifest,
             self.named,
             run_dir=self.run_dir,
-            # How the user's own program divides its batch among its ranks is its own matter.
             num_ranks=lambda agreed: 1 if self.program else self.num_ranks(agreed),
         )
         ranks = self.num_ranks(config)
         if not self.program:
-            most = num_ranks(self.nproc_per_node, config.device, gpus_for_ranks(config, self.num_gpus))
+            most = self.num_ranks(config, divide_batch=False)
             if ranks < most:
                 print_note(
                     f"trains on {ranks} of the {most} GPUs that are there for it: the run's --total-batch-size is "

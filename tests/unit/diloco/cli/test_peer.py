@@ -9,12 +9,14 @@ import pytest
 
 import peers.daemon
 from diloco.cli.machine_recipes import Choice, chosen
-from diloco.cli.peer import NO_CHECKPOINTS, WorkerSetup, note_on_ignored_flags, parse_worker
+from diloco.cli.peer import NO_CHECKPOINTS, WorkerSetup, app, note_on_ignored_flags, parse_worker
 from diloco.errors import UserError
 from diloco.launch.peer_workers import PRINTED_LOGGERS
 from diloco.options.flags import CkptConfig
 from diloco.options.trainer import TrainConfig
 from diloco.train.devices import Machine
+
+MADDR = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWLZxmnhnSbbNQmXZkBCVKnsYEdqSbmuPkFNTR8k2rDCz5"
 
 
 def test_the_words_of_a_program_are_split_as_a_shell_would(tmp_path, monkeypatch):
@@ -101,6 +103,33 @@ def test_who_joins_a_run_of_reinforcement_leaves_a_gpu_to_the_server_and_divides
     assert workers.command(manifest, False, 3, tmp_path / "link.sock").num_ranks == ranks
     is_less = ranks < max(num_gpus - 1, 1)
     assert ("--total-batch-size is 64, which is not a multiple of" in capsys.readouterr().err) == is_less
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "ranks", "batch_size"),
+    [
+        (["--mode", "grpo", "--path-model", "tiny-grpo"], 8, 7, 56),
+        (["--mode", "grpo", "--path-model", "tiny-grpo", "--total-batch-size", "64"], 8, 4, 64),
+        (["--path-model", "my-own"], 6, 6, 510),
+    ],
+)
+def test_the_first_peer_which_enters_by_the_coordinator_too_trains_on_all_gpus_that_its_batch_allows(
+    monkeypatch, flags, num_gpus, ranks, batch_size
+):
+    gpus = Machine(num_cores=64, gpus=tuple(map(str, range(num_gpus))), gpu_bytes=80 << 30)
+    seen = []
+
+    def check(train, *_, num_ranks, **__):
+        seen.append((num_ranks, train.total_batch_size))
+        raise UserError("far enough")
+
+    monkeypatch.setattr("diloco.cli.peer.this_machine", lambda *_, **__: gpus)
+    monkeypatch.setattr("diloco.doctor.before_start.check_choices", lambda *_, **__: None)
+    monkeypatch.setattr("diloco.doctor.before_start.check_memory_and_disk", check)
+    monkeypatch.setattr("diloco.launch.swarm_config.daemon_config", lambda *_, **__: {})
+    with pytest.raises(UserError, match="far enough"):
+        app(["--initial-peers", MADDR, *flags], exit_on_error=False, print_error=False)
+    assert seen == [(ranks, batch_size)]
 
 
 def test_a_program_of_the_users_own_gets_all_gpus_whatever_the_batch_size_of_our_trainers(tmp_path):
